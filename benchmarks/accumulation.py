@@ -49,17 +49,26 @@ LAYOUTS = {
 
 
 def partitioner_of(
-    num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
+    num_micro_batches: int,
+    preset: str,
+    slot_mesh_axes: Sequence[str] = (),
     gradients: ExplicitCollectives | None = None,
 ) -> Partitioner:
     """Returns a Partitioner for a small language model."""
     lm = rotary_lm(
-        vocab_size=VOCAB_SIZE, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
+        vocab_size=VOCAB_SIZE,
+        model_dims=128,
+        hidden_dims=512,
+        num_heads=4,
+        dim_per_head=32,
         num_layers=4,
     )
     learner = Learner(
-        functools.partial(optax.adamw, b2=0.98), 1e-3, clip_gradient_norm_to_value=1.0,
-        gradient_accumulation_steps=num_micro_batches, slot_mesh_axes=slot_mesh_axes,
+        functools.partial(optax.adamw, b2=0.98),
+        1e-3,
+        clip_gradient_norm_to_value=1.0,
+        gradient_accumulation_steps=num_micro_batches,
+        slot_mesh_axes=slot_mesh_axes,
     )
     model = fdl.build(set_sharding_params(lm, preset))
     task = LanguageModelTask(model, learner, inputs_split_mapping=BATCH_OVER_DATA)

@@ -59,7 +59,9 @@ def partitioner_of(mib: int) -> Partitioner:
     """Returns a Partitioner for a model with a state of `mib` MiB, a third of it weights."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
-        LossTask, fdl.Config(FunctionModel, fdl.Partial(init, num_layers=num_layers)), loss,
+        LossTask,
+        fdl.Config(FunctionModel, fdl.Partial(init, num_layers=num_layers)),
+        loss,
         fdl.Config(Learner, fdl.Partial(optax.adam), learning_rate=1e-3),
     )
     return Partitioner(fdl.build(task), make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
@@ -84,8 +86,10 @@ def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> No
     with Checkpoints(directory, saving=SaveSettings(max_to_keep=2)) as checkpoints:
         number = iter(range(1, 1_000_000))
 
-        for name, step in (("the devices are the CPU itself", trained),
-                           ("the devices compute elsewhere", waited)):
+        for name, step in (
+            ("the devices are the CPU itself", trained),
+            ("the devices compute elsewhere", waited),
+        ):
             with_save, without, blocking, flights = [], [], [], []
             for _ in range(num_rounds):
                 checkpoints.wait()
@@ -98,9 +102,11 @@ def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> No
                 flights.append(time.perf_counter() - start)
             item, other = statistics.median(with_save), statistics.median(without)
             row(f"step with a save in flight / without, {name}", item, other, 1.05)
-            print(f"    {len(with_save)} steps in {num_rounds} saves of "
-                  f"{statistics.median(flights):.2f} s; save() itself returned after "
-                  f"{statistics.median(blocking):.3f} s")
+            print(
+                f"    {len(with_save)} steps in {num_rounds} saves of "
+                f"{statistics.median(flights):.2f} s; save() itself returned after "
+                f"{statistics.median(blocking):.3f} s"
+            )
 
 
 def is_in_flight() -> bool:
@@ -162,8 +168,11 @@ def restored(partitioner: Partitioner, directory: Path) -> Any:
 
 def row(name: str, one: float, other: float, goal: float | None) -> None:
     """Prints a line of the table."""
-    print(f"{name:<70}{one:>10.3f}{other:>10.3f}{one / other:>8.3f}"
-          + (f"{goal:>8.2f}" if goal else ""), flush=True)
+    print(
+        f"{name:<70}{one:>10.3f}{other:>10.3f}{one / other:>8.3f}"
+        + (f"{goal:>8.2f}" if goal else ""),
+        flush=True,
+    )
 
 
 def newest(directory: Path) -> Path:

@@ -41,13 +41,19 @@ from praxis_tools.plan.topology import Topology, topology_of
 def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partitioner:
     """Returns a Partitioner for Llama-2 7B on a mesh with all chips along `mdl`."""
     model = rotary_lm(
-        vocab_size=32_000, model_dims=4096, hidden_dims=11_008, num_heads=32, dim_per_head=128,
-        num_layers=options.layers, fprop_dtype=jnp.bfloat16,
+        vocab_size=32_000,
+        model_dims=4096,
+        hidden_dims=11_008,
+        num_heads=32,
+        dim_per_head=128,
+        num_layers=options.layers,
+        fprop_dtype=jnp.bfloat16,
         tr_fflayer_tpl=fdl.Partial(
             TransformerFeedForward, activation="silu", use_gated_activation=True, has_bias=False
         ),
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
-        separate_embedding_tpl=fdl.Partial(Embedding), stacked_transformer_tpl=fdl.Partial(Repeat),
+        separate_embedding_tpl=fdl.Partial(Embedding),
+        stacked_transformer_tpl=fdl.Partial(Repeat),
     )
     preset = SHARDING_PRESETS["megatron"]
     task = LanguageModelTask(
@@ -78,9 +84,7 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
         plan = plan_step(partitioner, partitioner.decode_step, batch, topology)
         if options.top:
             print(plan_text(plan))
-            for instruction, seconds in plan.timeline.instruction_seconds.most_common(
-                options.top
-            ):
+            for instruction, seconds in plan.timeline.instruction_seconds.most_common(options.top):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
         # Drop the compiled program, because it is large.
         plans.append(dataclasses.replace(plan, compiled=None))

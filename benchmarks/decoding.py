@@ -64,33 +64,53 @@ def write_llama(directory: Path, setup: Setup) -> None:
     dims, hidden, layers = setup.dims, setup.hidden, setup.layers
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(setup.dtype, np.float32)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dims,
-        "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCAB,
-        "num_attention_heads": dims // 64, "num_key_value_heads": dims // 64, "head_dim": 64,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "max_position_embeddings": 1024, "tie_word_embeddings": False, "dtype": setup.dtype,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": dims,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "num_attention_heads": dims // 64,
+        "num_key_value_heads": dims // 64,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "dtype": setup.dtype,
     }
     (directory / "config.json").write_text(json.dumps(config))
     square, up = (dims, dims), (hidden, dims)
     layer = {
-        **{f"self_attn.{name}_proj": square for name in "qkvo"}, "mlp.gate_proj": up,
-        "mlp.up_proj": up, "mlp.down_proj": (dims, hidden), "input_layernorm": (dims,),
+        **{f"self_attn.{name}_proj": square for name in "qkvo"},
+        "mlp.gate_proj": up,
+        "mlp.up_proj": up,
+        "mlp.down_proj": (dims, hidden),
+        "input_layernorm": (dims,),
         "post_attention_layernorm": (dims,),
     }
     shapes = {
-        "model.embed_tokens.weight": (VOCAB, dims), "lm_head.weight": (VOCAB, dims),
+        "model.embed_tokens.weight": (VOCAB, dims),
+        "lm_head.weight": (VOCAB, dims),
         "model.norm.weight": (dims,),
         **{
             f"model.layers.{i}.{name}.weight": shape
-            for i in range(layers) for name, shape in layer.items()
+            for i in range(layers)
+            for name, shape in layer.items()
         },
     }
     rng = np.random.default_rng(0)
-    save_file({
-        name: (0.02 * rng.standard_normal(shape, np.float32)).astype(dtype) if len(shape) == 2
-        else np.ones(shape, dtype)
-        for name, shape in shapes.items()
-    }, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {
+            name: (0.02 * rng.standard_normal(shape, np.float32)).astype(dtype)
+            if len(shape) == 2
+            else np.ones(shape, dtype)
+            for name, shape in shapes.items()
+        },
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
@@ -135,8 +155,12 @@ def theirs(directory: str, setup: Setup) -> tuple[Generate, float]:
         ids = torch.tensor(prompts, device=device)
         with torch.inference_mode():
             result = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new,
-                min_new_tokens=num_new, pad_token_id=0,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                pad_token_id=0,
             )
         return result[:, ids.shape[1] :].tolist()
 
@@ -174,7 +198,9 @@ class Worker:
         given = ["--worker", kind, "--directory", directory, "--setup", json.dumps(setup)]
         self._process = subprocess.Popen(
             [python, __file__, *given],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {simulated}"},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
@@ -245,18 +271,14 @@ def main() -> None:
         work(args.directory, args.worker, Setup(*json.loads(args.setup)))
         return
     mesh = tuple(map(int, args.mesh.split(",")))
-    setup = Setup(
-        args.dtype, args.weights_dtype, args.outputs_first, mesh, args.dims, args.layers
-    )
+    setup = Setup(args.dtype, args.weights_dtype, args.outputs_first, mesh, args.dims, args.layers)
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder), setup)
         for num_threads in args.threads:
             print(f"{num_threads} threads")
             workers = {"ours": Worker(sys.executable, "ours", folder, setup, num_threads)}
             if args.peer_python:
-                workers["theirs"] = Worker(
-                    args.peer_python, "theirs", folder, setup, num_threads
-                )
+                workers["theirs"] = Worker(args.peer_python, "theirs", folder, setup, num_threads)
             for batch in args.batches:
                 measure(workers, setup, batch)
             for worker in workers.values():

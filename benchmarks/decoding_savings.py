@@ -43,7 +43,8 @@ def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
     print(
         f"batch {batch:<4}{rate[0]:>9.1f} tokens/s, with {num_drafts} drafts "
         f"{rate[num_drafts]:.1f}: ratio {rate[num_drafts] / rate[0]:.2f}, the same tokens: "
-        f"{tokens[0] == tokens[num_drafts]}", flush=True,
+        f"{tokens[0] == tokens[num_drafts]}",
+        flush=True,
     )
 
 
@@ -60,7 +61,8 @@ def measure_shared(worker: Worker, batch: int) -> None:
     print(
         f"batch {batch:<4}{NUM_LONG * batch} tokens of prompts: first token after "
         f"{seconds[0]:.3f} s; {num_same + NUM_OWN * batch} read: {seconds[1]:.3f} s, ratio "
-        f"{seconds[0] / seconds[1]:.2f}, the same tokens: {tokens[0] == tokens[1]}", flush=True,
+        f"{seconds[0] / seconds[1]:.2f}, the same tokens: {tokens[0] == tokens[1]}",
+        flush=True,
     )
 
 

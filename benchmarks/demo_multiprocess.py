@@ -57,10 +57,19 @@ def run(argv: Sequence[str], count: int) -> None:
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(CHECKOUT / "main.py"), *argv, *(
-                [coordinator, f"--num_processes={count}", f"--process_id={k}"] if count > 1 else []
-            )],
-            cwd=CHECKOUT, text=True, stdout=subprocess.PIPE,
+            [
+                sys.executable,
+                str(CHECKOUT / "main.py"),
+                *argv,
+                *(
+                    [coordinator, f"--num_processes={count}", f"--process_id={k}"]
+                    if count > 1
+                    else []
+                ),
+            ],
+            cwd=CHECKOUT,
+            text=True,
+            stdout=subprocess.PIPE,
         )
         for k in range(count)
     ]

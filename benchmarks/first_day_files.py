@@ -84,8 +84,11 @@ def _task(folder: Path) -> None:
 
     folder.mkdir()
     rows = [
-        {"question": f"What comes after {number}?", "gold": 0,
-         "choices": [f"{number + 1} comes.", f"{number + 2} comes."]}
+        {
+            "question": f"What comes after {number}?",
+            "gold": 0,
+            "choices": [f"{number + 1} comes.", f"{number + 2} comes."],
+        }
         for number in range(7)
     ]
     write_task(folder, "what_comes_after", rows, MORE["tiny_choice"])

@@ -46,6 +46,8 @@ def report(
         for before, after in itertools.pairwise(seconds)
     ]
     exponent = statistics.median(math.log2(ratio) for ratio in growth)
-    print(f"{name}: the last doubling costs {growth[-1]:.2f} times as much (goal {GOAL}); "
-          f"exponent {exponent:.2f}")
+    print(
+        f"{name}: the last doubling costs {growth[-1]:.2f} times as much (goal {GOAL}); "
+        f"exponent {exponent:.2f}"
+    )
     return growth[-1] <= GOAL

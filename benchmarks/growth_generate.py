@@ -16,8 +16,11 @@ from benchmarks import growth  # noqa: E402
 
 SIZES = (20, 40, 80)
 SETTINGS = (
-    "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True", "run.num_train_steps=1",
-    "run.evaluation.every_steps=None", "task.decoder.max_decode_steps=4",
+    "mesh.ici_mesh_shape=1,1,1",
+    "mesh.allow_unused_devices=True",
+    "run.num_train_steps=1",
+    "run.evaluation.every_steps=None",
+    "task.decoder.max_decode_steps=4",
 )
 
 
@@ -46,8 +49,10 @@ def main() -> int:
             generate(settings, SIZES[-1])
             seconds[name] = (time.process_time() - start) / SIZES[-1]
     for name, each in seconds.items():
-        print(f"a call of generate, {name}: {1e3 * each:.1f} ms of CPU, "
-              f"{each / seconds['plain']:.2f} times a plain call")
+        print(
+            f"a call of generate, {name}: {1e3 * each:.1f} ms of CPU, "
+            f"{each / seconds['plain']:.2f} times a plain call"
+        )
     return 0 if is_linear else 1
 
 

@@ -71,9 +71,7 @@ class WithMetrics(Experiment):
     def task(self):
         learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.sgd), learning_rate=1e-3)
         model = fdl.Config(FunctionModel, init)
-        return fdl.Config(
-            LossTask, model, fdl.Partial(loss, num_metrics=self.num_metrics), learner
-        )
+        return fdl.Config(LossTask, model, fdl.Partial(loss, num_metrics=self.num_metrics), learner)
 
     def datasets(self):
         return {"train": fdl.Config(rows, num_rows=ROWS * PER_TURN * NUM_TURNS)}

@@ -43,8 +43,13 @@ DIMS, ROWS = 4, 8
 XY = {name: jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32) for name in ("x", "y")}
 TOKENS = {
     name: jax.ShapeDtypeStruct((ROWS, 16), dtype)
-    for name, dtype in (("ids", "int32"), ("labels", "int32"), ("weights", "float32"),
-                        ("segment_ids", "int32"), ("segment_pos", "int32"))
+    for name, dtype in (
+        ("ids", "int32"),
+        ("labels", "int32"),
+        ("weights", "float32"),
+        ("segment_ids", "int32"),
+        ("segment_pos", "int32"),
+    )
 }
 ADAM = Learner(optax.adam, 1e-3)
 
@@ -98,7 +103,11 @@ def of_nnx(layer: Callable[..., nnx.Module], learner: Learner, num_layers: int) 
 def language_model(num_layers: int) -> Task:
     """Returns an unrolled language model; each layer has nine weights."""
     lm = rotary_lm(
-        num_layers=num_layers, vocab_size=37, model_dims=8, hidden_dims=16, num_heads=2,
+        num_layers=num_layers,
+        vocab_size=37,
+        model_dims=8,
+        hidden_dims=16,
+        num_heads=2,
         dim_per_head=4,
     )
     lm.stacked_transformer_tpl = fdl.Partial(Repeat, unroll=True)
@@ -115,22 +124,32 @@ LINEAR = functools.partial(nnx.Linear, DIMS, DIMS, use_bias=False)
 MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
     "nnx": (functools.partial(of_nnx, LINEAR, ADAM), XY, 1),
     "nnx, norm of all": (
-        functools.partial(of_nnx, LINEAR, Learner(clipped_adam, 1e-3)), XY, 1,
+        functools.partial(of_nnx, LINEAR, Learner(clipped_adam, 1e-3)),
+        XY,
+        1,
     ),
-    "nnx, batch norms": (functools.partial(of_nnx, functools.partial(nnx.BatchNorm, DIMS), ADAM),
-                         XY, 4),
+    "nnx, batch norms": (
+        functools.partial(of_nnx, functools.partial(nnx.BatchNorm, DIMS), ADAM),
+        XY,
+        4,
+    ),
     "nnx, dropout": (functools.partial(of_nnx, functools.partial(nnx.Dropout, 0.1), ADAM), XY, 1),
     "own layers, unrolled": (language_model, TOKENS, 10),
     "linen": (
         lambda num_layers: LossTask(
             LinenModel(LinenInARow(num_layers), {"x": (ROWS, DIMS)}), squared_error, ADAM
-        ), XY, 1,
+        ),
+        XY,
+        1,
     ),
     "functions": (
         lambda num_weights: LossTask(
-            FunctionModel(functools.partial(drawn, num_weights=num_weights)), error_of_products,
+            FunctionModel(functools.partial(drawn, num_weights=num_weights)),
+            error_of_products,
             ADAM,
-        ), XY, 1,
+        ),
+        XY,
+        1,
     ),
 }
 

@@ -34,28 +34,44 @@ def write_llama(directory: Path, dims: int, num_layers: int) -> None:
     """Writes config.json, a safetensors file for each layer, and their index."""
     vocab, hidden = 8 * dims, 3 * dims
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dims,
-        "intermediate_size": hidden, "num_hidden_layers": num_layers, "vocab_size": vocab,
-        "num_attention_heads": dims // 64, "num_key_value_heads": dims // 128, "head_dim": 64,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "max_position_embeddings": 128, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": dims,
+        "intermediate_size": hidden,
+        "num_hidden_layers": num_layers,
+        "vocab_size": vocab,
+        "num_attention_heads": dims // 64,
+        "num_key_value_heads": dims // 128,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
     }
     (directory / "config.json").write_text(json.dumps(config))
     layer = {
-        "self_attn.q_proj": (dims, dims), "self_attn.k_proj": (dims // 2, dims),
-        "self_attn.v_proj": (dims // 2, dims), "self_attn.o_proj": (dims, dims),
-        "mlp.gate_proj": (hidden, dims), "mlp.up_proj": (hidden, dims),
-        "mlp.down_proj": (dims, hidden), "input_layernorm": (dims,),
+        "self_attn.q_proj": (dims, dims),
+        "self_attn.k_proj": (dims // 2, dims),
+        "self_attn.v_proj": (dims // 2, dims),
+        "self_attn.o_proj": (dims, dims),
+        "mlp.gate_proj": (hidden, dims),
+        "mlp.up_proj": (hidden, dims),
+        "mlp.down_proj": (dims, hidden),
+        "input_layernorm": (dims,),
         "post_attention_layernorm": (dims,),
     }
     files = [
         {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
         for i in range(num_layers)
     ]
-    files.append({
-        "model.embed_tokens.weight": (vocab, dims), "lm_head.weight": (vocab, dims),
-        "model.norm.weight": (dims,),
-    })
+    files.append(
+        {
+            "model.embed_tokens.weight": (vocab, dims),
+            "lm_head.weight": (vocab, dims),
+            "model.norm.weight": (dims,),
+        }
+    )
     rng, weight_map = np.random.default_rng(0), {}
     for number, shapes in enumerate(files):
         file = f"model-{number}.safetensors"
@@ -116,9 +132,11 @@ def main() -> None:
     shards = [x.data.nbytes for w in model.arrays.values() for x in w.addressable_shards]
     jax.block_until_ready(model.arrays)
     beyond = memory.most - memory.before - sum(shards)
-    print(f"state {sum(shards) / MB:,.0f} MB; most held beyond it {beyond / MB:.1f} MB, "
-          f"{beyond / max(shards):.2f} of the largest shard ({max(shards) / MB:.1f} MB); "
-          f"goal {GOAL}")
+    print(
+        f"state {sum(shards) / MB:,.0f} MB; most held beyond it {beyond / MB:.1f} MB, "
+        f"{beyond / max(shards):.2f} of the largest shard ({max(shards) / MB:.1f} MB); "
+        f"goal {GOAL}"
+    )
 
 
 if __name__ == "__main__":

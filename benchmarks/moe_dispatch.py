@@ -41,13 +41,19 @@ from praxis_tools.explain import hlo, hlo_matmuls  # noqa: E402
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4
 TOKENS = (("data", "expert"), None, None)
 MOE = functools.partial(
-    TransformerFeedForwardMoe, MODEL, HIDDEN, num_experts=EXPERTS,
+    TransformerFeedForwardMoe,
+    MODEL,
+    HIDDEN,
+    num_experts=EXPERTS,
     weight_split_dims_mapping=("expert", "data", "mdl"),
     activation_split_dims_mapping=TOKENS,
 )
 LAYERS: dict[str, Callable[..., Any]] = {
     "dense": functools.partial(
-        TransformerFeedForward, MODEL, 2 * HIDDEN, has_bias=False,
+        TransformerFeedForward,
+        MODEL,
+        2 * HIDDEN,
+        has_bias=False,
         # Split over as many devices as the weights of the experts.
         weight_split_dims_mapping=(("data", "expert"), "mdl"),
         hidden_split_dims_mapping=(("data", "expert"), None, "mdl"),
@@ -128,9 +134,7 @@ def main() -> None:
     seconds = medians(both, num_rounds)
     print(f"\n{'forward and backward / dense':<32}{'time':>8}{'flops':>8}{'temp memory':>14}")
     for name, (compiled, _) in both.items():
-        temp, dense_temp = (
-            hlo.memory_per_device(c).temp for c in (compiled, both["dense"][0])
-        )
+        temp, dense_temp = (hlo.memory_per_device(c).temp for c in (compiled, both["dense"][0]))
         print(
             f"  {name:<30}{seconds[name] / seconds['dense']:>8.2f}"
             f"{hlo_matmuls.flops(compiled) / hlo_matmuls.flops(both['dense'][0]):>8.2f}"

@@ -125,7 +125,7 @@ def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> di
     for index in range(num_steps):
         # Rotate the order, so that no step always runs after the same step.
         names = list(steps)
-        for name in names[index % len(names):] + names[: index % len(names)]:
+        for name in names[index % len(names) :] + names[: index % len(names)]:
             start = time.perf_counter()
             outputs = steps[name]()
             times[name].append(time.perf_counter() - start)

@@ -49,7 +49,8 @@ def main() -> None:
     rows = parser.parse_args().millions * 1_000_000 // (LAYERS * DIM)
     weights = {f"w{k}": jax.ShapeDtypeStruct((rows, DIM), "float32") for k in range(LAYERS)}
     shapes = TrainState(
-        jax.ShapeDtypeStruct((), "int32"), {"params": weights, "non_trainable": {}},
+        jax.ShapeDtypeStruct((), "int32"),
+        {"params": weights, "non_trainable": {}},
         {"slots": {"mu": weights, "nu": weights}},
     )
     layout = StateLayout(shapes, jax.tree.map(lambda x: P(*(None,) * x.ndim), shapes),
@@ -63,8 +64,13 @@ def main() -> None:
         spawn.Process(target=host, args=(child,), daemon=True).start()
         hosts.append((pipe, pipe.recv()))
     order = Assignment(
-        generation=1, member=0, members=(0, 1), stores=tuple(address for _, address in hosts),
-        key=KEY, coordinator="", num_slots=2,
+        generation=1,
+        member=0,
+        members=(0, 1),
+        stores=tuple(address for _, address in hosts),
+        key=KEY,
+        coordinator="",
+        num_slots=2,
     )
     stores = stores_of(order)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +93,6 @@ def show(name: str, begin: Callable[[], object], wait: Callable[[], object]) -> 
     """Prints the time of a save."""
     waits = seconds(begin)
     print(f"{name}: training waits {waits:.3f} s, complete after {waits + seconds(wait):.2f} s")
-
 
 
 if __name__ == "__main__":

@@ -58,9 +58,7 @@ SCHEDULES = {
         num_microbatches=8, circular_repeat=2, split_backward=True
     ),
     "1F1B, 8 microbatches": dict(num_microbatches=8, one_forward=True),
-    "1F1B, 8 microbatches, split": dict(
-        num_microbatches=8, one_forward=True, split_backward=True
-    ),
+    "1F1B, 8 microbatches, split": dict(num_microbatches=8, one_forward=True, split_backward=True),
     "1F1B, 2 repeats, 8 microbatches, split": dict(
         num_microbatches=8, circular_repeat=2, one_forward=True, split_backward=True
     ),
@@ -121,8 +119,11 @@ def pipelined(one_forward: bool = False, **settings: Any) -> Partitioner:
 
 
 def phases(
-    num_microbatches: int, circular_repeat: int = 1, one_forward: bool = False,
-    split_backward: bool = False, **_: Any,
+    num_microbatches: int,
+    circular_repeat: int = 1,
+    one_forward: bool = False,
+    split_backward: bool = False,
+    **_: Any,
 ) -> list[tuple[int, float]]:
     """Returns (number of ticks, time per tick) for each loop of a schedule, by formulas."""
     sizes = NUM_STAGES, num_microbatches, circular_repeat
@@ -136,7 +137,8 @@ def phases(
     if not split_backward:
         return [(schedule.num_ticks, forward), (schedule.num_ticks, by_inputs + by_weights)]
     return [
-        (schedule.num_ticks, forward), (NUM_STAGES - 1, by_inputs),
+        (schedule.num_ticks, forward),
+        (NUM_STAGES - 1, by_inputs),
         (schedule.num_weight_ticks, by_inputs + by_weights),
     ]
 
@@ -154,7 +156,8 @@ def loops(compiled: jax.stages.Compiled) -> list[int]:
 def num_permutes(compiled: jax.stages.Compiled) -> int:
     """Returns the number of collective-permutes that a step runs inside loops."""
     return sum(
-        item.count for item in hlo.collectives(compiled)
+        item.count
+        for item in hlo.collectives(compiled)
         if item.kind == "collective-permute" and (item.count or 0) > 1
     )
 
@@ -172,8 +175,10 @@ def main() -> None:
         for name, step in [("Repeat", repeat), *steps.items()]:
             losses[name] = step.run()
         print(f"  step {index + 1}/{args.num_steps}", file=sys.stderr)
-    print(f"losses after {args.num_steps} steps: "
-          f"{min(losses.values()):.5f} to {max(losses.values()):.5f}\n")
+    print(
+        f"losses after {args.num_steps} steps: "
+        f"{min(losses.values()):.5f} to {max(losses.values()):.5f}\n"
+    )
     repeat_time = statistics.median(repeat.times[2:])
     for name, settings in SCHEDULES.items():
         step, by_formula = steps[name], phases(**settings)
@@ -182,12 +187,14 @@ def main() -> None:
         ticks = sorted(number for number, _ in by_formula if number > 1)
         ratio = statistics.median(step.times[2:]) / repeat_time
         memory = step.compiled.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"{name}\n"
-              f"  ticks of loops         formula {ticks}, compiled {loops(step.compiled)}\n"
-              f"  share of bubbles       {share:.4f}\n"
-              f"  permutes in loops      {num_permutes(step.compiled)}\n"
-              f"  temporary memory       {memory:.1f} MiB\n"
-              f"  step time / Repeat's   {ratio:.2f} (bubbles alone {1 / (1 - share):.2f})")
+        print(
+            f"{name}\n"
+            f"  ticks of loops         formula {ticks}, compiled {loops(step.compiled)}\n"
+            f"  share of bubbles       {share:.4f}\n"
+            f"  permutes in loops      {num_permutes(step.compiled)}\n"
+            f"  temporary memory       {memory:.1f} MiB\n"
+            f"  step time / Repeat's   {ratio:.2f} (bubbles alone {1 / (1 - share):.2f})"
+        )
 
 
 if __name__ == "__main__":

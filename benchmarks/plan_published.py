@@ -37,12 +37,20 @@ from praxis_tools.plan.topology import Topology, physical_mesh, topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (
-    "maxtext-22b", "maxtext-16b", "maxtext-64b", "maxtext-256b", "mixtral-8x7b", "honeycrisp-3b",
+    "maxtext-22b",
+    "maxtext-16b",
+    "maxtext-64b",
+    "maxtext-256b",
+    "mixtral-8x7b",
+    "honeycrisp-3b",
 )
 # Fitted efficiencies, each with a usual value and bounds.
 _FREE = {
-    "cycles": (1.0, 0.8, 1.1), "kernel": (0.5, 0.2, 0.75), "link": (0.9, 0.5, 1.11),
-    "network": (0.8, 0.1, 3.0), "waiting": (0.02, 0.001, 0.1),
+    "cycles": (1.0, 0.8, 1.1),
+    "kernel": (0.5, 0.2, 0.75),
+    "link": (0.9, 0.5, 1.11),
+    "network": (0.8, 0.1, 3.0),
+    "waiting": (0.02, 0.001, 0.1),
 }
 
 
@@ -124,8 +132,11 @@ class Row:
         """Returns the ratio of predicted to published step time, and stores the plan."""
         if self.planned_by != efficiencies:
             self.plan = predicted_fields(
-                with_kernel_of(self.run, self.record["text"]), self.devices, self._mesh(),
-                self.run["tokens_per_step"], efficiencies,
+                with_kernel_of(self.run, self.record["text"]),
+                self.devices,
+                self._mesh(),
+                self.run["tokens_per_step"],
+                efficiencies,
             )
             self.planned_by = efficiencies
         return self.plan["step_seconds"] / self.published
@@ -135,9 +146,7 @@ class Row:
             from praxis_lite.core import make_mesh
 
             mesh = make_mesh(mesh_of(self.run), self.devices.devices)
-            self._made = physical_mesh(
-                dict(mesh.shape), list(mesh.devices.flat), self.devices
-            )
+            self._made = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), self.devices)
         return self._made
 
 
@@ -151,7 +160,8 @@ def with_kernel_of(run: Run, text: str) -> str:
         return text
     return re.sub(
         r'share_of_blocks="([\d.]+)"(?=[^\n]*splash_mha_dq)',
-        lambda match: f'share_of_blocks="{float(match[1]) / 3:.6f}"', text,
+        lambda match: f'share_of_blocks="{float(match[1]) / 3:.6f}"',
+        text,
     )
 
 
@@ -207,9 +217,13 @@ def main() -> None:
             rows.append(Row(run, record, topology(run)))
         else:
             words = {"too_large": "does not fit: ", "failed": "does not compile: "}
-            left_out.append((run["id"], reason or "".join(
-                words[key] + value for key, value in record.items() if key in words
-            )))
+            left_out.append(
+                (
+                    run["id"],
+                    reason
+                    or "".join(words[key] + value for key, value in record.items() if key in words),
+                )
+            )
     efficiencies = FITTED
     if options.fit:
         efficiencies = fit([row for row in rows if row.is_fitted])
@@ -223,21 +237,27 @@ def main() -> None:
 
 def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
     """Prints a line for each run and a summary of the errors in each half."""
-    print(f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
-          f"{'peak GiB':>10}{'fits':>6}")
+    print(
+        f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
+        f"{'peak GiB':>10}{'fits':>6}"
+    )
     for row in rows:
         error = row.predict(efficiencies) - 1
         plan, peak = row.plan, row.record["peak"]
         between = f"{plan['step_seconds_low']:.2f}-{plan['step_seconds_high']:.2f}"
-        print(f"{row.run['id']:<44}{'fit' if row.is_fitted else 'held':>6}{row.published:>11.3f}"
-              f"{plan['step_seconds']:>11.3f}{between:>17}{error:>8.1%}{peak / 2**30:>10.1f}"
-              f"{'yes' if peak <= row.devices.chip.hbm_bytes else 'NO':>6}")
+        print(
+            f"{row.run['id']:<44}{'fit' if row.is_fitted else 'held':>6}{row.published:>11.3f}"
+            f"{plan['step_seconds']:>11.3f}{between:>17}{error:>8.1%}{peak / 2**30:>10.1f}"
+            f"{'yes' if peak <= row.devices.chip.hbm_bytes else 'NO':>6}"
+        )
     for name, halves in (("fitted on", (True,)), ("held out", (False,)), ("all", (True, False))):
         errors = [abs(r.predict(efficiencies) - 1) for r in rows if r.is_fitted in halves]
         if errors:
             near = sum(error <= 0.2 for error in errors) / len(errors)
-            print(f"{name}: {len(errors)} runs, median error {statistics.median(errors):.1%}, "
-                  f"{near:.0%} within 20%")
+            print(
+                f"{name}: {len(errors)} runs, median error {statistics.median(errors):.1%}, "
+                f"{near:.0%} within 20%"
+            )
 
 
 if __name__ == "__main__":

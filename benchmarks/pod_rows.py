@@ -33,12 +33,23 @@ WITH_EXPERTS = {"mixtral-8x7b": (8, 2)}
 # Models that are built from their config.json.
 OF_HUGGING_FACE = {
     "gemma2-9b": {
-        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_size": 3584,
-        "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 256, "intermediate_size": 14_336, "vocab_size": 256_000,
-        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_size": 3584,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "intermediate_size": 14_336,
+        "vocab_size": 256_000,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
     },
 }
 # Mesh (data, expert, mdl) of a row, for presets with an expert axis.
@@ -72,9 +83,7 @@ ROWS = {
     "L32": Row("llama2-7b", "v5e:16x16", (1, 16, 16), 32_768, 16),
     "L128": Row("llama2-7b", "v5e:16x16", (1, 4, 64), 131_072, 4),
     "M8": Row("mixtral-8x7b", "v5p:4x4x4", (1, 64, 1), 4096),
-    "O70": Row(
-        "llama3.1-70b", "v6e:16x16", (1, 256, 1), 8192, 512, {"iteration_input": "offload"}
-    ),
+    "O70": Row("llama3.1-70b", "v6e:16x16", (1, 256, 1), 8192, 512, {"iteration_input": "offload"}),
     "G9": Row("gemma2-9b", "v5e:16x16", (1, 256, 1), 4096),
     "even": Row("even", "v5e:2x4", (1, 2, 4), 1024),
     "uneven": Row("uneven", "v5e:2x4", (1, 2, 4), 1024),
@@ -92,7 +101,8 @@ PEERS = {
     "L128": {"MaxText": (1939.7, 9.238, 10.166)},
     # Dropless with 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
     "M8": {
-        "MaxText": (19_865.6, 2.4088, 1.8952), "its fsdp": (19_666.7, 2.018, 2.5251),
+        "MaxText": (19_865.6, 2.4088, 1.8952),
+        "its fsdp": (19_666.7, 2.018, 2.5251),
         "dropping": (19_809.5, 4.2718, 3.8176),
     },
     "O70": {"MaxText": (24_798.2, 30.3927, 19.6664)},
@@ -103,7 +113,8 @@ PEERS = {
 def model_of(row: Row, options: argparse.Namespace) -> fdl.Config:
     """Returns the config of a row's model, which computes in bfloat16."""
     attention = {
-        "atten_kernel": options.attention, "atten_chunk_size": options.chunk_size,
+        "atten_kernel": options.attention,
+        "atten_chunk_size": options.chunk_size,
         "float32_logits": options.attention not in ("einsum", "blocked"),  # Fixed in others.
     }
     remat = row.remat if options.remat is None else _policy(options.remat)
@@ -123,18 +134,31 @@ def model_of(row: Row, options: argparse.Namespace) -> fdl.Config:
     feed_forward = fdl.Partial(TransformerFeedForward, has_bias=False, **activation)
     if row.model in WITH_EXPERTS:
         num_experts, per_token = WITH_EXPERTS[row.model]
-        capacity = {"dropless": True} if options.capacity is None else {
-            # Pax's factor is relative to tokens, and MaxText's to tokens x experts per token.
-            "unadjusted_expert_capacity_factor": options.capacity * per_token,
-        }
+        capacity = (
+            {"dropless": True}
+            if options.capacity is None
+            else {
+                # Pax's factor is relative to tokens, and MaxText's to tokens x experts per token.
+                "unadjusted_expert_capacity_factor": options.capacity * per_token,
+            }
+        )
         feed_forward = fdl.Partial(
-            TransformerFeedForwardMoe, num_experts=num_experts, num_experts_per_token=per_token,
-            gating_func="top_k", **activation, **capacity,
+            TransformerFeedForwardMoe,
+            num_experts=num_experts,
+            num_experts_per_token=per_token,
+            gating_func="top_k",
+            **activation,
+            **capacity,
         )
     return rotary_lm(
-        vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
-        num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
-        fprop_dtype=jnp.bfloat16, attention=attention,
+        vocab_size=vocab_size,
+        model_dims=model_dims,
+        hidden_dims=hidden_dims,
+        num_heads=num_heads,
+        dim_per_head=dim_per_head,
+        num_layers=num_layers,
+        fprop_dtype=jnp.bfloat16,
+        attention=attention,
         tr_fflayer_tpl=feed_forward,
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
         separate_embedding_tpl=fdl.Partial(Embedding),

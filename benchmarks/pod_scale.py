@@ -47,7 +47,11 @@ from praxis_tools.plan.topology import PhysicalMesh, topology_of
 # The seconds of other libraries are based on the compiler's cycles, the full link bandwidth and no
 # latency. Pallas kernels, for which the compiler gives no cycles, are counted as zero.
 AS_THE_PEERS = Efficiencies(
-    cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"), grouped=float("inf"),
+    cycles=1.0,
+    link=1.0,
+    hop_seconds=0.0,
+    kernel=float("inf"),
+    grouped=float("inf"),
     hbm=float("inf"),
 )
 # On v5p and v6e, embedding gathers run on the SparseCore, whose HLO text XLA cannot parse.
@@ -62,9 +66,13 @@ UNREADABLE_OF_EXPERTS = {
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     """Returns a Partitioner for the row's task and mesh, built in the same way as by users."""
     model, topology, shape, *_ = ROWS[row]
-    devices = topology_of(topology).devices if options.wrap else topologies.get_topology_desc(
-        platform="tpu", topology_name=topology, num_slices=1
-    ).devices
+    devices = (
+        topology_of(topology).devices
+        if options.wrap
+        else topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, num_slices=1
+        ).devices
+    )
     axes = ("replica", "data", "mdl")
     if "expert" in options.preset:
         axes, shape = ("data", "expert", "mdl"), EXPERT_MESHES[row]
@@ -77,15 +85,15 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     if options.layers:
         config.num_layers = options.layers
     learner = Learner(
-        optimizer=fdl.build(fdl.Partial(
-            optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
-        )),
-        learning_rate=optax.linear_schedule(0.0, 3e-5, 100), clip_gradient_norm_to_value=1.0,
+        optimizer=fdl.build(fdl.Partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)),
+        learning_rate=optax.linear_schedule(0.0, 3e-5, 100),
+        clip_gradient_norm_to_value=1.0,
         gradient_accumulation_steps=options.micro_batches,
     )
     batch = preset["batch"]
     task = LanguageModelTask(
-        fdl.build(config), learner,
+        fdl.build(config),
+        learner,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
     compiler_options = {}
@@ -122,18 +130,20 @@ def measured(options: argparse.Namespace, row: str) -> None:
         schedule(text, CHIPS[chip], mesh, AS_THE_PEERS, both_links=both) for both in (True, False)
     )
     cycles = (result.compute_seconds + result.memory_seconds) * CHIPS[chip].clock
-    figures = (
-        compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, result.seconds
-    )
+    figures = (compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, result.seconds)
     print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
-    print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
-          f"{result.exposed_seconds:.4f} s waiting for links; {one_link.seconds:.4f} s with rings "
-          "on one link")
+    print(
+        f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
+        f"{result.exposed_seconds:.4f} s waiting for links; {one_link.seconds:.4f} s with rings "
+        "on one link"
+    )
     print(f"  {hlo_matmuls.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
-        print(f"  Pallas kernels: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
-              "the peak, not included in the seconds above")
+        print(
+            f"  Pallas kernels: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
+            "the peak, not included in the seconds above"
+        )
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers and options.micro_batches == 1:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
@@ -146,7 +156,8 @@ def measured(options: argparse.Namespace, row: str) -> None:
 def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
     """Returns the seconds of each JAX operation in a timeline."""
     instructions = {
-        name: instruction for computation in parse(text).computations.values()
+        name: instruction
+        for computation in parse(text).computations.values()
         for name, instruction in computation.items()
     }
     seconds = collections.Counter()
@@ -160,21 +171,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", nargs="+", choices=ROWS, default=["S"])
     parser.add_argument("--preset", choices=SHARDING_PRESETS, default="fsdp+tensor")
-    parser.add_argument("--mesh", help="replica,data,mdl, or data,expert,mdl for a preset with "
-                        "experts; the number of devices must match the row")
+    parser.add_argument(
+        "--mesh",
+        help="replica,data,mdl, or data,expert,mdl for a preset with "
+        "experts; the number of devices must match the row",
+    )
     parser.add_argument("--layers", type=int, help="number of layers; disables ratios")
     parser.add_argument("--attention", default="blocked", help="atten_kernel")
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
-    parser.add_argument("--capacity", type=float, help="capacity of an expert, beyond which "
-                        "tokens are dropped; default: no limit")
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        help="capacity of an expert, beyond which tokens are dropped; default: no limit",
+    )
     parser.add_argument("--remat", help="checkpoint_policy or its JSON; default: the row's")
-    parser.add_argument("--micro-batches", type=int, default=1, help="number of micro-batches with "
-                        "one row per device; disables ratios")
-    parser.add_argument("--wrap", action="store_true", help="assume wraparound links, as in pods "
-                        "(the other libraries' v5p steps were compiled without them)")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="number of micro-batches with one row per device; disables ratios",
+    )
+    parser.add_argument(
+        "--wrap",
+        action="store_true",
+        help="assume wraparound links, as in pods "
+        "(the other libraries' v5p steps were compiled without them)",
+    )
     parser.add_argument("--by-hand", default="", help="data_axes of ExplicitCollectives")
-    parser.add_argument("--compiler-option", action="append", default=[],
-                        help="name=value, in addition to the preset")
+    parser.add_argument(
+        "--compiler-option",
+        action="append",
+        default=[],
+        help="name=value, in addition to the preset",
+    )
     parser.add_argument("--top", type=int, default=0, help="costliest operations to show")
     parser.add_argument("--dump", help="file to write the program's text to")
     options = parser.parse_args()

@@ -38,17 +38,28 @@ _POLICIES = {
 }
 # Maps MaxText's and AXLearn's names of activations to our names, if they differ.
 _NAMES = {
-    "decoder_layer_input": ("iteration_input",), "layer input": ("iteration_input",),
-    "mlpwi": ("ffn1", "ffn1_gate"), "mlpwi_0": ("ffn1_gate",), "mlpwi_1": ("ffn1",),
-    "mlpwo": ("ffn2",), "qkv_proj": (), "q, k, v and output projections, attention context": (
-        "query_proj", "key_proj", "value_proj", "out_proj", "context"
+    "decoder_layer_input": ("iteration_input",),
+    "layer input": ("iteration_input",),
+    "mlpwi": ("ffn1", "ffn1_gate"),
+    "mlpwi_0": ("ffn1_gate",),
+    "mlpwi_1": ("ffn1",),
+    "mlpwo": ("ffn2",),
+    "qkv_proj": (),
+    "q, k, v and output projections, attention context": (
+        "query_proj",
+        "key_proj",
+        "value_proj",
+        "out_proj",
+        "context",
     ),
 }
 # Router settings by prefix of the model's name; other models use a softmax.
 _ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek2": {"normalize_gates": False},
     "deepseek3": {
-        "score_func": "sigmoid", "num_expert_groups": 8, "num_expert_groups_per_token": 4,
+        "score_func": "sigmoid",
+        "num_expert_groups": 8,
+        "num_expert_groups_per_token": 4,
         "gates_scale": 2.5,
     },
     "llama4": {"normalize_gates": False},
@@ -74,7 +85,8 @@ def _pattern(model: dict[str, Any]) -> list[_Kind]:
             _Kind(
                 has_positions=(index + 1) % every > 0,
                 has_experts=(index + 1) % model["moe_every_n_layers"] == 0,
-            ) for index in range(every)
+            )
+            for index in range(every)
         ]
     if model["name"].startswith("gpt-oss"):
         return [_Kind(window=window), _Kind()]
@@ -128,8 +140,14 @@ class DenseFirst(BaseLayer):
     cache_skips_padding = True
 
     def __init__(
-        self, block: Callable[..., Any], num_layers: int, *, first_tpl: Callable[..., Any],
-        num_first: int, repeat_tpl: Callable[..., Any] = Repeat, rngs: nnx.Rngs,
+        self,
+        block: Callable[..., Any],
+        num_layers: int,
+        *,
+        first_tpl: Callable[..., Any],
+        num_first: int,
+        repeat_tpl: Callable[..., Any] = Repeat,
+        rngs: nnx.Rngs,
     ):
         self.first = repeat_tpl(first_tpl, num_first, rngs=rngs)
         self.rest = repeat_tpl(block, num_layers - num_first, rngs=rngs)
@@ -153,20 +171,27 @@ def _attention(run: Run, kind: _Kind) -> fdl.Partial:
     if model.get("attention_type") == "mla":
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return fdl.Partial(
-            MultiHeadLatentAttention, q_lora_rank=model["q_lora_rank"] or None,
-            atten_kernel=kernel, **{name: model[name] for name in sizes},
+            MultiHeadLatentAttention,
+            q_lora_rank=model["q_lora_rank"] or None,
+            atten_kernel=kernel,
+            **{name: model[name] for name in sizes},
         )
     positions = model["positions"]
     settings: dict[str, Any] = {
-        "atten_kernel": kernel, "float32_logits": kernel == "splash",
-        "use_bias": bool(model["bias"]), "internal_enable_per_dim_scale": False,
+        "atten_kernel": kernel,
+        "float32_logits": kernel == "splash",
+        "use_bias": bool(model["bias"]),
+        "internal_enable_per_dim_scale": False,
         "use_rotary_position_emb": positions == "rope" and kind.has_positions,
         "window": kind.window,
     }
     if kind.is_global:
         return fdl.Partial(
-            GlobalAttention, head_dim=model["global_head_dim"],
-            num_kv_heads=model["global_num_kv_heads"], ln_tpl=RmsNorm, **settings,
+            GlobalAttention,
+            head_dim=model["global_head_dim"],
+            num_kv_heads=model["global_num_kv_heads"],
+            ln_tpl=RmsNorm,
+            **settings,
         )
     if model["num_kv_heads"] != model["num_heads"]:
         settings["num_kv_heads"] = model["num_kv_heads"]
@@ -203,10 +228,14 @@ def _feed_forward(run: Run, has_experts: bool) -> fdl.Partial:
             "num_shared_experts": shared * model["hidden_dims"] // width if is_wide else shared
         }
     return fdl.Partial(
-        TransformerFeedForwardMoe, num_experts=model["experts"], gating_func="top_k",
+        TransformerFeedForwardMoe,
+        num_experts=model["experts"],
+        gating_func="top_k",
         num_experts_per_token=model["experts_per_token"],
         unadjusted_expert_capacity_factor=1.25 * model["experts_per_token"],
-        dropless="dropless" in model["moe_dispatch"], **common, **settings,
+        dropless="dropless" in model["moe_dispatch"],
+        **common,
+        **settings,
         **({"expert_hidden_dims": width} if width not in (None, model["hidden_dims"]) else {}),
     )
 
@@ -215,11 +244,13 @@ def _block(run: Run, kind: _Kind, *sizes: int, **settings: Any) -> fdl.Partial:
     model = run["model"]
     has_four = "before and after" in model["norm"]
     return fdl.Partial(
-        ParallelBlock if model["block"].startswith("parallel") else Transformer, *sizes,
+        ParallelBlock if model["block"].startswith("parallel") else Transformer,
+        *sizes,
         ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
         tr_atten_tpl=_attention(run, kind),
         tr_fflayer_tpl=_feed_forward(run, bool(model.get("experts")) and kind.has_experts),
-        norm_policy="primer_hybrid" if has_four else "pre", **settings,
+        norm_policy="primer_hybrid" if has_four else "pre",
+        **settings,
     )
 
 
@@ -229,7 +260,10 @@ def _stack(run: Run) -> fdl.Partial:
     if not (num_first := model.get("first_dense_layers")):
         return repeat
     first = _block(
-        run, _Kind(has_experts=False), model["model_dims"], model["hidden_dims"],
+        run,
+        _Kind(has_experts=False),
+        model["model_dims"],
+        model["hidden_dims"],
         model["num_heads"],
     )
     return fdl.Partial(DenseFirst, first_tpl=first, num_first=num_first, repeat_tpl=repeat)
@@ -245,18 +279,28 @@ def model_of(run: Run) -> fdl.Partial:
         softmax["chunk_size"] = model["vocab"] // tiles
     style = "matmul" if run["embedding_lookup"].startswith("one-hot") else "index"
     tied = bool(model["tied_embeddings"])
-    learned = int(model["positions"].split(", ")[1].split(" ")[0].replace(",", "")) if (
-        model["positions"].startswith("learned, ")) else None
+    learned = (
+        int(model["positions"].split(", ")[1].split(" ")[0].replace(",", ""))
+        if (model["positions"].startswith("learned, "))
+        else None
+    )
     is_causal = run["attention"]["causal"]
     return fdl.Partial(
-        TransformerLm, vocab_size=model["vocab"], model_dims=model["model_dims"],
-        hidden_dims=model["hidden_dims"], num_heads=model["num_heads"],
-        dim_per_head=model["head_dim"], fprop_dtype=jnp.bfloat16,
+        TransformerLm,
+        vocab_size=model["vocab"],
+        model_dims=model["model_dims"],
+        hidden_dims=model["hidden_dims"],
+        num_heads=model["num_heads"],
+        dim_per_head=model["head_dim"],
+        fprop_dtype=jnp.bfloat16,
         model_type="causal" if is_causal else "bidirectional",
-        num_layers=model["num_layers"], max_seq_length=learned, position_emb_tpl=None,
+        num_layers=model["num_layers"],
+        max_seq_length=learned,
+        position_emb_tpl=None,
         final_ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
         softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax, lookup_style=style, **softmax)
-        if tied else fdl.Partial(FullSoftmax, **softmax),
+        if tied
+        else fdl.Partial(FullSoftmax, **softmax),
         separate_embedding_tpl=None if tied else fdl.Partial(Embedding, lookup_style=style),
         transformer_layer_tpl=blocks if len(blocks) > 1 else blocks[0],
         stacked_transformer_tpl=_stack(run),
@@ -272,7 +316,9 @@ def _policy(run: Run) -> str | dict[str, str]:
     experts = "expert_" if model.get("experts") else ""
     policy = {
         f"{experts}{ours}" if ours.startswith("ffn") else ours: place
-        for place, names in places.items() for name in names for ours in _NAMES.get(name, (name,))
+        for place, names in places.items()
+        for name in names
+        for ours in _NAMES.get(name, (name,))
     }
     # Within a pattern of several layers, each layer's input is the output of the previous layer.
     if "iteration_input" in policy and model.get("experts") and len(_pattern(model)) > 1:

@@ -93,18 +93,23 @@ def why_not(run: Run) -> str:
 
 def mesh_of(run: Run) -> MeshConfig:
     """Returns the mesh (replica, data, mdl) for data parallelism, FSDP and tensor parallelism."""
+
     def along(part: str, *axes: str) -> int:
         return math.prod((run["mesh"][part] or {}).get(axis) or 1 for axis in axes)
 
     parts = [
-        (along(part, "data"), along(part, "fsdp", "fsdp_transpose"),
-         along(part, "tensor", "context"))
+        (
+            along(part, "data"),
+            along(part, "fsdp", "fsdp_transpose"),
+            along(part, "tensor", "context"),
+        )
         for part in ("ici", "dcn")
     ]
     if run["model"]["name"].startswith("honeycrisp"):  # Replicated.
         parts[0] = (1, parts[0][0], 1)
     return MeshConfig(
-        ici_mesh_shape=parts[0], dcn_mesh_shape=parts[1] if run["slices"] > 1 else None,
+        ici_mesh_shape=parts[0],
+        dcn_mesh_shape=parts[1] if run["slices"] > 1 else None,
         allow_split_physical_axes=True,
     )
 
@@ -144,13 +149,15 @@ def partitioner_of(run: Run, devices: Any) -> Partitioner:
         experts.set(weight_split_dims_mapping=(None, None, None))
         weights = WeightSharding(strategy=[(r".*/w[io]_\w+", 'shard_dim("data", -3)')])
     task = LanguageModelTask(
-        fdl.build(config), _learner(run),
+        fdl.build(config),
+        _learner(run),
         weight_sharding=weights,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
         quantization=_RECIPES[run["quantization"].split(" ")[0]] if run["quantization"] else None,
     )
     return Partitioner(
-        task, make_mesh(mesh_of(run), devices),
+        task,
+        make_mesh(mesh_of(run), devices),
         compiler_options={"tpu": compiler_options(run)},
     )
 

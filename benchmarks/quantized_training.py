@@ -26,7 +26,9 @@ from praxis_lite.layers import QUANTIZATION_RECIPES, QuantizationRule  # noqa: E
 
 LIMIT = 0.01
 FEW_TOKENS = [
-    "datasets.train.batch_size=4", "datasets.train.seq_len=64", "datasets.heldout.seq_len=64",
+    "datasets.train.batch_size=4",
+    "datasets.train.seq_len=64",
+    "datasets.heldout.seq_len=64",
     "run.evaluation.max_batches=4",
 ]
 
@@ -35,12 +37,19 @@ def losses_of(recipe: str | None, steps: int, folder: Path, settings: list[str])
     """Trains with a recipe; returns the final training loss, the held-out loss and the seconds."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        train("lm.PyDocs", folder, settings=[
-            f"task.quantization={recipe}", "task.model.fprop_dtype=bfloat16",
-            "mesh.ici_mesh_shape=1,1,1", f"run.num_train_steps={steps}",
-            f"run.evaluation.every_steps={steps}",
-            f"run.checkpoints.every_steps={steps}", *settings,
-        ])
+        train(
+            "lm.PyDocs",
+            folder,
+            settings=[
+                f"task.quantization={recipe}",
+                "task.model.fprop_dtype=bfloat16",
+                "mesh.ici_mesh_shape=1,1,1",
+                f"run.num_train_steps={steps}",
+                f"run.evaluation.every_steps={steps}",
+                f"run.checkpoints.every_steps={steps}",
+                *settings,
+            ],
+        )
     trained = [line["loss"] for line in _lines(folder / "metrics.jsonl") if "loss" in line]
     heldout = [line["loss"] for line in _lines(folder / "eval_metrics.jsonl")][-1]
     trained = trained[-max(steps // 10, 1) :]
@@ -55,9 +64,15 @@ def main() -> int:
     """Prints a line for each recipe; returns 1 if any recipe exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--recipes", nargs="+", default=[
-        name for name, rule in QUANTIZATION_RECIPES.items() if isinstance(rule, QuantizationRule)
-    ])
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=[
+            name
+            for name, rule in QUANTIZATION_RECIPES.items()
+            if isinstance(rule, QuantizationRule)
+        ],
+    )
     parser.add_argument("--whole", action="store_true", help="use the experiment's batch size")
     parser.add_argument("--settings", nargs="*", default=[], help="as in --set, for all runs")
     options = parser.parse_args()
@@ -66,9 +81,7 @@ def main() -> int:
     base, worst = None, 0.0
     with tempfile.TemporaryDirectory() as root:
         for recipe in (None, *options.recipes):
-            *losses, seconds = losses_of(
-                recipe, options.steps, Path(root) / str(recipe), settings
-            )
+            *losses, seconds = losses_of(recipe, options.steps, Path(root) / str(recipe), settings)
             base = base or losses
             changes = [loss / of_base - 1 for loss, of_base in zip(losses, base, strict=True)]
             worst = max(worst, *changes)

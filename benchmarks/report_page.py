@@ -33,24 +33,36 @@ def written(folder: Path, seed: int, num_steps: int) -> Path:
     loss = 2 + 3 / np.sqrt(steps) + rng.normal(0, 0.05, num_steps)
     seconds = 0.01 + rng.exponential(0.001, num_steps)
     of_float32 = {
-        "loss": loss, "accuracy": 1 / (1 + loss), "bits_per_byte": loss / np.log(2),
-        "grad_norm": rng.lognormal(0, 0.3, num_steps), "learning_rate": 1e-3 / np.sqrt(steps),
+        "loss": loss,
+        "accuracy": 1 / (1 + loss),
+        "bits_per_byte": loss / np.log(2),
+        "grad_norm": rng.lognormal(0, 0.3, num_steps),
+        "learning_rate": 1e-3 / np.sqrt(steps),
     }
     columns = {name: values.astype(np.float32) for name, values in of_float32.items()} | {
-        "num_skipped_in_a_row": 0 * steps, "num_skipped_steps": 0 * steps,
-        "step_time": seconds, "input_time": seconds * 0.03, "dispatch_time": seconds * 0.05,
-        "device_time": seconds * 0.9, "save_time": 0.0 * steps, "evaluation_time": 0.0 * steps,
-        "tokens_per_second": 65_536 / seconds, "mfu": 0.45 - seconds, "hfu": 0.55 - seconds,
+        "num_skipped_in_a_row": 0 * steps,
+        "num_skipped_steps": 0 * steps,
+        "step_time": seconds,
+        "input_time": seconds * 0.03,
+        "dispatch_time": seconds * 0.05,
+        "device_time": seconds * 0.9,
+        "save_time": 0.0 * steps,
+        "evaluation_time": 0.0 * steps,
+        "tokens_per_second": 65_536 / seconds,
+        "mfu": 0.45 - seconds,
+        "hfu": 0.55 - seconds,
     }
     names, rows = list(columns), zip(*(column.tolist() for column in columns.values()), strict=True)
     with job.metrics_jsonl.open("w") as file:
         for step, row in enumerate(rows, start=1):
             file.write(json_line({"step": step, **dict(zip(names, row, strict=True))}))
     every = max(1, num_steps // 100)
-    job.eval_metrics_jsonl.write_text("".join(
-        json_line({"step": step, "dataset": "heldout", "loss": float(loss[step - 1])})
-        for step in range(every, num_steps + 1, every)
-    ))
+    job.eval_metrics_jsonl.write_text(
+        "".join(
+            json_line({"step": step, "dataset": "heldout", "loss": float(loss[step - 1])})
+            for step in range(every, num_steps + 1, every)
+        )
+    )
     return folder
 
 
@@ -70,9 +82,16 @@ def main() -> None:
         for _ in range(args.repeats):
             start, cpu = time.perf_counter(), _cpu_seconds(resource.RUSAGE_CHILDREN)
             subprocess.run(
-                [sys.executable, "-m", "praxis_lite.main", "--mode=report", f"--html={html}",
-                 *jobs],
-                check=True, stdout=subprocess.DEVNULL,
+                [
+                    sys.executable,
+                    "-m",
+                    "praxis_lite.main",
+                    "--mode=report",
+                    f"--html={html}",
+                    *jobs,
+                ],
+                check=True,
+                stdout=subprocess.DEVNULL,
             )
             cpu = _cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
             command.append((time.perf_counter() - start, cpu))

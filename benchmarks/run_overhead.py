@@ -116,13 +116,17 @@ def job_of(
     experiment.num_layers = num_layers
     config = experiment.config()
     job = build(config)
-    job = type(job)(**{
-        **{name: getattr(job, name) for name in job.__dataclass_fields__},
-        "run": dataclasses.replace(
-            RunConfig(num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)),
-            **({"trackers": all_trackers(folder)} if has_trackers else {}),
-        ),
-    })
+    job = type(job)(
+        **{
+            **{name: getattr(job, name) for name in job.__dataclass_fields__},
+            "run": dataclasses.replace(
+                RunConfig(
+                    num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)
+                ),
+                **({"trackers": all_trackers(folder)} if has_trackers else {}),
+            ),
+        }
+    )
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     launched = LaunchedConfig(config, "benchmarks.matmul_job.Matmuls", packages=["benchmarks"])
     return JobOnMesh(partitioner, job, JobDir(folder)), launched
@@ -142,11 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_turns", type=int, default=60)
     parser.add_argument(
-        "--trackers", action="store_true",
+        "--trackers",
+        action="store_true",
         help="use all kinds of trackers (W&B offline) in addition to TensorBoard",
     )
     parser.add_argument(
-        "--shared_cores", action="store_true",
+        "--shared_cores",
+        action="store_true",
         help="let the device's threads share all cores with the host's threads",
     )
     args = parser.parse_args()

@@ -31,14 +31,10 @@ def allowed_bytes(tokens: int, input_dims: int, chunk_size: int) -> int:
     return 4 * elements
 
 
-def temporary_bytes(
-    num_classes: int, input_dims: int, tokens: int, chunk_size: int | None
-) -> int:
+def temporary_bytes(num_classes: int, input_dims: int, tokens: int, chunk_size: int | None) -> int:
     """Returns the temporary bytes of a softmax's loss and gradients."""
     model = NnxModel(
-        functools.partial(
-            layers.FullSoftmax, num_classes, input_dims, chunk_size=chunk_size
-        )
+        functools.partial(layers.FullSoftmax, num_classes, input_dims, chunk_size=chunk_size)
     )
 
     def total_xent(params, inputs, class_ids, class_weights):
@@ -68,9 +64,7 @@ def main() -> None:
         for chunk_size in CHUNK_SIZES:
             result = temporary_bytes(num_classes, INPUT_DIMS, tokens, chunk_size)
             formula = allowed_bytes(tokens, INPUT_DIMS, chunk_size)
-            print(
-                f"{tokens:>7}{chunk_size:>8}{result:>15,}{formula:>15,}{result / formula:>8.2f}"
-            )
+            print(f"{tokens:>7}{chunk_size:>8}{result:>15,}{formula:>15,}{result / formula:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
     drawn = ours_state.mdl_vars["params"]
     params = jax.tree.map(
         lambda x, old: jax.device_put(np.asarray(x), old.sharding),
-        weights_of(plain_state["params"]), drawn,
+        weights_of(plain_state["params"]),
+        drawn,
     )
     ours_state = dataclasses.replace(ours_state, mdl_vars=ours_state.mdl_vars | {"params": params})
     ours_batch = ours.global_batch(batch)

@@ -28,8 +28,10 @@ NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_t
 def all_trackers(folder: Path) -> dict[str, Tracker]:
     """Returns a tracker of each kind, with databases in the folder."""
     return {
-        "tensorboard": TensorBoard(), "wandb": WeightsAndBiases(project="overhead"),
-        "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"), "file": PrometheusTextfile(),
+        "tensorboard": TensorBoard(),
+        "wandb": WeightsAndBiases(project="overhead"),
+        "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"),
+        "file": PrometheusTextfile(),
         "port": MetricsEndpoint(0),
     }
 

@@ -128,8 +128,10 @@ def print_splits(partitioner: Partitioner) -> None:
     for leaf in partitioner.layout.leaves():
         if leaf.path.startswith("mdl_vars/"):
             spec = ", ".join(str(axes or "-") for axes in leaf.spec)
-            print(f"{leaf.path:36} {leaf.shape!s:>10} {leaf.padded_shape!s:>10}  {spec:14}"
-                  f"{leaf.bytes_per_device:6} of {4 * int(np.prod(leaf.shape)):5} bytes")
+            print(
+                f"{leaf.path:36} {leaf.shape!s:>10} {leaf.padded_shape!s:>10}  {spec:14}"
+                f"{leaf.bytes_per_device:6} of {4 * int(np.prod(leaf.shape)):5} bytes"
+            )
 
 
 def main() -> None:

@@ -18,8 +18,10 @@ def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     labels, radius = rng.integers(0, 3, num_examples), rng.uniform(0.1, 1.0, num_examples)
     angle = 5 * radius + labels * 2 * np.pi / 3 + rng.normal(scale=0.25, size=num_examples)
-    return {"inputs": radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], 1),
-            "labels": labels}
+    return {
+        "inputs": radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], 1),
+        "labels": labels,
+    }
 
 
 @register
@@ -31,17 +33,28 @@ class Spirals(Experiment):
 
     def task(self):
         batch = ("replica", "data")
-        mlp = fdl.Partial(Mlp, input_dims=2, hidden_dims=(67, 61), output_dims=3,
-                          weight_split_dims_mapping=(None, "mdl"),
-                          activation_split_dims_mapping=(batch, "mdl"))
+        mlp = fdl.Partial(
+            Mlp,
+            input_dims=2,
+            hidden_dims=(67, 61),
+            output_dims=3,
+            weight_split_dims_mapping=(None, "mdl"),
+            activation_split_dims_mapping=(batch, "mdl"),
+        )
         learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-2)
-        return fdl.Config(ClassificationTask, model=mlp, learner=learner,
-                          inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)})
+        return fdl.Config(
+            ClassificationTask,
+            model=mlp,
+            learner=learner,
+            inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+        )
 
     def datasets(self):
         train, heldout = (fdl.Partial(spirals, n, seed) for n, seed in ((4000, 0), (501, 1)))
-        return {"train": fdl.Config(InMemory, train, batch_size=100, shuffle=True),
-                "heldout": fdl.Config(InMemory, heldout, batch_size=100, shuffle=False)}
+        return {
+            "train": fdl.Config(InMemory, train, batch_size=100, shuffle=True),
+            "heldout": fdl.Config(InMemory, heldout, batch_size=100, shuffle=False),
+        }
 
     def run(self):
         return fdl.Config(RunConfig, num_train_steps=200)

@@ -17,7 +17,13 @@ from praxis_lite.models import LinenModel
 from praxis_lite.tasks.loss import LossTask
 
 __all__ = [
-    "Classifier", "DigitsDp", "DigitsFsdp", "NotebookDp", "NotebookFsdp", "PyDocs", "loss",
+    "Classifier",
+    "DigitsDp",
+    "DigitsFsdp",
+    "NotebookDp",
+    "NotebookFsdp",
+    "PyDocs",
+    "loss",
     "random_rows",
 ]
 
@@ -40,8 +46,10 @@ class Classifier(nn.Module):
 def random_rows():
     """Returns the notebook's random inputs [128, 784] and labels [128]."""
     _, inputs, labels = jax.random.split(jax.random.key(42), 3)
-    return {"inputs": np.asarray(jax.random.normal(inputs, (128, 784))),
-            "labels": np.asarray(jax.random.randint(labels, (128,), 0, 10))}
+    return {
+        "inputs": np.asarray(jax.random.normal(inputs, (128, 784))),
+        "labels": np.asarray(jax.random.randint(labels, (128,), 0, 10)),
+    }
 
 
 def loss(model, inputs, key):
@@ -60,8 +68,12 @@ class NotebookDp(Experiment):
 
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(Classifier), {"x": (1, 784)})
-        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-3,
-                             gradient_accumulation_steps=4)
+        learner = fdl.Config(
+            Learner,
+            optimizer=fdl.Partial(optax.adamw),
+            learning_rate=1e-3,
+            gradient_accumulation_steps=4,
+        )
         return fdl.Config(LossTask, model, loss, learner)
 
     def datasets(self):
@@ -87,8 +99,7 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """Classifies handwritten digits; batches need padding to split over devices and micro-batches.
-    """
+    """Classifies digits; batches need padding to split over devices and micro-batches."""
 
     def task(self):
         task = super().task()
@@ -100,7 +111,8 @@ class DigitsDp(NotebookDp):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=300,
+            RunConfig,
+            num_train_steps=300,
             evaluation=fdl.Config(EvaluationSettings, every_steps=100),
         )
 

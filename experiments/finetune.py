@@ -27,8 +27,11 @@ def from_pydocs(run, **rules):
     """Changes a RunConfig to train for 120 steps, starting from the weights of lm.PyDocs."""
     run.init_from_checkpoint_rules = {
         "pretrained": fdl.Config(
-            CheckpointLoadingRules, load_rules=(LOAD_ALL,), directory="/tmp/docs",
-            experiment="lm.PyDocs", **rules,
+            CheckpointLoadingRules,
+            load_rules=(LOAD_ALL,),
+            directory="/tmp/docs",
+            experiment="lm.PyDocs",
+            **rules,
         )
     }
     run.num_train_steps = run.checkpoints.every_steps = 120
@@ -74,7 +77,9 @@ class PyDocsFull(lm.PyDocs):
         rate.peak_value, rate.end_value, rate.decay_steps = 1e-3, 1e-5, 120
         task.learner.auxiliary_optimizers = (
             fdl.Config(
-                AuxiliaryOptimizer, regex="softmax/.*", name="embedding",
+                AuxiliaryOptimizer,
+                regex="softmax/.*",
+                name="embedding",
                 optimizer=fdl.Partial(optax.adamw, b2=0.98),
                 learning_rate=fdl.copy_with(rate, peak_value=1e-4, end_value=1e-6),
             ),

@@ -29,8 +29,7 @@ def init(key):
 
 
 def mlp(params, images, key=None):
-    """Returns logits [B, 10] for images [B, 8, 8, 1]; a key enables dropout of 10% of the pixels.
-    """
+    """Returns logits [B, 10] for images [B, 8, 8, 1]; with a key, drops out 10% of the pixels."""
     x = images.reshape(len(images), -1)
     if key is not None:
         x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)
@@ -62,8 +61,14 @@ class DigitsMlp(Experiment):
         model = fdl.Config(FunctionModel, init, specs=SPECS)
         learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=3e-3)
         batch = (("replica", "data"),)
-        return fdl.Config(LossTask, model, loss, learner, predict=predict,
-                          inputs_split_mapping={"map_1d": batch, "map_4d": batch})
+        return fdl.Config(
+            LossTask,
+            model,
+            loss,
+            learner,
+            predict=predict,
+            inputs_split_mapping={"map_1d": batch, "map_4d": batch},
+        )
 
     def datasets(self):
         return Digits.datasets(self)

@@ -27,14 +27,24 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
 
 __all__ = [
-    "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora",
+    "CausalLm",
+    "ChatDpo",
+    "ChatDpoLora",
+    "ChatFull",
+    "ChatLora",
     "questions",
 ]
 
 # Settings of the model if HF_DIR is not set.
 TINY = DecoderSettings(
-    vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
-    dim_per_head=12, use_gated_activation=True,
+    vocab_size=257,
+    model_dims=48,
+    hidden_dims=109,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    dim_per_head=12,
+    use_gated_activation=True,
 )
 QUESTIONS = "questions.jsonl"
 # Also shard the dims of each expert: presets without the key "expert" do not change experts.
@@ -65,16 +75,20 @@ class CausalLm(lm.PyDocs):
         if self.HF_DIR is not None and settings.max_seq_length is None:
             model.max_positions = trained_positions(settings)
         learner = fdl.Config(
-            Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
-            learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
+            Learner,
+            optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
+            learning_rate=1e-4,
+            clip_gradient_norm_to_value=1.0,
         )
         # Freeze the router's correction bias, because it has no gradient.
         if settings.score_func == "sigmoid":
             learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(model, PRESET),
+            LanguageModelTask,
+            model=set_sharding_params(model, PRESET),
             learner=learner,
-            inputs_split_mapping=lm.BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
+            inputs_split_mapping=lm.BATCH_OVER_DATA,
+            tokenizer=self.text.tokenizer,
             decoder=fdl.Config(Sample, max_decode_steps=32, temperature=0.0),
         )
 
@@ -189,11 +203,16 @@ class ChatDpo(ChatFull):
         model = fdl.Partial(with_reference, base_tpl=task.model)
         excluded = task.learner.bprop_variable_exclusion
         learner = fdl.copy_with(
-            task.learner, bprop_variable_exclusion=tuple(filter(None, (excluded, "reference/.*"))),
+            task.learner,
+            bprop_variable_exclusion=tuple(filter(None, (excluded, "reference/.*"))),
             learning_rate=1e-5,
         )
         return fdl.Config(
-            DpoTask, model=model, learner=learner, decoder=task.decoder, tokenizer=task.tokenizer,
+            DpoTask,
+            model=model,
+            learner=learner,
+            decoder=task.decoder,
+            tokenizer=task.tokenizer,
             inputs_split_mapping=lm.BATCH_OVER_DATA | {"map_3d": (("replica", "data"), None, None)},
         )
 

@@ -28,19 +28,23 @@ class DigitsViT(Digits):
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(VisionTransformer), {"images": (1, 8, 8, 1)})
         learner = fdl.Config(
-            Learner, optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
+            Learner,
+            optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
             learning_rate=fdl.Config(optax.warmup_cosine_decay_schedule, 0.0, 4e-3, 20, 300),
             clip_gradient_norm_to_value=1.0,
         )
         return fdl.Config(
-            ClassificationTask, model, learner,
+            ClassificationTask,
+            model,
+            learner,
             weight_sharding=fdl.Config(WeightSharding, strategy=((".*", 'fsdp("data", 0)'),)),
             inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH,)},
         )
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=300,
+            RunConfig,
+            num_train_steps=300,
             evaluation=fdl.Config(EvaluationSettings, every_steps=150),
         )
 
@@ -72,11 +76,22 @@ class PyDocs(LayersPyDocs):
 
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(CausalLm), {"ids": ("int32", (1, 128))})
-        rules = (("batch", ("replica", "data")), ("embed", "data"), ("heads", "mdl"),
-                 ("mlp", "mdl"), ("vocab", "mdl"), ("layers", None), ("kv", None))
+        rules = (
+            ("batch", ("replica", "data")),
+            ("embed", "data"),
+            ("heads", "mdl"),
+            ("mlp", "mdl"),
+            ("vocab", "mdl"),
+            ("layers", None),
+            ("kv", None),
+        )
         return fdl.Config(
-            LossTask, model, next_token_loss, super().task().learner,
+            LossTask,
+            model,
+            next_token_loss,
+            super().task().learner,
             predict=fdl.Partial(continued, num_tokens=100),
             weight_sharding=fdl.Config(WeightSharding, logical_axis_rules=rules),
-            inputs_split_mapping=BATCH_OVER_DATA, required_inputs=("ids", "labels", "weights"),
+            inputs_split_mapping=BATCH_OVER_DATA,
+            required_inputs=("ids", "labels", "weights"),
         )

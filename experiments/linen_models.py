@@ -78,7 +78,9 @@ class DecoderBlock(nn.Module):
             return nn.with_logical_constraint(y, ("batch", "length", "activation_embed"))
 
         y = nn.MultiHeadDotProductAttention(
-            self.num_heads, use_bias=False, kernel_init=named("embed", "heads", "kv"),
+            self.num_heads,
+            use_bias=False,
+            kernel_init=named("embed", "heads", "kv"),
             out_kernel_init=named("heads", "kv", "embed"),
         )(nn.RMSNorm()(x_BTD), mask=mask)
         x_BTD = x_BTD + dropped(y)
@@ -109,17 +111,24 @@ class CausalLm(nn.Module):
         x_BTD = embed(ids) * self.model_dims**0.5
         # A short causal convolution learns n-grams much earlier than attention.
         x_BTD = nn.Conv(
-            self.model_dims, (4,), padding="CAUSAL", use_bias=False,
-            kernel_init=named(None, None, "embed"), name="neighbours",
+            self.model_dims,
+            (4,),
+            padding="CAUSAL",
+            use_bias=False,
+            kernel_init=named(None, None, "embed"),
+            name="neighbours",
         )(x_BTD)
         shape = (self.max_length, self.model_dims)
         positions = self.param("positions", named(None, "embed", draw=small), shape)
         x_BTD = x_BTD + positions[None, : ids.shape[1]]
         x_BTD = nn.with_logical_constraint(x_BTD, ("batch", "length", "activation_embed"))
         stack = nn.scan(
-            nn.remat(DecoderBlock, prevent_cse=False), length=self.num_layers,
-            variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast, metadata_params={nn.PARTITION_NAME: "layers"},
+            nn.remat(DecoderBlock, prevent_cse=False),
+            length=self.num_layers,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            metadata_params={nn.PARTITION_NAME: "layers"},
         )
         blocks = stack(self.num_heads, self.mlp_dims, self.dropout, train, name="blocks")
         x_BTD, _ = blocks(x_BTD, nn.make_causal_mask(ids))

@@ -67,8 +67,12 @@ class PyDocs(Experiment):
 
     def task(self):
         lm = rotary_lm(
-            vocab_size=self.vocab_size, model_dims=145, hidden_dims=435, num_heads=5,
-            dim_per_head=30, num_layers=4,
+            vocab_size=self.vocab_size,
+            model_dims=145,
+            hidden_dims=435,
+            num_heads=5,
+            dim_per_head=30,
+            num_layers=4,
             # All activations fit in memory, and saving them is a quarter faster than remat.
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
         )
@@ -76,14 +80,21 @@ class PyDocs(Experiment):
             Learner,
             optimizer=fdl.Partial(optax.adamw, b2=0.98, weight_decay=0.1),
             learning_rate=fdl.Config(
-                optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=4e-3,
-                warmup_steps=40, decay_steps=420, end_value=4e-5,
+                optax.warmup_cosine_decay_schedule,
+                init_value=0.0,
+                peak_value=4e-3,
+                warmup_steps=40,
+                decay_steps=420,
+                end_value=4e-5,
             ),
             clip_gradient_norm_to_value=1.0,
         )
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
+            LanguageModelTask,
+            model=set_sharding_params(lm),
+            learner=learner,
+            inputs_split_mapping=BATCH_OVER_DATA,
+            tokenizer=self.text.tokenizer,
             decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
         )
 
@@ -95,14 +106,22 @@ class PyDocs(Experiment):
         }
 
     def decode_datasets(self):
-        return {"heldout": fdl.Config(
-            TextPrompts, self.text, "heldout", batch_size=5, num_prompts=5,
-            min_prompt_bytes=40, max_prompt_bytes=90,
-        )}
+        return {
+            "heldout": fdl.Config(
+                TextPrompts,
+                self.text,
+                "heldout",
+                batch_size=5,
+                num_prompts=5,
+                min_prompt_bytes=40,
+                max_prompt_bytes=90,
+            )
+        }
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=420,
+            RunConfig,
+            num_train_steps=420,
             checkpoints=fdl.Config(SaveSettings, every_steps=210),
             evaluation=fdl.Config(EvaluationSettings, every_steps=210),
         )
@@ -118,15 +137,23 @@ class Llama(PyDocs):
 
     def task(self):
         lm = rotary_lm(
-            vocab_size=self.vocab_size, model_dims=120, hidden_dims=320, num_heads=6,
-            dim_per_head=20, num_layers=4, attention={"num_kv_heads": 2},
+            vocab_size=self.vocab_size,
+            model_dims=120,
+            hidden_dims=320,
+            num_heads=6,
+            dim_per_head=20,
+            num_layers=4,
+            attention={"num_kv_heads": 2},
             tr_fflayer_tpl=fdl.Partial(
-                TransformerFeedForward, activation="silu", use_gated_activation=True,
+                TransformerFeedForward,
+                activation="silu",
+                use_gated_activation=True,
                 has_bias=False,
             ),
             softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
             separate_embedding_tpl=fdl.Partial(
-                Embedding, scale_sqrt_depth=True,
+                Embedding,
+                scale_sqrt_depth=True,
                 weight_init=fdl.Config(WeightInit.Gaussian, scale=120**-0.5),
             ),
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
@@ -138,7 +165,8 @@ class Llama(PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=240,
+            RunConfig,
+            num_train_steps=240,
             checkpoints=fdl.Config(SaveSettings, every_steps=240),
             evaluation=fdl.Config(EvaluationSettings, every_steps=120),
         )
@@ -151,16 +179,19 @@ class Synthetic(Experiment):
     mesh = PyDocs.mesh
 
     def task(self):
-        lm = rotary_lm(
-            vocab_size=61, model_dims=32, hidden_dims=64, num_heads=4, num_layers=2
-        )
+        lm = rotary_lm(vocab_size=61, model_dims=32, hidden_dims=64, num_heads=4, num_layers=2)
         learner = fdl.Config(
-            Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-2,
+            Learner,
+            optimizer=fdl.Partial(optax.adamw),
+            learning_rate=1e-2,
             clip_gradient_norm_to_value=1.0,
         )
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=fdl.Config(TokenIds),
+            LanguageModelTask,
+            model=set_sharding_params(lm),
+            learner=learner,
+            inputs_split_mapping=BATCH_OVER_DATA,
+            tokenizer=fdl.Config(TokenIds),
         )
 
     def datasets(self):

@@ -21,7 +21,8 @@ def with_experts(task, **settings):
     dense = model.transformer_layer_tpl
     experts = fdl.Partial(
         TransformerFeedForwardMoe,
-        moe_load_balance_loss_weight=1e-2, moe_router_z_loss_weight=1e-3,
+        moe_load_balance_loss_weight=1e-2,
+        moe_router_z_loss_weight=1e-3,
         **settings,
     )
     mixture = fdl.copy_with(dense, tr_fflayer_tpl=experts)
@@ -50,7 +51,8 @@ class PyDocs(lm.PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=200,
+            RunConfig,
+            num_train_steps=200,
             checkpoints=fdl.Config(SaveSettings, every_steps=200),
             evaluation=fdl.Config(EvaluationSettings, every_steps=200),
         )

@@ -18,7 +18,11 @@ from praxis_lite.inputs import InMemory
 from praxis_lite.tasks.loss import LossTask
 
 __all__ = [
-    "DotReluDot", "DotReluDotModel", "LogicalDotReluDot", "LogicalDotReluDotModel", "noise",
+    "DotReluDot",
+    "DotReluDotModel",
+    "LogicalDotReluDot",
+    "LogicalDotReluDotModel",
+    "noise",
     "squared_error",
 ]
 
@@ -31,12 +35,13 @@ class DotReluDotModel(nnx.Module):
     def __init__(self, depth: int, rngs: nnx.Rngs):
         init_fn = nnx.initializers.lecun_normal()
         self.dot1 = nnx.Linear(
-            depth, depth, kernel_init=nnx.with_partitioning(init_fn, (None, "model")),
-            use_bias=False, rngs=rngs,
+            depth,
+            depth,
+            kernel_init=nnx.with_partitioning(init_fn, (None, "model")),
+            use_bias=False,
+            rngs=rngs,
         )
-        self.w2 = nnx.Param(
-            init_fn(rngs.params(), (depth, depth)), out_sharding=("model", None)
-        )
+        self.w2 = nnx.Param(init_fn(rngs.params(), (depth, depth)), out_sharding=("model", None))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jax.nn.relu(self.dot1(x))
@@ -67,8 +72,10 @@ class LogicalDotReluDotModel(nnx.Module):
 
 def noise(depth: int) -> dict[str, jax.Array]:
     """Returns the guide's single batch: 8 random rows `x` and their targets `y`."""
-    return {name: jax.random.normal(jax.random.key(seed), (8, depth))
-            for name, seed in (("x", 1), ("y", 2))}
+    return {
+        name: jax.random.normal(jax.random.key(seed), (8, depth))
+        for name, seed in (("x", 1), ("y", 2))
+    }
 
 
 def squared_error(model: nnx.Module, inputs: dict[str, jax.Array], key: jax.Array | None):
@@ -86,18 +93,24 @@ class DotReluDot(Experiment):
     def task(self):
         learner = fdl.Config(Learner, fdl.Partial(optax.adam), learning_rate=1e-3)
         return fdl.Config(
-            LossTask, fdl.Partial(DotReluDotModel, depth=1024), squared_error, learner,
+            LossTask,
+            fdl.Partial(DotReluDotModel, depth=1024),
+            squared_error,
+            learner,
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 
     def datasets(self):
         arrays = fdl.Partial(noise, depth=1024)
-        return {"train": fdl.Config(InMemory, arrays, batch_size=8, shuffle=True),
-                "learnt": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False)}
+        return {
+            "train": fdl.Config(InMemory, arrays, batch_size=8, shuffle=True),
+            "learnt": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False),
+        }
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=20,
+            RunConfig,
+            num_train_steps=20,
             evaluation=fdl.Config(EvaluationSettings, every_steps=5),
         )
 

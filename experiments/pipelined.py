@@ -54,7 +54,8 @@ class PyDocs(lm.PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=240,
+            RunConfig,
+            num_train_steps=240,
             checkpoints=fdl.Config(SaveSettings, every_steps=240),
             evaluation=fdl.Config(EvaluationSettings, every_steps=240),
         )
@@ -91,7 +92,9 @@ class ZeroBubble(Synthetic):
         task = super().task()
         task.model.num_layers = 6
         task.model.stacked_transformer_tpl = fdl.copy_with(
-            task.model.stacked_transformer_tpl, num_microbatches=3, circular_repeat=2,
+            task.model.stacked_transformer_tpl,
+            num_microbatches=3,
+            circular_repeat=2,
             split_backward=True,
         )
         return task

@@ -87,7 +87,10 @@ class PythonTexts(lm.Llama):
         make = fdl.Partial(examples_of, texts=texts)
         files = fdl.Config(source, f"{self.folder}/{name}", make=make)
         return fdl.Config(
-            Documents, files, tokenizer=self.corpus.tokenizer, keep=is_worth_learning,
+            Documents,
+            files,
+            tokenizer=self.corpus.tokenizer,
+            keep=is_worth_learning,
             heldout_percent=5,
         )
 
@@ -103,7 +106,10 @@ class PythonTexts(lm.Llama):
             for name, document in documents.items()
         }
         train = fdl.Config(
-            Mixture, sources, unit="tokens", batch_size=16,
+            Mixture,
+            sources,
+            unit="tokens",
+            batch_size=16,
             weights=[
                 (0, {"docs": 0.8, "code": 0.1, "licences": 0.1}),
                 (100, {"docs": 0.5, "code": 0.4, "licences": 0.1}),
@@ -111,7 +117,8 @@ class PythonTexts(lm.Llama):
         )
         heldout = {
             f"heldout_{name}": rows(document, "heldout", batch_size=16, shuffle=False)
-            for name, document in documents.items() if name != "licences"
+            for name, document in documents.items()
+            if name != "licences"
         }
         return {"train": train, **heldout}
 

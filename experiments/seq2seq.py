@@ -118,21 +118,35 @@ class Reverse(Experiment):
             cross_atten_tpl=fdl.Partial(DotProductAttention),
         )
         model = fdl.Partial(
-            TransformerEncoderDecoder, vocab_size=28, model_dims=70, hidden_dims=141, num_heads=3,
-            dim_per_head=24, num_encoder_layers=2, num_decoder_layers=2,
-            encoder_layer_tpl=block, decoder_layer_tpl=block,
+            TransformerEncoderDecoder,
+            vocab_size=28,
+            model_dims=70,
+            hidden_dims=141,
+            num_heads=3,
+            dim_per_head=24,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            encoder_layer_tpl=block,
+            decoder_layer_tpl=block,
         )
         learner = fdl.Config(
-            Learner, optimizer=fdl.Partial(optax.adamw, b2=0.98),
+            Learner,
+            optimizer=fdl.Partial(optax.adamw, b2=0.98),
             learning_rate=fdl.Config(
-                optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=5e-3,
-                warmup_steps=50, decay_steps=500, end_value=1e-5,
+                optax.warmup_cosine_decay_schedule,
+                init_value=0.0,
+                peak_value=5e-3,
+                warmup_steps=50,
+                decay_steps=500,
+                end_value=1e-5,
             ),
             clip_gradient_norm_to_value=1.0,
         )
         over_data = ("replica", "data")
         return fdl.Config(
-            SequenceToSequenceTask, model=set_sharding_params(model), learner=learner,
+            SequenceToSequenceTask,
+            model=set_sharding_params(model),
+            learner=learner,
             inputs_split_mapping={"map_1d": (over_data,), "map_2d": (over_data, None)},
             decoder=fdl.Config(BeamSearch, beam_size=3, max_decode_steps=10, eos_id=END),
         )
@@ -144,12 +158,13 @@ class Reverse(Experiment):
 
     def decode_datasets(self):
         words = self.datasets()["train"]
-        return {"heldout": fdl.copy_with(
-            words, batch_size=5, seed=2, num_batches=2, for_decoding=True
-        )}
+        return {
+            "heldout": fdl.copy_with(words, batch_size=5, seed=2, num_batches=2, for_decoding=True)
+        }
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=500,
+            RunConfig,
+            num_train_steps=500,
             evaluation=fdl.Config(EvaluationSettings, every_steps=250),
         )

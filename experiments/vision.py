@@ -69,32 +69,42 @@ class Digits(Experiment):
 
     def task(self):
         softmax = fdl.Partial(
-            FullSoftmax, 10, self.num_features, weight_split_dims_mapping=("data", "mdl"),
+            FullSoftmax,
+            10,
+            self.num_features,
+            weight_split_dims_mapping=("data", "mdl"),
             activation_split_dims_mapping=(BATCH, "mdl"),
         )
         learner = fdl.Config(
             Learner,
             optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
             learning_rate=fdl.Config(
-                optax.warmup_cosine_decay_schedule, init_value=0.0,
-                peak_value=self.peak_learning_rate, warmup_steps=20, decay_steps=self.num_steps,
+                optax.warmup_cosine_decay_schedule,
+                init_value=0.0,
+                peak_value=self.peak_learning_rate,
+                warmup_steps=20,
+                decay_steps=self.num_steps,
             ),
             clip_gradient_norm_to_value=1.0,
         )
         return fdl.Config(
-            ClassificationTask, model=fdl.Partial(ClassificationModel, self.network(), softmax),
+            ClassificationTask,
+            model=fdl.Partial(ClassificationModel, self.network(), softmax),
             learner=learner,
             inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH, None, None, None)},
         )
 
     def datasets(self):
         train, heldout = (fdl.Partial(digits, split) for split in ("train", "heldout"))
-        return {"train": fdl.Config(InMemory, train, batch_size=61, shuffle=True),
-                "heldout": fdl.Config(InMemory, heldout, batch_size=61, shuffle=False)}
+        return {
+            "train": fdl.Config(InMemory, train, batch_size=61, shuffle=True),
+            "heldout": fdl.Config(InMemory, heldout, batch_size=61, shuffle=False),
+        }
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=self.num_steps,
+            RunConfig,
+            num_train_steps=self.num_steps,
             evaluation=fdl.Config(EvaluationSettings, every_steps=self.num_steps // 2),
         )
 
@@ -111,8 +121,13 @@ class DigitsViT(Digits):
     def network(self):
         # 3 heads, 45 model dims, 91 hidden dims and 17 tokens are split over axes of size 2.
         vit = build_vision_transformer(
-            pos_emb_shapes=(4, 4), patch_size=2, image_channels=1, model_dims=45, mlp_dims=91,
-            num_xformer_layers=3, num_heads=3,
+            pos_emb_shapes=(4, 4),
+            patch_size=2,
+            image_channels=1,
+            model_dims=45,
+            mlp_dims=91,
+            num_xformer_layers=3,
+            num_heads=3,
         )
         tokens = vit.activation_split_dims_mapping = (BATCH, None, None)
         vit.entry_layers_tpl.weight_split_dims_mapping = (None, "data")
@@ -124,14 +139,18 @@ class DigitsViT(Digits):
         stack.checkpoint_policy = "save_everything"
         stack.block.residual_dropout_prob = 0.1
         stack.block.tr_atten_tpl = fdl.Partial(
-            DotProductAttention, internal_enable_per_dim_scale=False,
+            DotProductAttention,
+            internal_enable_per_dim_scale=False,
             weight_split_dims_mapping=("data", "mdl", None),
             activation_split_dims_mapping=(BATCH, None, "mdl", None),
             output_split_dims_mapping=tokens,
         )
         stack.block.tr_fflayer_tpl = fdl.Partial(
-            TransformerFeedForward, activation="gelu", weight_split_dims_mapping=("data", "mdl"),
-            hidden_split_dims_mapping=(BATCH, None, "mdl"), activation_split_dims_mapping=tokens,
+            TransformerFeedForward,
+            activation="gelu",
+            weight_split_dims_mapping=("data", "mdl"),
+            hidden_split_dims_mapping=(BATCH, None, "mdl"),
+            activation_split_dims_mapping=tokens,
         )
         return vit
 
@@ -148,12 +167,20 @@ class DigitsResNet(Digits):
     def network(self):
         # 13 and 26 channels are split over axes of size 4 and 2.
         conv = fdl.Partial(
-            ConvBNAct, batch_norm_tpl=fdl.Partial(BatchNorm, decay=0.9),
+            ConvBNAct,
+            batch_norm_tpl=fdl.Partial(BatchNorm, decay=0.9),
             weight_split_dims_mapping=(None, None, "data", "mdl"),
             activation_split_dims_mapping=(BATCH, None, None, "mdl"),
         )
         return fdl.Partial(
-            ResNet, conv_params=conv, block_params=fdl.Partial(ResNetBasicBlock),
-            channels=(13, 26), strides=(1, 2), blocks=(1, 1), kernels=(3, 3),
-            entryflow_conv_kernel=(3, 3, 1), entryflow_conv_stride=(1, 1), entry_max_pool=False,
+            ResNet,
+            conv_params=conv,
+            block_params=fdl.Partial(ResNetBasicBlock),
+            channels=(13, 26),
+            strides=(1, 2),
+            blocks=(1, 1),
+            kernels=(3, 3),
+            entryflow_conv_kernel=(3, 3, 1),
+            entryflow_conv_stride=(1, 1),
+            entry_max_pool=False,
         )

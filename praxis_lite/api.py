@@ -64,8 +64,13 @@ def train(
     from praxis_lite.trained_model.trained_model import TrainedModel
 
     return TrainedModel(
-        job.partitioner, job.job, launched.config, job.files, result.step,
-        experiment=launched.experiment, stopped_by=result.stopped_by or result.ended_early,
+        job.partitioner,
+        job.job,
+        launched.config,
+        job.files,
+        result.step,
+        experiment=launched.experiment,
+        stopped_by=result.stopped_by or result.ended_early,
     )
 
 
@@ -81,7 +86,9 @@ def command_line(
       packages: The user's packages.
     """
     require(
-        not isinstance(packages, str), f"{mode}: packages", packages,
+        not isinstance(packages, str),
+        f"{mode}: packages",
+        packages,
         "a list of names, such as ['mypackage']",
     )
     texts = as_texts(settings)

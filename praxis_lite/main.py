@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             return None
         if command.elastic:
             require(
-                TOOLS.begin_elastic is not None, "--elastic", True,
+                TOOLS.begin_elastic is not None,
+                "--elastic",
+                True,
                 "an installation with praxis_tools, whose supervisor it needs",
                 "Install praxis_tools.",
             )
@@ -63,12 +65,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return status
         else:
             start(
-                command.coordinator, command.num_processes, command.process_id,
-                command.start_seconds, command.job_log_dir, TOOLS.beats,
+                command.coordinator,
+                command.num_processes,
+                command.process_id,
+                command.start_seconds,
+                command.job_log_dir,
+                TOOLS.beats,
             )
         require(
             mode.is_of_many_processes or processes.count() == 1,
-            f"The number of processes of --mode={command.mode}", processes.count(), "1",
+            f"The number of processes of --mode={command.mode}",
+            processes.count(),
+            "1",
             "Start one process, without --coordinator.",
         )
         return mode.run(command, **options)

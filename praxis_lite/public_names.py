@@ -69,13 +69,15 @@ def homes_of(package: str) -> dict[str, str]:
     body = ast.parse((stub if stub.is_file() else file).read_text(encoding="utf-8")).body
     imported = {
         alias.asname or alias.name: node.module
-        for node in body if isinstance(node, ast.ImportFrom) and node.module is not None
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
     }
     if stub.is_file():
         return imported
     names = next(
-        ast.literal_eval(node.value) for node in body
+        ast.literal_eval(node.value)
+        for node in body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     return {name: imported.get(name, package) for name in names}

@@ -78,9 +78,7 @@ def plan(
     require(bool(steps), "plan: steps", steps, f"at least one of {', '.join(STEPS)}")
     for step in steps:
         require_choice("plan: steps", step, STEPS)
-    require(
-        "decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes"
-    )
+    require("decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes")
     command = command_line("plan", experiment, settings, packages)
     return plan_experiment(command, lambda text: None, topology, num_slices, steps, batch_sizes)
 

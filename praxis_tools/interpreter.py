@@ -9,8 +9,17 @@ from praxis_lite.core.jaxprs import evaluate_jaxpr
 
 # Primitives that only call another jaxpr.
 CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "remat",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "eval_jaxpr",
 }
 
 
@@ -46,7 +55,9 @@ class Interpreter:
         if name in CALLS:
             return self.call(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands)
         rule = {
-            "scan": self.scan, "while": self.while_loop, "cond": self.cond,
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
             "shard_map": self.shard_map,
         }.get(name, self.operation)
         return rule(eqn, operands)
@@ -72,7 +83,9 @@ def _join_scopes(outer: str, inner: str) -> str:
 
 
 def run_shard_map(
-    eqn: Any, body: Callable[..., Any], extra_in_specs: Sequence[Any] = (),
+    eqn: Any,
+    body: Callable[..., Any],
+    extra_in_specs: Sequence[Any] = (),
     extra_out_specs: Sequence[Any] = (),
 ) -> Callable[..., Any]:
     """Returns a shard_map with the mesh and specs of an equation, but a new body.
@@ -86,9 +99,12 @@ def run_shard_map(
     """
     params = eqn.params
     return jax.shard_map(
-        body, mesh=params["mesh"], in_specs=(tuple(params["in_specs"]), *extra_in_specs),
+        body,
+        mesh=params["mesh"],
+        in_specs=(tuple(params["in_specs"]), *extra_in_specs),
         out_specs=(tuple(params["out_specs"]), *extra_out_specs),
-        axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
     )
 
 

@@ -87,8 +87,12 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
 
         certificates = [Certificates(job)]
     return [
-        *certificates, CompilerWarnings(job), ReportFirstCollectives(job), Utilization(job),
-        *non_finite, ProfileTables(),
+        *certificates,
+        CompilerWarnings(job),
+        ReportFirstCollectives(job),
+        Utilization(job),
+        *non_finite,
+        ProfileTables(),
     ]
 
 

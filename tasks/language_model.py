@@ -33,7 +33,10 @@ from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates, with_recipe
 
 __all__ = [
-    "LanguageModelTask", "outputs_of_logits", "paddings_with_filler", "reports_of_batches",
+    "LanguageModelTask",
+    "outputs_of_logits",
+    "paddings_with_filler",
+    "reports_of_batches",
     "require_unpacked",
 ]
 
@@ -94,8 +97,12 @@ class LanguageModelTask(Task):
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            with_recipe(model, quantization, learner), learner, weight_sharding=weight_sharding,
-            inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
+            with_recipe(model, quantization, learner),
+            learner,
+            weight_sharding=weight_sharding,
+            inputs_split_mapping=inputs_split_mapping,
+            fprop_dtype=fprop_dtype,
+            metrics=metrics,
         )
         self.tokenizer, self._has_tokenizer = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder, self.tokenizer)

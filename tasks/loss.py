@@ -84,9 +84,12 @@ class LossTask(Task):
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            model, learner,
-            weight_sharding=weight_sharding, inputs_split_mapping=inputs_split_mapping,
-            fprop_dtype=fprop_dtype, metrics=metrics,
+            model,
+            learner,
+            weight_sharding=weight_sharding,
+            inputs_split_mapping=inputs_split_mapping,
+            fprop_dtype=fprop_dtype,
+            metrics=metrics,
         )
         functions = {"loss": loss, "eval_loss": eval_loss, "predict": predict}
         for setting, function in functions.items():

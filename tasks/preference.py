@@ -47,8 +47,10 @@ class DpoTask(LanguageModelTask):
         require(is_share, "DpoTask.label_smoothing", label_smoothing, "at least 0, below 0.5")
         self.beta, self.label_smoothing = beta, label_smoothing
         require(
-            self.learner.variational_noise is None, "DpoTask.learner.variational_noise",
-            self.learner.variational_noise, "None",
+            self.learner.variational_noise is None,
+            "DpoTask.learner.variational_noise",
+            self.learner.variational_noise,
+            "None",
             "Noise on the weights of the model but not of the reference would distort the loss.",
         )
 

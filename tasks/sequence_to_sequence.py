@@ -84,15 +84,22 @@ class SequenceToSequenceTask(Task):
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            model, learner, weight_sharding=weight_sharding,
-            inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
+            model,
+            learner,
+            weight_sharding=weight_sharding,
+            inputs_split_mapping=inputs_split_mapping,
+            fprop_dtype=fprop_dtype,
+            metrics=metrics,
         )
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         for name in ("num_cache_slots", "num_cached_prefixes"):
             actual = getattr(decoder, name, 0)
             require(
-                not actual, f"SequenceToSequenceTask.decoder.{name}", actual,
-                "0", "Rows of a batch cannot share a cache, because their sources differ.",
+                not actual,
+                f"SequenceToSequenceTask.decoder.{name}",
+                actual,
+                "0",
+                "Rows of a batch cannot share a cache, because their sources differ.",
             )
         self.decoder = decoder
         if self.tokenizer is not None:

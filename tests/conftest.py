@@ -50,10 +50,16 @@ from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E4
 MAX_RESIDENT_BYTES = 3072 * 2**20
 # They come first, so that no worker is left with one when the others have ended.
 LONGEST_FILES = (
-    "elastic/test_elastic.py", "docs/test_pages_that_run.py", "job/test_stuck_processes.py",
-    "job/test_multiprocess.py", "tools/check/test_check.py", "faults/test_faults.py",
-    "sweep/test_sweep_jobs.py", "job/test_interrupted_jobs.py",
-    "layers/test_layers_on_meshes.py", "partitioner/test_experiment_gradients.py",
+    "elastic/test_elastic.py",
+    "docs/test_pages_that_run.py",
+    "job/test_stuck_processes.py",
+    "job/test_multiprocess.py",
+    "tools/check/test_check.py",
+    "faults/test_faults.py",
+    "sweep/test_sweep_jobs.py",
+    "job/test_interrupted_jobs.py",
+    "layers/test_layers_on_meshes.py",
+    "partitioner/test_experiment_gradients.py",
 )
 
 # A shell that runs pytest in its background has SIGINT ignored; jobs that tests launch would, too.

@@ -112,9 +112,13 @@ def test_an_import_of_all_of_the_core_loads_nothing_else_of_the_library():
     assert loaded & {"fiddle", "orbax.checkpoint", "tensorflow", "grain"} == set()
 
 
-@pytest.mark.parametrize("folder, parts", [
-    ("layers", (*OF_A_JOB, "inputs", "optimizers")), ("decode", (*OF_A_JOB, "optimizers")),
-])
+@pytest.mark.parametrize(
+    "folder, parts",
+    [
+        ("layers", (*OF_A_JOB, "inputs", "optimizers")),
+        ("decode", (*OF_A_JOB, "optimizers")),
+    ],
+)
 def test_layers_and_decoders_need_no_job_and_no_optimizer(folder, parts):
     brought = {module: of_parts(closure(module), *parts) for module in modules_in(folder)}
     assert {module: found for module, found in brought.items() if found} == {}

@@ -10,9 +10,17 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("praxis_lite", "praxis_tools", "experiments", "tasks", "examples", "benchmarks")
 # By flax 0.12.12: lifted transforms' prefixes, hooks of variables, names with a warning.
 GONE = {
-    "StateAxes", "StateSharding",
-    "on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_remove_axis", "add_hooks",
-    "sharding_names", "abstract_with_sharding", "vars_as",
+    "StateAxes",
+    "StateSharding",
+    "on_get_value",
+    "on_set_value",
+    "on_create_value",
+    "on_add_axis",
+    "on_remove_axis",
+    "add_hooks",
+    "sharding_names",
+    "abstract_with_sharding",
+    "vars_as",
 }
 # `sharding` is a name of JAX's too: it is Flax's where it describes a variable.
 DESCRIBES = {"Variable", "Param", "with_metadata", "with_partitioning", "set_metadata", "BatchStat"}
@@ -22,7 +30,9 @@ def former_names(text):
     """Yields the line and the name of each use in a module's text; comments do not count."""
     for node in ast.walk(ast.parse(text)):
         names = [
-            getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None),
+            getattr(node, "attr", None),
+            getattr(node, "id", None),
+            getattr(node, "arg", None),
             node.value if isinstance(node, ast.Constant) else None,
             *(alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)),
         ]
@@ -47,7 +57,9 @@ def test_none_of_our_code_uses_them():
     word = re.compile("|".join(GONE | {r"sharding=", r"['\"]sharding['\"]"}))
     uses = [
         f"{path}:{line}: {name}"
-        for path, text in texts.items() if word.search(text) for line, name in former_names(text)
+        for path, text in texts.items()
+        if word.search(text)
+        for line, name in former_names(text)
     ]
     assert uses == []
 

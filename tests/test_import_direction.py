@@ -52,7 +52,11 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "ema", "gradient_limits", "optimizer_factories", "path_masks", "schedule_free",
+            "ema",
+            "gradient_limits",
+            "optimizer_factories",
+            "path_masks",
+            "schedule_free",
             "whole_tree_optimizers",
         },
         {"optimizer_groups", "weight_groups"},
@@ -61,7 +65,10 @@ ORDERS = {
     ),
     "praxis_lite/trainer": (
         {
-            "forward_pass", "layout_table", "metrics", "spike_detector",
+            "forward_pass",
+            "layout_table",
+            "metrics",
+            "spike_detector",
         },
         {"checks"},
         {"compilation"},
@@ -89,7 +96,8 @@ ORDERS = {
 # At the top of a checkout, and no packages of the library by these names.
 FOREIGN = {"tasks", "experiments", "benchmarks", "tests"}
 LIBRARY = [
-    path for package in ("praxis_lite", "praxis_tools")
+    path
+    for package in ("praxis_lite", "praxis_tools")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
 
@@ -190,7 +198,11 @@ def test_tasks_and_experiments_know_the_library_and_tasks_no_experiments():
 
 
 DEVICE_QUESTIONS = {
-    "devices", "local_devices", "device_count", "local_device_count", "default_backend",
+    "devices",
+    "local_devices",
+    "device_count",
+    "local_device_count",
+    "default_backend",
 }
 
 

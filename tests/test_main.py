@@ -116,18 +116,17 @@ BAD_SETTINGS = {
         ["run.num_train_steps:", "'many'"],
         [" int", " 7"],
     ),
-    "a number out of range": (
-        "run.num_train_steps=0", ["run.num_train_steps", " 0;"], [" 1 "]
-    ),
-    "a layer's size out of range": (
-        "task.model.num_heads=0", ["num_heads", " 0;"], ["positive"]
-    ),
+    "a number out of range": ("run.num_train_steps=0", ["run.num_train_steps", " 0;"], [" 1 "]),
+    "a layer's size out of range": ("task.model.num_heads=0", ["num_heads", " 0;"], ["positive"]),
     "a learning rate that is no number": (
-        "task.learner.learning_rate=nan", ["Learner.learning_rate", "nan"], ["1e+06"]
+        "task.learner.learning_rate=nan",
+        ["Learner.learning_rate", "nan"],
+        ["1e+06"],
     ),
     "integers for activations": (
         "task.model.fprop_dtype=int8",
-        ["TransformerLm.fprop_dtype", "'int8'"], ["bfloat16"],
+        ["TransformerLm.fprop_dtype", "'int8'"],
+        ["bfloat16"],
     ),
     "a state larger than the machine": (
         "task.model.hidden_dims=10000000000",
@@ -305,7 +304,9 @@ def packages_made(tmp_path, monkeypatch):
     """Packages with experiments: MyLm of one, and two of one name."""
     source = "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
     for path, name in {
-        "mypackage/experiments": "MyLm", "twins/one": "Same", "twins/two": "Same",
+        "mypackage/experiments": "MyLm",
+        "twins/one": "Same",
+        "twins/two": "Same",
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / f"{path}.py").write_text(source.format(name))

@@ -46,9 +46,24 @@ def measured(tmp_path_factory):
     (folder / "test_uses.py").write_text(TESTS)
     (folder / "test_skips.py").write_text("import pytest\ndef test_skips(): pytest.skip('x')\n")
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile",
-         "-p", "tests.support.measure", "--measure=measures.jsonl", "-p", "no:cacheprovider"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, capture_output=True,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "-p",
+            "tests.support.measure",
+            "--measure=measures.jsonl",
+            "-p",
+            "no:cacheprovider",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
     )
     return measure.read_measures([folder / "measures.jsonl"])
 
@@ -56,7 +71,9 @@ def measured(tmp_path_factory):
 @pytest.mark.slow
 def test_each_test_of_each_worker_has_a_record(measured):
     assert {test.partition("::")[2]: x["outcome"] for test, x in measured.items()} == {
-        "test_sleeps": "passed", "test_launches": "passed", "test_fails": "failed",
+        "test_sleeps": "passed",
+        "test_launches": "passed",
+        "test_fails": "failed",
         "test_skips": "skipped",
     }
     assert [test for test, x in measured.items() if x["slow"]] == ["test_uses.py::test_launches"]

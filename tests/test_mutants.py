@@ -40,7 +40,7 @@ def halved(a):
 def nobody_calls(a):
     return a and not a
 '''
-TESTS = '''
+TESTS = """
 import os, subprocess, sys
 import pytest
 from praxis_lite import sums
@@ -77,7 +77,7 @@ def test_after_the_start_too():
 
 def test_it_always_fails():
     assert sums.total(7, 13) == 21
-'''
+"""
 TEST_FILE = "tests/test_sums.py"
 KILLED_TEST = """
 import os, signal, subprocess, sys
@@ -103,7 +103,7 @@ def test_a_fault_changes_one_place_in_code_that_compiles(planted):
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
         end = mutant.start + len(mutant.before.encode())
         assert source[mutant.start : end].decode() == mutant.before != mutant.after
-        assert changed[mutant.start + len(mutant.after.encode()):] == source[end:]
+        assert changed[mutant.start + len(mutant.after.encode()) :] == source[end:]
         first, last = mutant.statement
         assert first <= mutant.line <= last
         assert source[: mutant.start].count(b"\n") + 1 == mutant.line
@@ -146,13 +146,16 @@ def test_each_kind(code, kind, expected, tmp_path):
     assert expected in actual
 
 
-@pytest.mark.parametrize("code", [
-    '"""A text, 7."""',
-    "raise ValueError(7)",
-    "logger.info('%s', 7)",
-    "if a > 7:\n    shutil.rmtree(b)",
-    "os.kill(-pid, 7)",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        '"""A text, 7."""',
+        "raise ValueError(7)",
+        "logger.info('%s', 7)",
+        "if a > 7:\n    shutil.rmtree(b)",
+        "os.kill(-pid, 7)",
+    ],
+)
 def test_messages_and_what_deletes_or_kills_have_no_fault(code, tmp_path):
     (tmp_path / "praxis_lite").mkdir()
     (tmp_path / "praxis_lite/code.py").write_text(code)
@@ -166,8 +169,11 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     root = folder / "checkout"
     for name, text in {
-        "pytest.ini": "[pytest]\n", "praxis_lite/__init__.py": "",
-        "praxis_lite/sums.py": LIBRARY, TEST_FILE: TESTS, KILLED_FILE: KILLED_TEST,
+        "pytest.ini": "[pytest]\n",
+        "praxis_lite/__init__.py": "",
+        "praxis_lite/sums.py": LIBRARY,
+        TEST_FILE: TESTS,
+        KILLED_FILE: KILLED_TEST,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -186,7 +192,10 @@ def records(toy, tmp_path_factory):
     root, reached, _ = toy
     planted = {(x.kind, x.after): x for x in plant(root)}
     kinds = (
-        ("sign", " - "), ("off_by_one", "38"), ("sign", "a"), ("condition", " or "),
+        ("sign", " - "),
+        ("off_by_one", "38"),
+        ("sign", "a"),
+        ("condition", " or "),
         ("off_by_one", "3"),
     )
     faults = [planted[kind] for kind in kinds]
@@ -242,9 +251,17 @@ def test_a_run_that_was_stopped_plants_only_what_is_left(toy, records, tmp_path,
     lines, out = path.read_text().splitlines(), tmp_path / "records.jsonl"
     out.write_text("".join(f"{line}\n" for line in lines[:4]))
     planted = []
-    monkeypatch.setattr(mutants, "_record", lambda tree, mutant, *_: planted.append(mutant) or {
-        "failed": [], "passed": [],
-    })
+    monkeypatch.setattr(
+        mutants,
+        "_record",
+        lambda tree, mutant, *_: (
+            planted.append(mutant)
+            or {
+                "failed": [],
+                "passed": [],
+            }
+        ),
+    )
     mutants.run(root, faults, reached, out, limit=60)
     assert [x.name for x in planted] == [json.loads(lines[4])["name"]]
 

@@ -16,8 +16,18 @@ MODULES = {
 BUILTINS = {"eval", "exec", "compile", "__import__", "execfile"}
 # What may be called of whatever module, by its name alone.
 FUNCTIONS = {
-    "system", "popen", "getoutput", "getstatusoutput", "read_pickle", "to_pickle", "unsafe_load",
-    "full_load", "literal_exec", "dump_pickle", "load_pickle", "find_class",
+    "system",
+    "popen",
+    "getoutput",
+    "getstatusoutput",
+    "read_pickle",
+    "to_pickle",
+    "unsafe_load",
+    "full_load",
+    "literal_exec",
+    "dump_pickle",
+    "load_pickle",
+    "find_class",
 } | {f"{verb}{how}" for verb in ("exec", "spawn") for how in ("l", "le", "lp", "v", "ve", "vp")}
 # Who may do what is dangerous elsewhere, and why.
 ALLOWED = {

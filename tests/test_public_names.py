@@ -11,7 +11,8 @@ from tests.support.every_case import assert_each
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
-    path for folder in ("experiments", "tasks", "examples")
+    path
+    for folder in ("experiments", "tasks", "examples")
     for path in (ROOT / folder).glob("[!_]*.py")
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,7 +42,8 @@ def private(source):
     ours = ("praxis_lite", "praxis_tools")
     of_ours = {pair for pair in imports(source) if pair[0].startswith(ours)}
     return sorted(
-        (module, name) for module, name in of_ours
+        (module, name)
+        for module, name in of_ours
         if f"{module}.{name}".removesuffix(".") not in PACKAGES
         and not (module in PACKAGES and name in homes_of(module))
     )
@@ -72,13 +74,17 @@ def test_tools_import_public_names_and_names_for_tools_alone():
         used = {(module, name) for module, name in private(source) if module.startswith("praxis_l")}
         modules = {name: f"{module}.{name}" for module, name in used if is_module(module, name)}
         attributes = {
-            (modules[node.value.id], node.attr) for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            and node.value.id in modules and not node.attr.startswith("__")
+            (modules[node.value.id], node.attr)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+            and not node.attr.startswith("__")
         }
         of_modules = {(module, name) for module, name in used if name not in modules}
         unknown = {
-            (module, name) for module, name in (of_modules | attributes) - homes
+            (module, name)
+            for module, name in (of_modules | attributes) - homes
             if name not in names.get(module, ())
         }
         assert not unknown, path

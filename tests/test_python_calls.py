@@ -177,9 +177,7 @@ def test_a_mesh_larger_than_jax_started_with_says_what_to_do(tmp_path, monkeypat
     assert jax.device_count() == 8
     words = r"needs 16 devices, but there are 8 .*restart Python .*simulate_devices\(16\)"
     with pytest.raises(ConfigError, match=words):
-        pl.train(
-            TINY, tmp_path, packages=PACKAGES, settings={"mesh.ici_mesh_shape": (1, 16, 1)}
-        )
+        pl.train(TINY, tmp_path, packages=PACKAGES, settings={"mesh.ici_mesh_shape": (1, 16, 1)})
 
 
 def test_an_exception_of_the_users_comes_through_and_nothing_stays_locked(
@@ -199,26 +197,35 @@ def test_an_exception_of_the_users_comes_through_and_nothing_stays_locked(
     assert train_line(tmp_path).metrics["loss"].tolist() == line.metrics["loss"].tolist()
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ({"settings": {"run.num_train_stepz": 7}}, "run.num_train_steps"),
-    ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', expected int"),
-    ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', expected int"),
-    ({"settings": "run.seed=1"}, "settings is 'run.seed=1'"),
-    ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; expected a Hook"),
-    ({"packages": "jobzoo"}, "packages is 'jobzoo'; expected a list"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"settings": {"run.num_train_stepz": 7}}, "run.num_train_steps"),
+        (
+            {"settings": {"run.num_train_steps": "many"}},
+            "num_train_steps: found 'many', expected int",
+        ),
+        ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', expected int"),
+        ({"settings": "run.seed=1"}, "settings is 'run.seed=1'"),
+        ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; expected a Hook"),
+        ({"packages": "jobzoo"}, "packages is 'jobzoo'; expected a list"),
+    ],
+)
 def test_what_is_wrong_is_a_config_error_at_once(tmp_path, arguments, words):
     with as_launched(), pytest.raises(ConfigError, match=words):
         pl.train(TINY, tmp_path, **{"packages": PACKAGES, **arguments})
     assert not JobDir(tmp_path).checkpoints.exists()
 
 
-@pytest.mark.parametrize("experiment, words", [
-    ("lm.PyDoc", "lm.PyDocs"),
-    (pl.Experiment(), "the class, not an instance"),
-    (int, "expected a subclass of Experiment"),
-    (type("Local", (pl.Experiment,), {"__qualname__": "test.<locals>.Local"}), "top level"),
-])
+@pytest.mark.parametrize(
+    "experiment, words",
+    [
+        ("lm.PyDoc", "lm.PyDocs"),
+        (pl.Experiment(), "the class, not an instance"),
+        (int, "expected a subclass of Experiment"),
+        (type("Local", (pl.Experiment,), {"__qualname__": "test.<locals>.Local"}), "top level"),
+    ],
+)
 def test_an_experiment_that_is_none_is_told(tmp_path, experiment, words):
     with pytest.raises(ConfigError, match=words):
         pl.train(experiment, tmp_path / "job")
@@ -246,9 +253,11 @@ def test_in_another_thread_it_trains_and_says_that_no_signal_is_heard(tmp_path, 
     result = []
     with as_launched() as out:
         settings = {"run.num_train_steps": 7}
-        thread = threading.Thread(target=lambda: result.append(
-            pl.train(LINE, tmp_path, packages=PACKAGES, settings=settings)
-        ))
+        thread = threading.Thread(
+            target=lambda: result.append(
+                pl.train(LINE, tmp_path, packages=PACKAGES, settings=settings)
+            )
+        )
         thread.start()
         thread.join()
     assert result[0].metrics["loss"].tolist() == line.metrics["loss"].tolist()
@@ -319,8 +328,9 @@ def test_plan_is_what_the_mode_prints_and_its_files(tmp_path):
     with as_launched():
         plan = pl.plan(TINY, topology="cpu:8", steps=["train", "eval"], packages=PACKAGES)
     file = tmp_path / "plan.json"
-    out = succeed("--mode=plan", f"--exp={TINY}", "--topology=cpu:8", "--steps=train,eval",
-                  f"--json={file}").out
+    out = succeed(
+        "--mode=plan", f"--exp={TINY}", "--topology=cpu:8", "--steps=train,eval", f"--json={file}"
+    ).out
     assert of_today(str(plan)) == of_today(out.partition("\n")[2].rstrip("\n"))
     record, expected = json.loads(plan.json_text()), json.loads(file.read_text())
     for item in (record, expected, *record["other_steps"], *expected["other_steps"]):
@@ -350,7 +360,7 @@ def test_check_is_what_the_mode_prints_and_its_file(tmp_path):
     assert certificate._repr_html_().count("<tr>") == len(certificate.rows()) + 1
 
 
-NOTEBOOK = '''
+NOTEBOOK = """
 import fiddle as fdl, jax, numpy as np, optax
 from flax import nnx
 import praxis_lite as pl
@@ -385,13 +395,16 @@ class Line(pl.Experiment):
 
     def run(self):
         return fdl.Config(pl.RunConfig, num_train_steps=3)
-'''
+"""
 
 
 def test_classes_of_a_notebook_survive_in_it_and_elsewhere_it_is_said_what_to_do(tmp_path):
     def run(source):
         done = subprocess.run(
-            [sys.executable, "-c", source], cwd=CHECKOUT, capture_output=True, text=True,
+            [sys.executable, "-c", source],
+            cwd=CHECKOUT,
+            capture_output=True,
+            text=True,
             env={**os.environ, "XDG_CACHE_HOME": str(home() / "cache")},
         )
         return done.stdout + done.stderr.strip().rpartition("\n")[2]

@@ -15,27 +15,31 @@ NOT_QUICK = {SLOW, "pytest.mark.nightly"}
 NOT_QUICK_FILES = {f"pytestmark = {mark}" for mark in NOT_QUICK}
 
 STAND_FOR = {
-    "every layer on an uneven mesh":
-        "layers/test_layers_on_meshes.py::test_of_uneven_sizes_it_equals_one_device",
-    "every optimizer of Pax":
-        "optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
+    "every layer on an uneven mesh": (
+        "layers/test_layers_on_meshes.py::test_of_uneven_sizes_it_equals_one_device"
+    ),
+    "every optimizer of Pax": "optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
     "every decoder on a mesh": (
         "decode/test_loop.py"
         "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
     ),
-    "a mesh of one device":
-        "docs/test_minimal.py::test_it_prints_what_is_split_how_and_learns_as_one_device_does",
-    "a mesh of two axes that divide nothing":
-        "core/partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
+    "a mesh of one device": (
+        "docs/test_minimal.py::test_it_prints_what_is_split_how_and_learns_as_one_device_does"
+    ),
+    "a mesh of two axes that divide nothing": (
+        "core/partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device"
+    ),
     "a mesh of three axes": "core/sharding/test_uneven_reference.py::test_a_run_of_the_reference",
     "pipeline stages on a mesh": (
         "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same"
     ),
     "experts on a mesh": "layers/moe/test_sharded_experts.py::test_sharded_equals_unsharded",
-    "every way to say how weights are split":
-        "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses",
-    "the partitioner by shard_map":
-        "core/collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
+    "every way to say how weights are split": (
+        "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses"
+    ),
+    "the partitioner by shard_map": (
+        "core/collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies"
+    ),
     "gradients by shard_map": (
         "core/collectives/test_shard_map_layers.py"
         "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
@@ -84,9 +88,12 @@ def test_what_stands_for_much_is_quick(what):
 
 def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
     words = {
-        word for path in TESTS.rglob("*.py") for node in quick_parts(path)
+        word
+        for path in TESTS.rglob("*.py")
+        for node in quick_parts(path)
         if path != Path(__file__) and not path.is_relative_to(TESTS / "faults")
-        for part in ast.walk(node) for word in words_of(part)
+        for part in ast.walk(node)
+        for word in words_of(part)
     }
     partitioners = {"Partitioner", "ExplicitCollectives"}
     shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioners}

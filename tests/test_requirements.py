@@ -25,7 +25,9 @@ FILES = sorted(
 OURS = {"praxis_lite", "praxis_tools", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
 PIP_NAMES = {
-    "orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf",
+    "orbax": "orbax-checkpoint",
+    "array_record": "array-record",
+    "google": "protobuf",
     "prometheus_client": "prometheus-client",
 }
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
@@ -64,7 +66,8 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """Returns the modules that a file imports, and whether it does so at its top level."""
     tree = parsed(path)
     late = {
-        node for function in ast.walk(tree)
+        node
+        for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
     }
@@ -108,7 +111,9 @@ def test_each_late_import_is_of_a_package_of_the_table():
     for path in FILES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "optional_module", "require_package", "is_installed",
+                "optional_module",
+                "require_package",
+                "is_installed",
             ):
                 text = ast.unparse(node.args[0]).removeprefix("f").strip("\"'")
                 asked.add(re.split(r"[.{]", text)[0])
@@ -118,9 +123,12 @@ def test_each_late_import_is_of_a_package_of_the_table():
 def run_plainly(folder: Path, what: str) -> str:
     """Returns the output of a process without the packages."""
     done = subprocess.run(
-        [sys.executable, "-u", "-m", "tests.support.plain_program", str(folder), what], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-u", "-m", "tests.support.plain_program", str(folder), what],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -30,7 +30,11 @@ def gradient(split):
     def loss(w, x):
         x = split(x * 1.5, "data")
         y = jax.lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", feature_group_count=12,
+            x,
+            w,
+            (1, 1),
+            "SAME",
+            feature_group_count=12,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         return jnp.sum(jnp.sin(split(y, "data")))

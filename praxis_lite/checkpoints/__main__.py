@@ -59,9 +59,7 @@ def _verify(directory: Path, *, step: int | None) -> int:
     return int(status)
 
 
-def _diff(
-    directory: Path, *, other: str | None, step: int | None, other_step: int | None
-) -> int:
+def _diff(directory: Path, *, other: str | None, step: int | None, other_step: int | None) -> int:
     other_directory = directory if other is None else tools.steps_directory(other)
     if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
@@ -91,9 +89,10 @@ def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m praxis_lite.checkpoints", allow_abbrev=False,
+        prog="python -m praxis_lite.checkpoints",
+        allow_abbrev=False,
         description="Inspects the checkpoints of a job, without needing its code or an "
-                    "accelerator. Nothing is written, renamed or deleted.",
+        "accelerator. Nothing is written, renamed or deleted.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, description in (
@@ -113,7 +112,8 @@ def _parser() -> Parser:
             add("other", nargs="?", metavar="OTHER", help="second job (default: JOB_LOG_DIR)")
             add("--other_step", type=_step, help="step of OTHER (default: newest)")
         step_help = {
-            "ls": "step to list (default: all)", "verify": "step to verify (default: all)",
+            "ls": "step to list (default: all)",
+            "verify": "step to verify (default: all)",
             "diff": "step of JOB_LOG_DIR (default: newest, or second newest without OTHER)",
         }
         add("--step", type=_step, help=step_help.get(name, "step (default: newest)"))

@@ -107,8 +107,7 @@ class Checkpoints:
         self._config_digest = digest_of_config(config_json) if config_json else ""
         self._name = f"checkpoints {next(_numbers)}"
         self._queue = (
-            None if saving is None
-            else SaveQueue(self._steps, saving, note, saved, self._name)
+            None if saving is None else SaveQueue(self._steps, saving, note, saved, self._name)
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -279,8 +278,12 @@ class Checkpoints:
         step_dir = self.directory / str(step)
         with self._steps.read(step) as manifest:
             state = read_state(
-                step_dir, manifest["leaves"], lambda: stored_arrays(step_dir, manifest), layout,
-                mesh, opt_states_keys,
+                step_dir,
+                manifest["leaves"],
+                lambda: stored_arrays(step_dir, manifest),
+                layout,
+                mesh,
+                opt_states_keys,
             )
         return Restored(step, state, manifest["data"])
 

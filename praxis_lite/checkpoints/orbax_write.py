@@ -177,6 +177,5 @@ def _wait_for_threads() -> None:
 def _threads() -> list[threading.Thread]:
     """Returns all Orbax threads. They belong to one write, because writes do not overlap."""
     return [
-        thread for thread in threading.enumerate()
-        if type(thread).__module__.startswith("orbax.")
+        thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")
     ]

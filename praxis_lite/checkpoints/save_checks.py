@@ -103,7 +103,9 @@ def _checker(sharding: jax.sharding.Sharding) -> Any:
 
 
 def _are_bad(leaves: Sequence[jax.Array], is_weight: Sequence[bool]) -> jax.Array:
-    return jnp.stack([
-        (~jnp.isfinite(x)).any() if weight else jnp.isnan(x).any()
-        for x, weight in zip(to_device(leaves), is_weight, strict=True)
-    ])
+    return jnp.stack(
+        [
+            (~jnp.isfinite(x)).any() if weight else jnp.isnan(x).any()
+            for x, weight in zip(to_device(leaves), is_weight, strict=True)
+        ]
+    )

@@ -30,8 +30,12 @@ class SaveQueue:
     """
 
     def __init__(
-        self, steps: VerifiedSteps, settings: SaveSettings, note: Callable[[str], None],
-        saved: Callable[[int], None], name: str,
+        self,
+        steps: VerifiedSteps,
+        settings: SaveSettings,
+        note: Callable[[str], None],
+        saved: Callable[[int], None],
+        name: str,
     ):
         self._steps, self._settings, self._note, self._name = steps, settings, note, name
         self._saved = saved
@@ -44,7 +48,9 @@ class SaveQueue:
         """Starts a save. No other save may be in progress."""
         self._retry_at = float("inf")
         save = self._in_flight = BackgroundSave(
-            self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
+            self._steps.directory,
+            manifest,
+            f"{self._name}, save {next(self._numbers)}",
             self._published,
         )
         try:
@@ -125,7 +131,10 @@ class SaveQueue:
         settings, steps = self._settings, self._steps.committed()
         try:
             retained = retained_steps(
-                steps, self._steps.metrics(), settings.max_to_keep, settings.keep_every_steps,
+                steps,
+                self._steps.metrics(),
+                settings.max_to_keep,
+                settings.keep_every_steps,
                 settings.best,
             )
             self._steps.delete(set(steps) - retained)

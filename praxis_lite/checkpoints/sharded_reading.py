@@ -28,8 +28,12 @@ class ReadableArray(Protocol):
 
 
 def read_state(
-    step_dir: Path, saved: Leaves, arrays: Callable[[], Mapping[str, ReadableArray]],
-    layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None = None,
+    step_dir: Path,
+    saved: Leaves,
+    arrays: Callable[[], Mapping[str, ReadableArray]],
+    layout: StateLayout,
+    mesh: Mesh,
+    opt_states_keys: Sequence[str] | None = None,
 ) -> TrainState:
     """Reads a stored state onto a mesh.
 
@@ -76,9 +80,7 @@ def read_arrays(
       ConfigError: An array cannot be decoded, or does not fit into host memory.
     """
     by_path: dict[str, jax.Array] = {}
-    sizes = {
-        path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()
-    }
+    sizes = {path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()}
     for group in in_groups(sizes, _MAX_GROUP_BYTES):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), group)

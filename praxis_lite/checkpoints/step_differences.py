@@ -11,7 +11,8 @@ from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of, tracked
 
 _ORIGINS = {
-    "data": "the position in the training data", "config_xxh3_128": "the config's digest",
+    "data": "the position in the training data",
+    "config_xxh3_128": "the config's digest",
     "versions": "the versions",
 }
 

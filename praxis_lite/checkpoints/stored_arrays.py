@@ -65,9 +65,7 @@ class StoredArray:
           ConfigError: The values cannot be decoded. The message includes the array's path.
         """
         logical = tuple(slice(0, dim) for dim in self.shape)
-        return self.read_block(
-            logical if rows is None else (rows, *logical[1:])[: len(logical)]
-        )
+        return self.read_block(logical if rows is None else (rows, *logical[1:])[: len(logical)])
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a block of the padded array. Raises ConfigError like `read`."""
@@ -163,13 +161,13 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, by their names in Orbax."""
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
-        kvstore = {
-            "driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"
+        kvstore = {"driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"}
+    context = ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},  # Do not cache decoded chunks.
+            "cache_pool#tree": {"total_bytes_limit": _MAX_TREE_BYTES},
         }
-    context = ts.Context({
-        "cache_pool": {"total_bytes_limit": 0},  # Do not cache decoded chunks.
-        "cache_pool#tree": {"total_bytes_limit": _MAX_TREE_BYTES},
-    })
+    )
     drivers = {}
     num_chunks: collections.Counter[str] = collections.Counter()
     try:
@@ -187,11 +185,14 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     opening = {
         name: ts.open(
             {
-                "driver": driver, "kvstore": {**kvstore, "path": f"{kvstore['path']}{name}/"},
+                "driver": driver,
+                "kvstore": {**kvstore, "path": f"{kvstore['path']}{name}/"},
                 # Raise an error for missing chunks inside a shard of Zarr 3.
                 "fill_missing_data_reads": False,
             },
-            open=True, read=True, context=context,
+            open=True,
+            read=True,
+            context=context,
         )
         for name, driver in drivers.items()
     }

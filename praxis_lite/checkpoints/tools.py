@@ -32,9 +32,7 @@ _SET_ASIDE = {
 def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
     """Yields the items, and shows a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
-    return track(
-        items, "reading", console=console, transient=True, disable=not console.is_terminal
-    )
+    return track(items, "reading", console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +154,7 @@ def description(step_dir: Path) -> list[str]:
     pairs = {
         "step": f"{manifest['step']}, saved {_when(listed.saved)}",
         "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
-                f"{manifest_share:.1%} of it",
+        f"{manifest_share:.1%} of it",
         "mesh": _pairs(manifest["mesh"]),
         "versions": _pairs(manifest["versions"]),
         "config": manifest["config_xxh3_128"] or "not known",
@@ -176,13 +174,15 @@ def description(step_dir: Path) -> list[str]:
 
 def listing(steps: Sequence[ListedStep]) -> list[str]:
     """Formats the result of `list_steps` as a table."""
-    return table_lines([
-        ("step", "size", "saved", "state", "metrics"),
-        *(
-            (x.name, format_bytes(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics))
-            for x in steps
-        ),
-    ])
+    return table_lines(
+        [
+            ("step", "size", "saved", "state", "metrics"),
+            *(
+                (x.name, format_bytes(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics))
+                for x in steps
+            ),
+        ]
+    )
 
 
 def _when(seconds: float) -> str:

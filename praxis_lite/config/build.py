@@ -58,9 +58,12 @@ def build(config: fdl.Config) -> Any:
 # Optional packages that settings need, by (last name of the path, value). The value "" matches any
 # value. Classes specify their packages as subclasses of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
-    ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
-    ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
-    ("init_from_huggingface", ""): "safetensors", ("tokenizer", ""): "tokenizers",
+    ("quantization", "int8"): "qwix",
+    ("quantization", "float8"): "qwix",
+    ("atten_kernel", "tokamax"): "tokamax",
+    ("expert_kernel", "tokamax"): "tokamax",
+    ("init_from_huggingface", ""): "safetensors",
+    ("tokenizer", ""): "tokenizers",
 }
 
 
@@ -83,13 +86,16 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
         if isinstance(error, MissingPackage):
             message += _other_missing_packages(config, error.package)
         paths = [
-            field.path for field in iterate_fields(config)
+            field.path
+            for field in iterate_fields(config)
             if isinstance(field.value, str) and "/" in field.value and field.value in message
         ]
         if paths and not any(path in message for path in paths):
             message += f" (Set by {few(paths)}.)"
-        if recorded is not None and recorded.name not in message and _names_setting(
-            message, config
+        if (
+            recorded is not None
+            and recorded.name not in message
+            and _names_setting(message, config)
         ):
             message += (
                 f" Settings are read from {printable(str(recorded))}, which training has written, "
@@ -128,8 +134,11 @@ def _names_setting(message: str, config: fdl.Buildable) -> bool:
     paths = {field.path for field in iterate_fields(config)}
     names = {path.rpartition(".")[2] for path in paths}
     tokens = re.findall(r"[A-Za-z_][\w.]*\w", message)
-    return any(token in paths or names & set(token.split(".")[:2]) for token in tokens
-               if "." in token or token in ("datasets", "decode_datasets"))
+    return any(
+        token in paths or names & set(token.split(".")[:2])
+        for token in tokens
+        if "." in token or token in ("datasets", "decode_datasets")
+    )
 
 
 def _without_fiddle(error: Exception) -> Exception:

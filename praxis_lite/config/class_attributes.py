@@ -73,7 +73,9 @@ def experiment_and_config(
 
 
 def value_after(
-    experiment: type[_Experiment], settings: Sequence[str], path: str,
+    experiment: type[_Experiment],
+    settings: Sequence[str],
+    path: str,
     packages: Collection[str] = (),
 ) -> Any:
     """Returns the value at a path after the settings of `--set` are applied.
@@ -101,7 +103,8 @@ def _attributes(experiment: type) -> dict[str, Any]:
         members |= vars(base)
     method_types = (types.FunctionType, property, classmethod, staticmethod)
     return {
-        name: value for name, value in members.items()
+        name: value
+        for name, value in members.items()
         if not name.startswith("_") and not isinstance(value, method_types)
     }
 

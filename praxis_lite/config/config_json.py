@@ -135,13 +135,16 @@ def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
 
     return [
         f"{path}: {value_text(before, path)} -> {value_text(after, path)}"
-        for path in dict.fromkeys([*after, *before]) if before.get(path) != after.get(path)
+        for path in dict.fromkeys([*after, *before])
+        if before.get(path) != after.get(path)
     ]
 
 
 def _texts(config: fdl.Config) -> dict[str, str]:
-    texts = ((field.path, text_of_value(field.value, field.annotation))
-             for field in iterate_fields(config))
+    texts = (
+        (field.path, text_of_value(field.value, field.annotation))
+        for field in iterate_fields(config)
+    )
     return {path: text for path, text in texts if text is not None}
 
 

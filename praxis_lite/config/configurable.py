@@ -16,7 +16,9 @@ from praxis_lite.public_names import homes_of
 # Functions in these packages have no side effects. Functions in other public packages may read
 # files, start devices or change global state, so a config may only contain their classes.
 _FUNCTIONS_OF = (
-    "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers",
+    "praxis_lite.layers",
+    "praxis_lite.models",
+    "praxis_lite.optimizers",
     "praxis_lite.optimizers.schedules",
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
@@ -25,12 +27,19 @@ _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 # export an object, its name in the first package is written.
 PUBLIC = {
     package: frozenset(
-        name for name in homes_of(package) if name != "Checkpoints" and
-        (name[0].isupper() or package in _FUNCTIONS_OF or name in _PURE_FUNCTIONS)
+        name
+        for name in homes_of(package)
+        if name != "Checkpoints"
+        and (name[0].isupper() or package in _FUNCTIONS_OF or name in _PURE_FUNCTIONS)
     )
     for package in (
-        "praxis_lite", "praxis_lite.core.collectives", "praxis_lite.core", "praxis_lite.decode",
-        "praxis_lite.inputs", "praxis_lite.inputs.numpy_data", "praxis_lite.inputs.tf_data",
+        "praxis_lite",
+        "praxis_lite.core.collectives",
+        "praxis_lite.core",
+        "praxis_lite.decode",
+        "praxis_lite.inputs",
+        "praxis_lite.inputs.numpy_data",
+        "praxis_lite.inputs.tf_data",
         *_FUNCTIONS_OF,
     )
 }
@@ -41,8 +50,14 @@ ARRAY_LIBRARIES = ("jax.numpy", "numpy")
 # In these packages, only subclasses of Module are allowed.
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = (
-    "jax.nn", "optax", "jax.lax", "jax.nn.initializers", "jax.checkpoint_policies",
-    "optax.contrib", *ARRAY_LIBRARIES, *LAYER_LIBRARIES,
+    "jax.nn",
+    "optax",
+    "jax.lax",
+    "jax.nn.initializers",
+    "jax.checkpoint_policies",
+    "optax.contrib",
+    *ARRAY_LIBRARIES,
+    *LAYER_LIBRARIES,
 )
 
 BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")

@@ -79,7 +79,9 @@ class _Writer:
             return value if math.isfinite(value) else {"float": repr(value)}
         # Immutable values such as tuples need not be shared in the rebuilt config.
         is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
-            list, dict, set,
+            list,
+            dict,
+            set,
         )
         if not is_shared:
             return self._new(value, path)
@@ -123,8 +125,10 @@ class _Writer:
         if type(value) is slice:
             return {"slice": self._items((value.start, value.stop, value.step), path)}
         if type(value) is dict:
-            pairs = [[self.write(key, path), self.write(item, join(path, key))]
-                     for key, item in value.items()]
+            pairs = [
+                [self.write(key, path), self.write(item, join(path, key))]
+                for key, item in value.items()
+            ]
             return {"dict": pairs}
         if type(value) in (set, frozenset):
             # Sort the items, so that their order is the same in every process.
@@ -180,7 +184,12 @@ class _Reader:
         except ConfigError:
             raise
         except (
-            AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
         ) as error:
             raise damaged(path, f"{type(error).__name__}: {shown(str(error))}") from error
         if "id" in node:

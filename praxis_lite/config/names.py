@@ -92,9 +92,11 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
 def names_in(nearby: Sequence[str]) -> list[str]:
     """Returns the bare names of functions and classes that `named` accepts."""
     names = {
-        name for module in (*nearby, *SHORT)
+        name
+        for module in (*nearby, *SHORT)
         for name, value in vars(_loaded(module) or object).items()
-        if callable(value) and not name.startswith("_")
+        if callable(value)
+        and not name.startswith("_")
         and (module in nearby or is_allowed(module, name, ()))
     }
     # The library's names are imported on first use, so vars() does not contain them.

@@ -84,7 +84,8 @@ PAX_NAMES = {
     "SUMMARY_INTERVAL_STEPS": "run.log_every_steps",
     "EVAL_INTERVAL_STEPS": "run.evaluation.every_steps",
     "MAX_STEPS": "run.num_train_steps",
-    "ICI_MESH_SHAPE": "mesh.ici_mesh_shape", "DCN_MESH_SHAPE": "mesh.dcn_mesh_shape",
+    "ICI_MESH_SHAPE": "mesh.ici_mesh_shape",
+    "DCN_MESH_SHAPE": "mesh.dcn_mesh_shape",
 }
 
 

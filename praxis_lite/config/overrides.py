@@ -177,7 +177,8 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
         # Convert dataclass instances to configs, because configs contain no such instances.
         others = {
             name: settings_of(other) or other
-            if dataclasses.is_dataclass(other) and not isinstance(other, type) else other
+            if dataclasses.is_dataclass(other) and not isinstance(other, type)
+            else other
             for name, other in container.items()
         }
         return {**others, key: value}

@@ -64,10 +64,14 @@ def _call_of(value: Any) -> fdl.Config | None:
     """Returns the config of a dataclass instance without default values, or None."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    return fdl.Config(type(value), **{
-        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
-        if field.init and getattr(value, field.name) != field.default
-    })
+    return fdl.Config(
+        type(value),
+        **{
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.init and getattr(value, field.name) != field.default
+        },
+    )
 
 
 def _literal(value: Any) -> str | None:

@@ -31,6 +31,9 @@ def check_whole_numbers(
         in_range = f"{smallest} or more" if largest == math.inf else f"from {smallest} to {largest}"
         or_none = "" if field.type is int else ", or None"
         require(
-            type(value) is int and smallest <= value <= largest, f"{path}.{field.name}", value,
-            f"a whole number, {in_range}{or_none}", CHANGE,
+            type(value) is int and smallest <= value <= largest,
+            f"{path}.{field.name}",
+            value,
+            f"a whole number, {in_range}{or_none}",
+            CHANGE,
         )

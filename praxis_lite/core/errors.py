@@ -7,9 +7,22 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 __all__ = (
-    "ConfigError", "Error", "FailedSave", "NotCertified", "OutOfMemory", "PeerLost", "StepLost",
-    "did_you_mean", "few", "format_bytes", "is_number", "is_whole", "printable", "require",
-    "require_choice", "shown",
+    "ConfigError",
+    "Error",
+    "FailedSave",
+    "NotCertified",
+    "OutOfMemory",
+    "PeerLost",
+    "StepLost",
+    "did_you_mean",
+    "few",
+    "format_bytes",
+    "is_number",
+    "is_whole",
+    "printable",
+    "require",
+    "require_choice",
+    "shown",
 )
 
 
@@ -33,8 +46,7 @@ class OutOfMemory(Error):
 
 
 class PeerLost(Error):
-    """This process cannot continue, because another process of the job failed or is unresponsive.
-    """
+    """Another process of the job failed or does not respond, so this process cannot continue."""
 
 
 class FailedSave(Error):

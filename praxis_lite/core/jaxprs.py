@@ -12,8 +12,14 @@ import jax.numpy as jnp
 from jax.extend import core
 
 __all__ = (
-    "EXTRA_ROUNDS", "RECOMPUTED", "all_eqns", "evaluate_jaxpr", "expand_high_level",
-    "is_widening_cast", "open_jaxpr", "split_loop_operands",
+    "EXTRA_ROUNDS",
+    "RECOMPUTED",
+    "all_eqns",
+    "evaluate_jaxpr",
+    "expand_high_level",
+    "is_widening_cast",
+    "open_jaxpr",
+    "split_loop_operands",
 )
 
 # Name scope of operations that are recomputed by jax.checkpoint or by our custom backward passes.
@@ -96,7 +102,9 @@ def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def evaluate_jaxpr(
-    jaxpr: Any, arguments: Iterable[Any], rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
+    jaxpr: Any,
+    arguments: Iterable[Any],
+    rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: None,
 ) -> list[Any]:
     """Evaluates a jaxpr on abstract values that the caller defines, such as sets of dependencies.

@@ -59,8 +59,11 @@ def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
 
 
 def compute_metrics(
-    task: str, metrics: Mapping[str, Metric], outputs: Mapping[str, Any],
-    inputs: Mapping[str, jax.Array], before: Mapping[str, Any],
+    task: str,
+    metrics: Mapping[str, Metric],
+    outputs: Mapping[str, Any],
+    inputs: Mapping[str, jax.Array],
+    before: Mapping[str, Any],
 ) -> Pairs:
     """Returns a (value, weight) pair per user-defined metric; stops gradients through metrics.
 

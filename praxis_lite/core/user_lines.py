@@ -16,7 +16,8 @@ LIBRARY_FOLDERS = tuple(
 )
 # The library, the `main.py` next to it in a checkout, and Python's standard library.
 _NOT_USER_CODE = (
-    *LIBRARY_FOLDERS, f"{_PACKAGE.parent / 'main.py'}",
+    *LIBRARY_FOLDERS,
+    f"{_PACKAGE.parent / 'main.py'}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")

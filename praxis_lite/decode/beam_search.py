@@ -54,7 +54,8 @@ class BeamSearch(Decoder):
         super().__post_init__()
         self._require("beam_size", self.beam_size >= 1, "1 or more")
         self._require(
-            "tokens_per_beam", self.tokens_per_beam is None or self.tokens_per_beam >= 1,
+            "tokens_per_beam",
+            self.tokens_per_beam is None or self.tokens_per_beam >= 1,
             "None (beam_size), or 1 or more",
         )
         self._require("length_norm_alpha", math.isfinite(self.length_norm_alpha), "finite")
@@ -125,7 +126,8 @@ class BeamSearch(Decoder):
             }
             positions = jnp.repeat(prompts.lengths + t, num_hyps)
             logits, cache = rebuilt(model)(
-                new_ids.reshape(-1, 1), positions=positions[:, None],
+                new_ids.reshape(-1, 1),
+                positions=positions[:, None],
                 cache=take_hyps(carry["cache"], dims, hyps_BK),
             )
             return {
@@ -170,8 +172,7 @@ class BeamSearch(Decoder):
     def _update_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best hypotheses among those that have ended and the open ones that end now.
-        """
+        """Returns the best of the hypotheses that have ended and the open ones that end now."""
         t, going = carry["step"], carry["going"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)

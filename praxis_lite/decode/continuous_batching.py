@@ -77,8 +77,10 @@ class ContinuousBatching:
         lengths = (prompt_length,) if isinstance(prompt_length, int) else tuple(prompt_length)
         cache_lengths = {cache_length(decoder, length) for length in lengths}
         require(
-            len(cache_lengths) == 1, "The lengths of the caches of ContinuousBatching",
-            sorted(cache_lengths), "a single length",
+            len(cache_lengths) == 1,
+            "The lengths of the caches of ContinuousBatching",
+            sorted(cache_lengths),
+            "a single length",
             "Set decoder.seqlen to it, and raise max_decode_steps.",
         )
         self._decoder, self._module = decoder, module
@@ -151,7 +153,8 @@ class ContinuousBatching:
         if self._read_prefix is None:
             # Return rows with the sharding of the input, so that the next call is not recompiled.
             self._read_prefix = jax.jit(
-                self._wrap(self._with_prefix), out_shardings=shardings,
+                self._wrap(self._with_prefix),
+                out_shardings=shardings,
                 compiler_options=self._compiler_options,
             )
 
@@ -193,8 +196,12 @@ class ContinuousBatching:
         return powers[::-1]
 
     def insert(
-        self, mdl_vars: PyTree, state: DecodeState, rows: Sequence[int],
-        prompts: Sequence[Prompt], prefix: tuple[PyTree, int] | None = None,
+        self,
+        mdl_vars: PyTree,
+        state: DecodeState,
+        rows: Sequence[int],
+        prompts: Sequence[Prompt],
+        prefix: tuple[PyTree, int] | None = None,
     ) -> DecodeState:
         """Prefills prompts of equal length into rows; donates the state.
 
@@ -223,20 +230,31 @@ class ContinuousBatching:
                 value = default if value is None else value
                 settings[name] = None if value is None else dtype(value)
             return Prompts(
-                np.asarray(prompt.ids, np.int32), np.int32(prompt.length), prompt.key, **settings,
+                np.asarray(prompt.ids, np.int32),
+                np.int32(prompt.length),
+                prompt.key,
+                **settings,
                 wants_likeliest=np.bool_(prompt.wants_likeliest),
             )
 
         if prefix is not None:
             prefix = (prefix[0], np.int32(prefix[1]))
         return self._runs.run(
-            self._programs[0], mdl_vars, state, np.asarray(rows, np.int32),
-            tuple(map(with_settings, prompts)), prefix,
+            self._programs[0],
+            mdl_vars,
+            state,
+            np.asarray(rows, np.int32),
+            tuple(map(with_settings, prompts)),
+            prefix,
             key=(len(prompts), np.shape(prompts[0].ids)),
         )
 
     def advance(
-        self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
+        self,
+        mdl_vars: PyTree,
+        state: DecodeState,
+        num_steps: int,
+        until_one_ends: bool,
         taken: set[int],
     ) -> tuple[DecodeState, dict[str, np.ndarray]]:
         """Runs `loop.advance` on the device; donates the state.
@@ -253,7 +271,11 @@ class ContinuousBatching:
         """
         is_taken = np.isin(np.arange(self.num_rows), list(taken))
         state, report = self._runs.run(
-            self._programs[1], mdl_vars, state, np.int32(num_steps), np.bool_(until_one_ends),
+            self._programs[1],
+            mdl_vars,
+            state,
+            np.int32(num_steps),
+            np.bool_(until_one_ends),
             is_taken,
         )
         return state, jax.device_get(report)
@@ -274,7 +296,11 @@ class ContinuousBatching:
         return dataclasses.replace(zeros, cache=cache, keys=keys, done=jnp.ones_like(zeros.done))
 
     def _insert(
-        self, mdl_vars: PyTree, state: DecodeState, rows: jax.Array, prompts: tuple[Prompts, ...],
+        self,
+        mdl_vars: PyTree,
+        state: DecodeState,
+        rows: jax.Array,
+        prompts: tuple[Prompts, ...],
         prefix: tuple[PyTree, jax.Array] | None,
     ) -> DecodeState:
         model, prefilled = self._module(mdl_vars), None
@@ -292,13 +318,15 @@ class ContinuousBatching:
         return read_blocks(self._module(mdl_vars), ids, end, row, start, self._block_size)[1]
 
     def _advance(
-        self, mdl_vars: PyTree, state: DecodeState, num_steps: jax.Array,
-        until_one_ends: jax.Array, is_taken: jax.Array,
+        self,
+        mdl_vars: PyTree,
+        state: DecodeState,
+        num_steps: jax.Array,
+        until_one_ends: jax.Array,
+        is_taken: jax.Array,
     ) -> tuple[DecodeState, dict[str, jax.Array]]:
         state = dataclasses.replace(state, done=state.done | ~is_taken)
         model = self._module(mdl_vars)
         state, steps = advance(self._decoder, model, state, num_steps, until_one_ends)
-        names = (
-            "done", "decode_lengths", "output_ids", "logprobs", "likeliest", "num_model_steps"
-        )
+        names = ("done", "decode_lengths", "output_ids", "logprobs", "likeliest", "num_model_steps")
         return state, {"num_steps": steps} | {name: getattr(state, name) for name in names}

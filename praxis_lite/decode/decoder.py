@@ -90,18 +90,21 @@ class Decoder(abc.ABC):
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
         size = self.prefill_chunk_size
         self._require(
-            "prefill_chunk_size", size is None or (size >= 1 and self.fprop_for_prefix),
+            "prefill_chunk_size",
+            size is None or (size >= 1 and self.fprop_for_prefix),
             "None, or 1 or more; it must be None with fprop_for_prefix=False",
         )
         self._require(
-            "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
+            "min_decode_steps",
+            0 <= self.min_decode_steps < self.max_decode_steps,
             f"0 or more and less than max_decode_steps ({self.max_decode_steps})",
         )
         if self.weights_dtype is not None:
             setting = f"{type(self).__name__}.weights_dtype"
             require_choice(setting, self.weights_dtype, ("activations", "int8"))
         self._require(
-            "eos_id", self.eos_id is None or all(map(is_token, self.eos_ids)),
+            "eos_id",
+            self.eos_id is None or all(map(is_token, self.eos_ids)),
             "a token, a tuple of tokens, or None for the tokenizer's",
         )
 

@@ -154,7 +154,10 @@ def start(
 
 
 def advance(
-    decoder: Decoder, model: Any, state: DecodeState, num_steps: int | jax.Array,
+    decoder: Decoder,
+    model: Any,
+    state: DecodeState,
+    num_steps: int | jax.Array,
     until_one_ends: bool | jax.Array = False,
 ) -> tuple[DecodeState, jax.Array]:
     """Runs up to `num_steps` steps of the loop.
@@ -263,15 +266,14 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
     num_drafts = min(decoder.num_speculative_tokens, num_slots - 1)
     index, is_active, positions = jnp.arange(len(state.done)), ~state.done, state.positions
     _, state = append_tokens(decoder, state, is_active)
-    drafts_RK = lookup_drafts(
-        state.history, state.positions, decoder.prompt_lookup_max, num_drafts
-    )
+    drafts_RK = lookup_drafts(state.history, state.positions, decoder.prompt_lookup_max, num_drafts)
     slots_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
     history = state.history.at[index[:, None], slots_RK].set(drafts_RK, mode="drop")
     first = jnp.minimum(positions, num_slots - 1 - num_drafts)
     positions_RT = first[:, None] + jnp.arange(1 + num_drafts)[None, :]
     logits_RTV, cache = rebuilt(model)(
-        jnp.take_along_axis(history, positions_RT, axis=1), positions=positions_RT,
+        jnp.take_along_axis(history, positions_RT, axis=1),
+        positions=positions_RT,
         cache=state.cache,
     )
 
@@ -286,7 +288,7 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
         return on_any_device((k < num_drafts) & jnp.any(is_accepting))
 
     def accept_draft(
-        carry: tuple[DecodeState, jax.Array, jax.Array]
+        carry: tuple[DecodeState, jax.Array, jax.Array],
     ) -> tuple[DecodeState, jax.Array, jax.Array]:
         state, is_accepting, k = carry
         draft = jax.lax.dynamic_index_in_dim(drafts_RK, k, axis=1, keepdims=False)
@@ -296,7 +298,9 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
         return new, is_accepted & ~new.done, k + 1
 
     state = dataclasses.replace(
-        state, cache=None, logits=logits_after(state, is_active),
+        state,
+        cache=None,
+        logits=logits_after(state, is_active),
         num_model_steps=state.num_model_steps + is_active,
     )
     carry = varying_alike((state, ~state.done), logits_RTV)

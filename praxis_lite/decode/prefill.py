@@ -81,7 +81,12 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     else:
         rest = prompt_length % size
         logits, cache, logprobs = read_blocks(
-            model, ids[:, : prompt_length - rest], lengths, cache, 0, size,
+            model,
+            ids[:, : prompt_length - rest],
+            lengths,
+            cache,
+            0,
+            size,
             has_logprobs=not decoder.fprop_for_prefix,
         )
         if rest:  # Read a shorter last chunk: a padded one might not fit into the cache.
@@ -105,8 +110,14 @@ def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
 
 
 def read_blocks(
-    model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array | int, size: int,
-    *, has_logprobs: bool = False,
+    model: Any,
+    ids: jax.Array,
+    lengths: jax.Array,
+    cache: Any,
+    start: jax.Array | int,
+    size: int,
+    *,
+    has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Reads the remaining tokens of prompts into the cache, a block per forward pass.
 
@@ -136,8 +147,11 @@ def read_blocks(
         first, logits, cache, logprobs = carry
         positions = first + jnp.arange(size, dtype=jnp.int32)[None, :]
         new, cache = read(
-            model, jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1), positions,
-            (positions >= lengths[:, None]).astype(jnp.float32), cache,
+            model,
+            jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1),
+            positions,
+            (positions >= lengths[:, None]).astype(jnp.float32),
+            cache,
         )
         if logprobs is not None:
             new_logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, first]]

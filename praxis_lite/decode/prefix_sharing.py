@@ -29,7 +29,8 @@ def block_size(decoder: Decoder, prompt_length: int) -> int:
         largest = max(min(DEFAULT_BLOCK_SIZE, prompt_length // 4), smallest)
     row_length = cache_length(decoder, prompt_length)
     size = next(  # The padded last block must fit into the cache.
-        size for size in range(min(largest, prompt_length), 0, -1)
+        size
+        for size in range(min(largest, prompt_length), 0, -1)
         if -(-prompt_length // size) * size <= row_length
     )
     if size < min(largest, smallest):
@@ -101,7 +102,10 @@ class PrefixCache:
     """
 
     def __init__(
-        self, max_prefixes: int, block_size: int, empty: PyTree,
+        self,
+        max_prefixes: int,
+        block_size: int,
+        empty: PyTree,
         read: Callable[[PyTree, np.ndarray, int, int], PyTree],
     ):
         self._max_prefixes, self._block_size = max_prefixes, block_size

@@ -95,5 +95,6 @@ def log_slow_prefill(names: tuple[str, ...]) -> None:
     """Logs once per model that prompts are read a token at a time, and how to avoid this."""
     logging.getLogger("praxis_lite").info(
         "prompts are read a token at a time, because %s does not declare cache_skips_padding "
-        "(docs/how_to_add.md)", ", ".join(names),
+        "(docs/how_to_add.md)",
+        ", ".join(names),
     )

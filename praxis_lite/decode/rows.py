@@ -122,8 +122,11 @@ class Rows:
         shape = np.shape(prompt.ids)
         expected = [(length,) for length in self._batching.prompt_lengths]
         require(
-            shape in expected, "The shape of a prompt's ids", shape,
-            " or ".join(map(str, expected)), "Pad the ids.",
+            shape in expected,
+            "The shape of a prompt's ids",
+            shape,
+            " or ".join(map(str, expected)),
+            "Pad the ids.",
         )
         row = next(row for row in range(self._batching.num_rows) if row not in self._taken)
         self._entering[row] = prompt
@@ -167,9 +170,9 @@ class Rows:
           The new tokens of each prompt that has new tokens or has ended.
         """
         for length in sorted({len(prompt.ids) for prompt in self._entering.values()}):
-            self._insert({
-                row: prompt for row, prompt in self._entering.items() if len(prompt.ids) == length
-            })
+            self._insert(
+                {row: prompt for row, prompt in self._entering.items() if len(prompt.ids) == length}
+            )
         self._entering.clear()
         self._state, report = self._batching.advance(
             self._mdl_vars, self._state, num_steps, until_one_ends, set(self._taken)
@@ -209,9 +212,7 @@ class Rows:
             self.num_read_tokens += num_tokens
 
 
-def _new_tokens(
-    report: dict[str, Any], row: int, index: int, seen: int, length: int
-) -> NewTokens:
+def _new_tokens(report: dict[str, Any], row: int, index: int, seen: int, length: int) -> NewTokens:
     new, stored = slice(seen, length), report["likeliest"]
     likeliest = ()
     if stored is not None and stored.is_wanted[row]:
@@ -219,6 +220,9 @@ def _new_tokens(
         assert len(slots) <= stored.ids.shape[1], "more steps than the ring buffer has slots"
         likeliest = (stored.ids[row, slots], stored.logprobs[row, slots])
     return NewTokens(
-        index, report["output_ids"][row, new], report["logprobs"][row, new],
-        bool(report["done"][row]), *likeliest,
+        index,
+        report["output_ids"][row, new],
+        report["logprobs"][row, new],
+        bool(report["done"][row]),
+        *likeliest,
     )

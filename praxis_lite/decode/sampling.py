@@ -65,11 +65,13 @@ class Greedy(Decoder):
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
         self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         self._require(
-            "stop_sequences", all(x and all(map(is_token, x)) for x in self.stop_sequences),
+            "stop_sequences",
+            all(x and all(map(is_token, x)) for x in self.stop_sequences),
             "sequences of at least one token",
         )
         self._require(
-            "stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings),
+            "stop_strings",
+            not isinstance(self.stop_strings, str) and all(self.stop_strings),
             "a sequence of nonempty strings",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
@@ -77,7 +79,8 @@ class Greedy(Decoder):
         self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")
         num = self.num_cached_prefixes
         self._require(
-            "num_cached_prefixes", num == 0 or (num > 0 and self.fprop_for_prefix),
+            "num_cached_prefixes",
+            num == 0 or (num > 0 and self.fprop_for_prefix),
             "0 or more; 0 with fprop_for_prefix=False, which reads a token at a time",
         )
 
@@ -152,9 +155,7 @@ class Greedy(Decoder):
 
     def outputs_of(self, finished: Outputs) -> Outputs:
         """Reshapes finished rows [B x S, ...] to outputs [B, S, ...], and adds their scores."""
-        outputs = {
-            name: x.reshape(-1, self.num_hyps, *x.shape[1:]) for name, x in finished.items()
-        }
+        outputs = {name: x.reshape(-1, self.num_hyps, *x.shape[1:]) for name, x in finished.items()}
         outputs["scores"] = jnp.sum(outputs["logprobs"], axis=-1)
         return outputs
 
@@ -205,7 +206,8 @@ class Sample(Greedy):
         # Avoid the cost of sampling unless some row overrides the temperature.
         return jax.lax.cond(
             jnp.any(state.temperature > 0),
-            lambda: self._draw(logits, state), lambda: super(Sample, self).choose(logits, state),
+            lambda: self._draw(logits, state),
+            lambda: super(Sample, self).choose(logits, state),
         )
 
     def _draw(self, logits: jax.Array, state: DecodeState) -> jax.Array:

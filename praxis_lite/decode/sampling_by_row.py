@@ -72,7 +72,8 @@ class SampleByRow(Greedy):
         def add_noise() -> jax.Array:
             logits_RV = jax.lax.cond(
                 on_any_device(jnp.any(is_filtered_R)),
-                lambda: _filtered(logits, state.top_k, state.top_p), lambda: logits,
+                lambda: _filtered(logits, state.top_k, state.top_p),
+                lambda: logits,
             )
             return logits_RV + state.temperature[:, None] * self.gumbel(state, logits.shape)
 
@@ -100,7 +101,8 @@ class SampleByRow(Greedy):
             return ids_RN, logits_RN - total_R1
 
         ids_RN, logprobs_RN = jax.lax.cond(
-            on_any_device(jnp.any(is_active_R & likeliest.is_wanted)), top_tokens,
+            on_any_device(jnp.any(is_active_R & likeliest.is_wanted)),
+            top_tokens,
             lambda: (likeliest.ids[:, 0], likeliest.logprobs[:, 0]),
         )
         # Rows that have ended write out of bounds, which the scatter drops.

@@ -82,7 +82,9 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
     for path, layer in layers_of(model):
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:
             require(
-                num_drafts <= SPARE_PLACES, setting, num_drafts,
+                num_drafts <= SPARE_PLACES,
+                setting,
+                num_drafts,
                 f"at most {SPARE_PLACES}, the number of tokens that can be removed from the cache "
                 f"of {'/'.join(map(str, path))}, which has a local window",
             )

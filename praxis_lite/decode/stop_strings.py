@@ -46,7 +46,8 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):
             found[ids] = None
     return [  # Omit sequences that end with a shorter one, which matches first.
-        ids for ids in found
+        ids
+        for ids in found
         if not any(ids != other and ids[-len(other) :] == other for other in found)
     ]
 
@@ -68,14 +69,18 @@ class ContinuationText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = (),
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Iterable[int] = (),
         stop_strings: Sequence[str] = (),
     ):
         self._tokenizer = tokenizer
         self._decoder = StreamingDecoder(tokenizer, True, prompt_ids)
-        self._stop_strings = tuple(dict.fromkeys(
-            stop for text in stop_strings for stop in (text, *_with_spaces(tokenizer, text))
-        ))
+        self._stop_strings = tuple(
+            dict.fromkeys(
+                stop for text in stop_strings for stop in (text, *_with_spaces(tokenizer, text))
+            )
+        )
         self._longest = max(map(len, self._stop_strings), default=0)
         self.text, self.num_final, self.is_stopped = "", 0, False
         self._num_taken = 0
@@ -139,10 +144,15 @@ class ContinuationText:
             self.num_final = len(self.text)
         else:
             # Text that may be the beginning of a stop string is not final yet.
-            num_held = max((
-                n for stop in self._stop_strings for n in range(len(stop))
-                if self._compared.endswith(stop[:n])
-            ), default=0)
+            num_held = max(
+                (
+                    n
+                    for stop in self._stop_strings
+                    for n in range(len(stop))
+                    if self._compared.endswith(stop[:n])
+                ),
+                default=0,
+            )
             num_final = self._num_in_text(len(self._compared) - num_held)
             self.num_final = max(self.num_final, num_final)
 
@@ -152,7 +162,9 @@ class ContinuationText:
 
 
 def continuation_text(
-    tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int],
+    tokenizer: Tokenizer,
+    prompt_ids: Iterable[int],
+    ids: Iterable[int],
     stop_strings: Sequence[str] = (),
 ) -> ContinuationText:
     """Decodes a complete continuation of a prompt, up to the first stop string."""

@@ -38,10 +38,21 @@ _ROW = {
     "src_paddings": jax.ShapeDtypeStruct((1, 1), jnp.float32),
 }
 # Operations whose results contain only elements of the first operand.
-_VIEWS = frozenset((
-    "broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "optimization_barrier",
-    "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
-))
+_VIEWS = frozenset(
+    (
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "optimization_barrier",
+        "reshape",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +111,8 @@ def stored_forms(task: Task) -> dict[str, Stored]:
     if decoder.weights_outputs_first:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
-            path: Transpose(dims, forms.get(path)) for path, (layer, dims) in layers.items()
+            path: Transpose(dims, forms.get(path))
+            for path, (layer, dims) in layers.items()
             if TransposedWeight.supports(layer.equation)
         }
     if decoder.weights_dtype == "int8":
@@ -130,8 +142,11 @@ def _casts(task: Task) -> dict[str, Cast]:
     rest = len(traced.jaxpr.invars) - len(dtypes)
     _follow(traced, [*dtypes, *[None] * rest], uses)
     return {
-        path: Cast(used) for path, dtype in dtypes.items() if len(uses[path]) == 1
-        for used in uses[path] if used is not None and _narrows(dtype, used)
+        path: Cast(used)
+        for path, dtype in dtypes.items()
+        if len(uses[path]) == 1
+        for used in uses[path]
+        if used is not None and _narrows(dtype, used)
     }
 
 
@@ -140,9 +155,7 @@ def _narrows(old: Any, new: Any) -> bool:
     return are_floats and np.dtype(new).itemsize < np.dtype(old).itemsize
 
 
-def _follow(
-    jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]
-) -> list[str | None]:
+def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> list[str | None]:
     """Traces how a jaxpr uses weights.
 
     Args:
@@ -202,12 +215,11 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
     return [("/".join(map(str, path)), node) for path, node in graph]
 
 
-def _dense_layers(
-    task: Task, setting: str, value: Any
-) -> dict[str, tuple[Dense, tuple[int, ...]]]:
+def _dense_layers(task: Task, setting: str, value: Any) -> dict[str, tuple[Dense, tuple[int, ...]]]:
     """Maps the paths of weights to their dense layers and to the dims that these sum over."""
     dense_layers = {
-        f"params/{path}/w".replace("//", "/"): (node, dims) for path, node in _nodes(task)
+        f"params/{path}/w".replace("//", "/"): (node, dims)
+        for path, node in _nodes(task)
         if is_dense(node) and (dims := node.summed_dims)
     }
     if not dense_layers:

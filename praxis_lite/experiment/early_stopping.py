@@ -32,7 +32,10 @@ class EarlyStopping:
         expected = "a number of evaluations, 1 or more"
         require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
         require(
-            self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
+            self.min_delta >= 0,
+            "early_stopping.min_delta",
+            self.min_delta,
+            "0 or more",
             "To change whether lower or higher values are better, set early_stopping.mode.",
         )
 

@@ -128,7 +128,8 @@ class Experiment:
             ConfigError: A method is missing, or returns a value of the wrong type.
         """
         if missing := [
-            name for name in _EXAMPLES
+            name
+            for name in _EXAMPLES
             if getattr(type(self), name) is vars(Experiment)[name]
             or not callable(getattr(type(self), name))
         ]:
@@ -158,7 +159,9 @@ class Experiment:
         )
         hooks = self.hooks()
         require(
-            isinstance(hooks, list | tuple), f"The result of {self._name()}.hooks()", hooks,
+            isinstance(hooks, list | tuple),
+            f"The result of {self._name()}.hooks()",
+            hooks,
             "a list of configs: return [fdl.Config(MyHook, every=100)]",
         )
         if hooks:
@@ -229,9 +232,7 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
     batch = SHARDING_PRESETS[preset]["batch"]
     mapping = getattr(task, "inputs_split_mapping", None) or {}
     if mapping:
-        task.inputs_split_mapping = {
-            rank: (batch, *dims[1:]) for rank, dims in mapping.items()
-        }
+        task.inputs_split_mapping = {rank: (batch, *dims[1:]) for rank, dims in mapping.items()}
     if preset in COMPILER_OPTIONS:
         config.mesh.compiler_options = merged_options(
             getattr(config.mesh, "compiler_options", None), COMPILER_OPTIONS[preset]
@@ -242,7 +243,9 @@ def check_dataset_name(name: Any, where: str) -> None:
     """Checks the name of a dataset, which becomes part of --set paths and folder names."""
     require(
         isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name) is not None,
-        f"The name of a dataset in {where}", name, "letters, digits, '_' and '-', a letter first",
+        f"The name of a dataset in {where}",
+        name,
+        "letters, digits, '_' and '-', a letter first",
     )
 
 

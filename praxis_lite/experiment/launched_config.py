@@ -63,7 +63,9 @@ def config_of_experiment(
 
 
 def config_of_job(
-    job_dir: JobDir, name: str | None = None, settings: Sequence[str] = (),
+    job_dir: JobDir,
+    name: str | None = None,
+    settings: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> LaunchedConfig:
     """Reads the recorded config of a job and applies settings.

@@ -70,9 +70,14 @@ class ExamplesProof:
 
 
 def proof_of_examples(
-    job_dir: JobDir, *, packages: Sequence[str] = (), settings: Sequence[str] = (),
-    recorded_only: bool = False, progress: Callable[[int, int], None] = lambda done, of: None,
-    last_step: int | None = None, num_lost_steps: int = 0,
+    job_dir: JobDir,
+    *,
+    packages: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    recorded_only: bool = False,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    last_step: int | None = None,
+    num_lost_steps: int = 0,
 ) -> ExamplesProof:
     """Verifies which examples a job used.
 
@@ -113,8 +118,11 @@ def proof_of_examples(
         if fingerprint_digest(pipeline) != history.segments[-1].starts[0].data:
             notes.append("the settings of the config's data have changed since they were fed")
     return ExamplesProof(
-        history, faults, notes,
-        max(history.num_lost_steps, num_lost_steps), not recorded_only,
+        history,
+        faults,
+        notes,
+        max(history.num_lost_steps, num_lost_steps),
+        not recorded_only,
     )
 
 

@@ -38,7 +38,8 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
     loaded = load_config_file(job_dir.config_json, packages=packages)
     copies = _copied_tokenizers(job_dir)
     overrides = [
-        f"{path}={copies[directory]}" for path, directory in _tokenizers(loaded.config)
+        f"{path}={copies[directory]}"
+        for path, directory in _tokenizers(loaded.config)
         if directory in copies
     ]
     apply_overrides(loaded.config, overrides, packages)
@@ -132,5 +133,6 @@ def _copied_tokenizers(job_dir: JobDir) -> dict[str, Path]:
     """Returns the tokenizer copies in a job directory, by source directory."""
     return {
         os.fsdecode(path.read_bytes()): path.parent
-        for path in sorted(job_dir.tokenizers.glob(f"*/{CAME_FROM}")) if path.is_file()
+        for path in sorted(job_dir.tokenizers.glob(f"*/{CAME_FROM}"))
+        if path.is_file()
     }

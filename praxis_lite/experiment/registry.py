@@ -171,7 +171,8 @@ def _import_all(packages: Sequence[str]) -> None:
             _log.warning("WARNING: %s cannot be imported: %s", name, reason)
             continue
         remaining += [
-            f"{name}.{module.name}" for module in pkgutil.iter_modules(list(folders))
+            f"{name}.{module.name}"
+            for module in pkgutil.iter_modules(list(folders))
             if module.name != _MAIN
         ]
 
@@ -183,9 +184,14 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     near = [full for full in known if full.rpartition(".")[2] == last]
     classes = {full.rpartition(".")[2]: full for full in known}
-    hint = f" Did you mean {few(near)}?" if near else (
-        did_you_mean(name.removeprefix(f"{HOME}."), known) or
-        did_you_mean(last, classes) or f" There are {few(known, 7)}."
+    hint = (
+        f" Did you mean {few(near)}?"
+        if near
+        else (
+            did_you_mean(name.removeprefix(f"{HOME}."), known)
+            or did_you_mean(last, classes)
+            or f" There are {few(known, 7)}."
+        )
     )
     text = f"There is no experiment {shown(name)} in {', '.join(allowed)}.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):

@@ -89,40 +89,58 @@ class RunConfig:
         ranges = {"seed": (0, 2**32 - 1), "num_train_steps": (1, 2**31 - 1)}
         check_whole_numbers("run", self, ranges)
         require(
-            isinstance(self.trackers, Mapping), "run.trackers", self.trackers,
-            "trackers by name, such as {'wandb': fdl.Config(WeightsAndBiases)}", CHANGE,
+            isinstance(self.trackers, Mapping),
+            "run.trackers",
+            self.trackers,
+            "trackers by name, such as {'wandb': fdl.Config(WeightsAndBiases)}",
+            CHANGE,
         )
         for name, tracker in self.trackers.items():
             if tracker is None:
                 continue
             require(
-                isinstance(tracker, Tracker), f"run.trackers.{name}", tracker,
-                "a Tracker, such as TensorBoard() or WeightsAndBiases(), or None", CHANGE,
+                isinstance(tracker, Tracker),
+                f"run.trackers.{name}",
+                tracker,
+                "a Tracker, such as TensorBoard() or WeightsAndBiases(), or None",
+                CHANGE,
             )
             require(
-                tracker.every is None or is_whole(tracker.every), f"run.trackers.{name}.every",
-                tracker.every, "a number of steps, 1 or more, or None", CHANGE,
+                tracker.every is None or is_whole(tracker.every),
+                f"run.trackers.{name}.every",
+                tracker.every,
+                "a number of steps, 1 or more, or None",
+                CHANGE,
             )
         require_choice("run.certify_action", self.certify_action, ("stop", "report"))
         require(
-            self.checkpoints.max_to_keep >= 2, "run.checkpoints.max_to_keep",
-            self.checkpoints.max_to_keep, "a whole number, 2 or more", CHANGE,
+            self.checkpoints.max_to_keep >= 2,
+            "run.checkpoints.max_to_keep",
+            self.checkpoints.max_to_keep,
+            "a whole number, 2 or more",
+            CHANGE,
         )
         ranges = self.profile.ranges()
         require(
-            not ranges or ranges[-1].stop - 1 <= self.num_train_steps, "run.profile.steps",
+            not ranges or ranges[-1].stop - 1 <= self.num_train_steps,
+            "run.profile.steps",
             self.profile.steps,
             f"steps to {self.num_train_steps}, run.num_train_steps, and so an END of "
-            f"{self.num_train_steps + 1} at most", CHANGE,
+            f"{self.num_train_steps + 1} at most",
+            CHANGE,
         )
         require(
             self.init_from_huggingface is None or not self.init_from_checkpoint_rules,
-            "run.init_from_huggingface", self.init_from_huggingface,
-            "None with run.init_from_checkpoint_rules", CHANGE,
+            "run.init_from_huggingface",
+            self.init_from_huggingface,
+            "None with run.init_from_checkpoint_rules",
+            CHANGE,
         )
         require(
-            not isinstance(self.accept_changed_data, str), "run.accept_changed_data",
-            self.accept_changed_data, "names in brackets",
+            not isinstance(self.accept_changed_data, str),
+            "run.accept_changed_data",
+            self.accept_changed_data,
+            "names in brackets",
         )
 
     @property

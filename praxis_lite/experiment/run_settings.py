@@ -35,8 +35,11 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         check_whole_numbers("run.evaluation", self)
         require(
-            not self.by_follower or self.every_steps is None, "run.evaluation.every_steps",
-            self.every_steps, "None with run.evaluation.by_follower=True", CHANGE,
+            not self.by_follower or self.every_steps is None,
+            "run.evaluation.every_steps",
+            self.every_steps,
+            "None with run.evaluation.by_follower=True",
+            CHANGE,
         )
 
 
@@ -91,12 +94,18 @@ class LossSpikeSettings:
         factor = self.factor
         require(
             factor is None or (isinstance(factor, int | float) and factor > 1),
-            "run.loss_spikes.factor", factor, "a number above 1, or None", CHANGE,
+            "run.loss_spikes.factor",
+            factor,
+            "a number above 1, or None",
+            CHANGE,
         )
         require_choice("run.loss_spikes.action", self.action, ("report", "roll_back"))
         require(
-            self.action == "report" or factor is not None, "run.loss_spikes.factor", factor,
-            "a number, such as 3.0, where run.loss_spikes.action is 'roll_back'", CHANGE,
+            self.action == "report" or factor is not None,
+            "run.loss_spikes.factor",
+            factor,
+            "a number, such as 3.0, where run.loss_spikes.action is 'roll_back'",
+            CHANGE,
         )
 
 
@@ -125,14 +134,17 @@ class ProfileSettings:
         require_choice("run.profile.processes", self.processes, ("first", "all"))
         require(
             self.steps is None or (isinstance(self.steps, str) and _RANGES.fullmatch(self.steps)),
-            "run.profile.steps", self.steps,
+            "run.profile.steps",
+            self.steps,
             "FIRST:END, such as '100:103' for steps 100 to 102, separated by commas, or None",
             CHANGE,
         )
         end = 1
         for steps in self.ranges():
             require(
-                end <= steps.start < steps.stop, "run.profile.steps", self.steps,
+                end <= steps.start < steps.stop,
+                "run.profile.steps",
+                self.steps,
                 "ranges from step 1 on, in ascending order, each with its END above its FIRST",
                 CHANGE,
             )
@@ -140,9 +152,7 @@ class ProfileSettings:
 
     def ranges(self) -> list[range]:
         """Returns the steps of each profile."""
-        return [
-            range(*map(int, text.split(":"))) for text in (self.steps or "").split(",") if text
-        ]
+        return [range(*map(int, text.split(":"))) for text in (self.steps or "").split(",") if text]
 
 
 _RANGES = re.compile(r"\d{1,10}:\d{1,10}(,\d{1,10}:\d{1,10})*", re.ASCII)

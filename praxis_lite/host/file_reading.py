@@ -10,7 +10,13 @@ from typing import IO, Any
 from praxis_lite.core.errors import ConfigError
 
 __all__ = (
-    "content_of", "descriptor", "lines_of", "opened", "opened_to_append", "parse_json", "read_json",
+    "content_of",
+    "descriptor",
+    "lines_of",
+    "opened",
+    "opened_to_append",
+    "parse_json",
+    "read_json",
 )
 
 # Deeper nesting would exceed the recursion limit of code that traverses the value. The limit of
@@ -39,7 +45,9 @@ def is_nested(value: Any, max_depth: int) -> bool:
     level = [value]
     for _ in range(max_depth):
         level = [
-            inner for outer in level if isinstance(outer, dict | list)
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return any(isinstance(inner, dict | list) for inner in level)

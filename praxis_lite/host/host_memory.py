@@ -63,7 +63,10 @@ def check_room_for_devices(num_simulated: int) -> None:
 
 
 def check_program_fits(
-    compiled: "jax.stages.Compiled", devices: "Collection[jax.Device]", program: str, advice: str,
+    compiled: "jax.stages.Compiled",
+    devices: "Collection[jax.Device]",
+    program: str,
+    advice: str,
     num_processes: int = 1,
 ) -> None:
     """Checks that this host has enough memory for a program's buffers on simulated devices.
@@ -140,7 +143,8 @@ class FirstRuns:
             check_program_fits(
                 lowered.compile(),  # The call below uses the cached program.
                 arrays[0].sharding.addressable_devices if arrays else (),
-                self._program, self._advice,
+                self._program,
+                self._advice,
             )
             self._fitting.add((function, key))
         return function(*args)

@@ -27,8 +27,14 @@ def unique_ends(names: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     ends = []
     for name in names:
         candidates = (name[-size:] for size in range(1, len(name)))
-        ends.append(next(
-            (end for end in candidates if sum(other[-len(end):] == end for other in names) == 1),
-            name,
-        ))
+        ends.append(
+            next(
+                (
+                    end
+                    for end in candidates
+                    if sum(other[-len(end) :] == end for other in names) == 1
+                ),
+                name,
+            )
+        )
     return ends

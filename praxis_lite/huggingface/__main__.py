@@ -1,8 +1,8 @@
 """Command-line program that imports Hugging Face models as jobs, and exports jobs.
 
-    python -m praxis_lite.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
-    python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
-        [--adapters merge|peft]
+python -m praxis_lite.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
+python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
+    [--adapters merge|peft]
 """
 
 import sys
@@ -30,7 +30,11 @@ def _convert(argv: Sequence[str] | None) -> None:
         print(next_command(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
         return
     export_job(
-        args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype, adapters=args.adapters,
+        args.job_log_dir,
+        args.out_dir,
+        step=args.step,
+        dtype=args.dtype,
+        adapters=args.adapters,
         note=_print,
     )
     print(f"wrote {args.out_dir}")
@@ -45,7 +49,12 @@ def _parser() -> Parser:
     )
     importing.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="new directory for the job")
     importing.add_argument(
-        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        "--set",
+        dest="settings",
+        metavar="path=value",
+        nargs="+",
+        action="extend",
+        default=[],
         help="settings of the job, as for main.py",
     )
     exporting = commands.add_parser("export", help="export a job's model in Hugging Face format")
@@ -58,7 +67,8 @@ def _parser() -> Parser:
     )
     exporting.add_argument("--dtype", help="float32, bfloat16 or float16; default: unchanged")
     exporting.add_argument(
-        "--adapters", choices=("merge", "peft"),
+        "--adapters",
+        choices=("merge", "peft"),
         help="for models with LoRA adapters: merge them into the weights, or write only the "
         "adapters, in PEFT's format",
     )

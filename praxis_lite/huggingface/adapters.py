@@ -47,8 +47,13 @@ def merged_weights(
 
 
 def write_peft(
-    directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], layers: Layers,
-    mesh: Mesh, dtype: np.dtype, base_model: str,
+    directory: Path,
+    parts: Sequence[Part],
+    arrays: Mapping[str, jax.Array],
+    layers: Layers,
+    mesh: Mesh,
+    dtype: np.dtype,
+    base_model: str,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors in PEFT's format.
 
@@ -99,10 +104,17 @@ def write_peft(
         )
     ((rank, alpha, is_dora),) = variants
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
-        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
-        "fan_in_fan_out": is_transposed, "target_modules": _targets(modules),
-        "use_dora": is_dora, "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": is_transposed,
+        "target_modules": _targets(modules),
+        "use_dora": is_dora,
+        "inference_mode": True,
     }
     if jax.process_index() == 0:
         save_tensors(tensors, directory / "adapter_model.safetensors")

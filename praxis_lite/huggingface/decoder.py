@@ -20,11 +20,22 @@ from praxis_lite.layers.transformer.transformers import Transformer
 
 # Names of activations in transformers, mapped to ours.
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact",
-    "gelu_python": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
-    "gelu_python_tanh": "gelu", "gelu_fast": "gelu", "gelu_accurate": "gelu",
-    "relu2": "squared_relu", "relu6": "relu6", "leaky_relu": "leaky_relu", "sigmoid": "sigmoid",
-    "tanh": "tanh", "linear": "identity",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_python_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_accurate": "gelu",
+    "relu2": "squared_relu",
+    "relu6": "relu6",
+    "leaky_relu": "leaky_relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "identity",
 }
 NORMS = {
     "rms": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon),
@@ -46,12 +57,19 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
         embedding = fdl.Partial(Embedding, **scales)
         softmax_tpl = fdl.Partial(FullSoftmax, **softmax)
     return fdl.Partial(
-        TransformerLm, vocab_size=settings.vocab_size, model_dims=settings.model_dims,
+        TransformerLm,
+        vocab_size=settings.vocab_size,
+        model_dims=settings.model_dims,
         hidden_dims=settings.hidden_dims or 4 * settings.model_dims,
-        num_heads=settings.num_heads, dim_per_head=settings.head_dims,
-        num_layers=settings.num_layers, max_seq_length=settings.max_seq_length,
-        fprop_dtype=jnp.float32, softmax_tpl=softmax_tpl, separate_embedding_tpl=embedding,
-        position_emb_tpl=None, final_ln_tpl=norm,
+        num_heads=settings.num_heads,
+        dim_per_head=settings.head_dims,
+        num_layers=settings.num_layers,
+        max_seq_length=settings.max_seq_length,
+        fprop_dtype=jnp.float32,
+        softmax_tpl=softmax_tpl,
+        separate_embedding_tpl=embedding,
+        position_emb_tpl=None,
+        final_ln_tpl=norm,
         transformer_layer_tpl=blocks[0] if len(blocks) == 1 else tuple(blocks),
     )
 
@@ -68,16 +86,23 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
         )
     else:
         feed_forward_tpl = fdl.Partial(
-            TransformerFeedForwardMoe, num_experts=settings.num_experts, gating_func="top_k",
-            num_experts_per_token=settings.num_experts_per_token, dropless=True,
+            TransformerFeedForwardMoe,
+            num_experts=settings.num_experts,
+            gating_func="top_k",
+            num_experts_per_token=settings.num_experts_per_token,
+            dropless=True,
             expert_hidden_dims=settings.expert_hidden_dims,
-            normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
+            normalize_gates=settings.normalize_gates,
+            moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
         if settings.score_func == "sigmoid":
             for name in (
-                "num_shared_experts", "score_func", "num_expert_groups",
-                "num_expert_groups_per_token", "gates_scale",
+                "num_shared_experts",
+                "score_func",
+                "num_expert_groups",
+                "num_expert_groups_per_token",
+                "gates_scale",
             ):
                 setattr(feed_forward_tpl, name, getattr(settings, name))
         if settings.has_expert_bias:
@@ -90,8 +115,12 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
         if getattr(settings, name):
             options[name] = getattr(settings, name)
     return fdl.Partial(
-        Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
-        tr_fflayer_tpl=feed_forward_tpl, **options,
+        Transformer,
+        norm_policy=settings.norm_policy,
+        ln_tpl=norm,
+        tr_atten_tpl=attention,
+        tr_fflayer_tpl=feed_forward_tpl,
+        **options,
     )
 
 
@@ -106,9 +135,12 @@ def _latent(
     if settings.has_latent_bias:
         options["use_bias"] = True
     return fdl.Partial(
-        MultiHeadLatentAttention, **options, query_scale=scale * latent_scale(settings, kind),
+        MultiHeadLatentAttention,
+        **options,
+        query_scale=scale * latent_scale(settings, kind),
         # DeepSeek normalizes latents with a fixed epsilon and ignores rms_norm_eps.
-        ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
+        ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6),
+        rotary_position_emb_tpl=rotary(settings, kind),
     )
 
 
@@ -120,18 +152,24 @@ def _attention(
     qk_norm = {}
     if settings.qk_norm:
         qk_norm = {
-            "ln_tpl": norm, "ln_before_rotary": True,
+            "ln_tpl": norm,
+            "ln_before_rotary": True,
             "ln_over_heads": settings.qk_norm == "all heads",
         }
     has_rotary = settings.max_seq_length is None
     return fdl.Partial(
-        DotProductAttention, num_kv_heads=settings.num_kv_heads,
+        DotProductAttention,
+        num_kv_heads=settings.num_kv_heads,
         window=settings.window if kind.slides else None,
-        use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
+        use_bias=settings.use_bias,
+        use_output_bias=settings.use_output_bias,
         # The layer scales queries by (hidden_dim / num_heads)**-0.5. Nothing else reads hidden_dim
         # here, because dim_per_head is set.
-        hidden_dim=scale * settings.num_heads, internal_enable_per_dim_scale=False,
-        atten_logit_cap=settings.atten_logit_cap or 0.0, use_rotary_position_emb=has_rotary,
+        hidden_dim=scale * settings.num_heads,
+        internal_enable_per_dim_scale=False,
+        atten_logit_cap=settings.atten_logit_cap or 0.0,
+        use_rotary_position_emb=has_rotary,
         **({"attention_sinks": True} if settings.attention_sinks else {}),
-        **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
+        **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}),
+        **qk_norm,
     )

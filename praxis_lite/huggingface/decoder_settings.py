@@ -168,7 +168,9 @@ class DecoderSettings:
             slides = self.layer_types[layer] == SLIDING
         else:
             slides = (
-                True, layer % 2 == 0, layer >= self.max_window_layers,
+                True,
+                layer % 2 == 0,
+                layer >= self.max_window_layers,
                 (layer + 1) % (self.window_period or 1) != 0,
             )[WINDOWS.index(self.windows)]
         is_sparse = (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers

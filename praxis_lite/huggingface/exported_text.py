@@ -50,7 +50,8 @@ def write_text_files(
     if has_files and not _has_same_tokenizer(base, tokenizer):
         _copy_tokenizer(tokenizer.directory, target)
         ids = {
-            "bos_token_id": tokenizer.bos_id, "eos_token_id": eos_ids or None,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": eos_ids or None,
             "pad_token_id": tokenizer.pad_id,
         }
         fields = {name: x for name, x in fields.items() if not name.endswith(_TOKEN_ID_SUFFIXES)}

@@ -107,7 +107,8 @@ class Family:
         values = {**self.defaults, **self._values_in(config), **self.constants}
         fields = dataclasses.fields(DecoderSettings)
         missing = [
-            self._field_of(field.name) for field in fields
+            self._field_of(field.name)
+            for field in fields
             if field.default is dataclasses.MISSING and field.name not in values
         ]
         if missing:
@@ -115,7 +116,8 @@ class Family:
         for field in fields:
             require(
                 field.name not in values or _has_type(values[field.name], field.type),
-                f"config.json: {self._field_of(field.name)}", values.get(field.name),
+                f"config.json: {self._field_of(field.name)}",
+                values.get(field.name),
                 re.sub(r"[a-z_.]+\.", "", getattr(field.type, "__name__", str(field.type))),
             )
         return DecoderSettings(**values)
@@ -135,7 +137,9 @@ class Family:
             if allowed and value is not None:
                 require(
                     any(type(value) is type(x) and value == x for x in allowed),
-                    f"config.json of {self.name}: {field}", value, " or ".join(map(repr, allowed)),
+                    f"config.json of {self.name}: {field}",
+                    value,
+                    " or ".join(map(repr, allowed)),
                     self.reasons.get(field, "No other value is supported."),
                 )
 
@@ -174,10 +178,12 @@ class Family:
         """Returns messages about the fields of a config.json that are set but ignored."""
         lines = [
             f"config.json: {field} = {config[field]!r} is ignored: {why}"
-            for field, why in self.unused.items() if config.get(field)
+            for field, why in self.unused.items()
+            if config.get(field)
         ]
         harmless = [
-            field for field, value in config.items()
+            field
+            for field, value in config.items()
             if value is not None and self._is_harmless(field)
         ]
         if harmless:
@@ -233,8 +239,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     architectures = config.get("architectures")
     require(
-        isinstance(architectures, list) and len(architectures) == 1, "config.json: architectures",
-        architectures, "a list with one name, such as ['LlamaForCausalLM']",
+        isinstance(architectures, list) and len(architectures) == 1,
+        "config.json: architectures",
+        architectures,
+        "a list with one name, such as ['LlamaForCausalLM']",
     )
     require_choice("config.json: architectures", architectures[0], sorted(families()))
     return families()[architectures[0]]
@@ -271,8 +279,11 @@ def _family(name: str) -> Family:
         for tensor, entry in merged["tensors"].items()
     }
     return Family(
-        name, tuple(table["architectures"]), **merged,
-        without_effect=frozenset(common["without_effect"]), refused=common["refused"],
+        name,
+        tuple(table["architectures"]),
+        **merged,
+        without_effect=frozenset(common["without_effect"]),
+        refused=common["refused"],
         null_is_none=frozenset(common["null_is_none"]),
         harmless=frozenset(common["harmless"]["fields"]),
         harmless_prefixes=tuple(common["harmless"]["prefixes"]),

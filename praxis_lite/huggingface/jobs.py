@@ -29,8 +29,11 @@ Note = Callable[[str], None]
 
 
 def begin_job(
-    directory: str | os.PathLike[str], job_log_dir: str | os.PathLike[str], *,
-    settings: Sequence[str] = (), note: Note = lambda line: None,
+    directory: str | os.PathLike[str],
+    job_log_dir: str | os.PathLike[str],
+    *,
+    settings: Sequence[str] = (),
+    note: Note = lambda line: None,
 ) -> JobDir:
     """Creates a huggingface.CausalLm job whose checkpoint at step 0 contains a model's weights.
 
@@ -67,9 +70,13 @@ def hf_dir_setting(job_dir: JobDir) -> str:
 
 
 def export_job(
-    job_log_dir: str | os.PathLike[str], directory: str | os.PathLike[str], *,
-    step: int | None = None, dtype: str | None = None,
-    adapters: Literal["merge", "peft"] | None = None, note: Note = lambda line: None,
+    job_log_dir: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapters: Literal["merge", "peft"] | None = None,
+    note: Note = lambda line: None,
 ) -> None:
     """Exports a checkpoint of a job in Hugging Face format.
 
@@ -91,7 +98,9 @@ def export_job(
         require_choice("export: adapters", adapters, ("merge", "peft"))
     job_dir = open_for_reading(job_log_dir, writes=False)
     require(
-        job_dir.huggingface.is_dir(), "export: the job", str(job_dir.path),
+        job_dir.huggingface.is_dir(),
+        "export: the job",
+        str(job_dir.path),
         "a job that started from a Hugging Face model (import, or run.init_from_huggingface)",
     )
     model = load(job_log_dir, step)

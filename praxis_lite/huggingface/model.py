@@ -57,7 +57,9 @@ def load(
     if mesh is None:
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
     require(
-        tuple(mesh.axis_names) == AXIS_NAMES, "load: the axes of the mesh", mesh.axis_names,
+        tuple(mesh.axis_names) == AXIS_NAMES,
+        "load: the axes of the mesh",
+        mesh.axis_names,
         f"{AXIS_NAMES}",
     )
     experiment = configured(
@@ -72,7 +74,9 @@ def load(
 
 
 def load_on_devices(
-    directory: str | os.PathLike[str], mesh: MeshConfig | Literal["attached", "job"], *,
+    directory: str | os.PathLike[str],
+    mesh: MeshConfig | Literal["attached", "job"],
+    *,
     settings: Sequence[str] = (),
 ) -> "HuggingFaceModel":
     """Loads a Hugging Face model onto the mesh for a MeshConfig; see `load`.
@@ -106,8 +110,11 @@ class HuggingFaceModel:
     """
 
     def __init__(
-        self, partitioner: Partitioner, arrays: Mapping[str, jax.Array],
-        experiment: "fdl.Config[Job]", pretrained: Pretrained,
+        self,
+        partitioner: Partitioner,
+        arrays: Mapping[str, jax.Array],
+        experiment: "fdl.Config[Job]",
+        pretrained: Pretrained,
     ):
         self.partitioner, self.arrays, self.experiment = partitioner, arrays, experiment
         self.pretrained = pretrained
@@ -141,7 +148,9 @@ class HuggingFaceModel:
         mask = None if attention_mask is None else np.asarray(attention_mask) != 0
         if mask is not None:
             require(
-                mask.shape == np.shape(ids), "logits: the shape of attention_mask", mask.shape,
+                mask.shape == np.shape(ids),
+                "logits: the shape of attention_mask",
+                mask.shape,
                 f"the shape of ids, {np.shape(ids)}",
             )
         ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
@@ -161,8 +170,12 @@ class HuggingFaceModel:
         return self._forward(self.mdl_vars, ids, **inputs)[0]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, *,
-        eos_id: int | Sequence[int] | None = None, **settings: Any,
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 16,
+        *,
+        eos_id: int | Sequence[int] | None = None,
+        **settings: Any,
     ) -> list[list[int]]:
         """Continues each prompt by greedy decoding, and returns the new ids.
 
@@ -180,7 +193,9 @@ class HuggingFaceModel:
         argument = "generate: max_new_tokens"
         max_new_tokens = whole_number(max_new_tokens, argument, 1)
         require(
-            not isinstance(prompts, str) and len(prompts) > 0, "generate: prompts", prompts,
+            not isinstance(prompts, str) and len(prompts) > 0,
+            "generate: prompts",
+            prompts,
             "a list of prompts, each a list of token ids",
         )
         vocab_size, num_positions = self._sizes["ids"], self._sizes.get("segment_pos")
@@ -207,7 +222,10 @@ class HuggingFaceModel:
         for name, expected in weights_form.items():
             actual = settings.get(name, expected)
             require(
-                actual == expected, f"generate: {name}", actual, f"{expected!r}",
+                actual == expected,
+                f"generate: {name}",
+                actual,
+                f"{expected!r}",
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
         config = self.experiment.task
@@ -217,20 +235,34 @@ class HuggingFaceModel:
             task = fdl.build(fdl.copy_with(config, decoder=decoder))
             self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
         partitioner = self._decoding[decoder]
-        batch = partitioner.global_batch({
-            "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
-        })
-        outputs = jax.device_get(self._runs.run(
-            partitioner.decode_step, self._for_decoding, batch, partitioner.key(0), key=ids.shape
-        ))
+        batch = partitioner.global_batch(
+            {
+                "ids": ids,
+                "prefix_lengths": lengths,
+                "weights": np.ones(len(lengths), np.float32),
+            }
+        )
+        outputs = jax.device_get(
+            self._runs.run(
+                partitioner.decode_step,
+                self._for_decoding,
+                batch,
+                partitioner.key(0),
+                key=ids.shape,
+            )
+        )
         return [
             row[0, : length[0]].tolist()
             for row, length in zip(outputs["output_ids"], outputs["decode_lengths"], strict=True)
         ]
 
     def export(
-        self, directory: str | os.PathLike[str], dtype: str | None = None, *,
-        max_file_bytes: int = MAX_FILE_BYTES, note: Callable[[str], None] = lambda line: None,
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | None = None,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Exports the model in Hugging Face format: config.json and safetensors files.
 
@@ -246,8 +278,13 @@ class HuggingFaceModel:
           ConfigError: The directory is not empty, or the dtype is not supported.
         """
         self.pretrained.write(
-            directory, self.arrays, self.partitioner.mesh, self.partitioner.task, dtype,
-            max_file_bytes=max_file_bytes, note=note,
+            directory,
+            self.arrays,
+            self.partitioner.mesh,
+            self.partitioner.task,
+            dtype,
+            max_file_bytes=max_file_bytes,
+            note=note,
         )
 
     def _require_positions(self, length: int, argument: str) -> None:
@@ -270,7 +307,10 @@ class HuggingFaceModel:
 
 
 def _ids_like(
-    ids: np.ndarray, value: Any, argument: str, size: int | None = None,
+    ids: np.ndarray,
+    value: Any,
+    argument: str,
+    size: int | None = None,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns an argument as int32, broadcast to the shape of `ids`."""

@@ -78,7 +78,8 @@ class Pretrained:
         parts = map_tensors(family, settings, weights)
         self.parts = parts_in_files(family, parts, self.files, skipped_layers)
         self.reference_parts = [
-            dataclasses.replace(part, path=path) for part in self.parts
+            dataclasses.replace(part, path=path)
+            for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
         ]
 
@@ -88,7 +89,8 @@ class Pretrained:
         """Checks that the trained model has the same weights as the model in the directory."""
         differing = [
             f"{path} is {actual.get(path, 'missing')}, expected {expected.get(path, 'missing')}"
-            for path in sorted({*actual, *expected}) if actual.get(path) != expected.get(path)
+            for path in sorted({*actual, *expected})
+            if actual.get(path) != expected.get(path)
         ]
         if differing:
             raise ConfigError(
@@ -120,13 +122,23 @@ class Pretrained:
             note(line)
         parts = [*self.parts, *self.reference_parts]
         return read_weights(
-            self._leaves(), mesh, parts, self.files, note,
+            self._leaves(),
+            mesh,
+            parts,
+            self.files,
+            note,
             lambda path, weight: in_kept_form(self._stored_layout, path, weight, mesh),
         )
 
     def write(
-        self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], mesh: Mesh,
-        task: Task, dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
+        self,
+        directory: str | os.PathLike[str],
+        arrays: Mapping[str, jax.Array],
+        mesh: Mesh,
+        task: Task,
+        dtype: str | None = None,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Writes a Hugging Face directory: config.json, safetensors files and the tokenizer.
@@ -160,8 +172,15 @@ class Pretrained:
                 (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def write_adapters(
-        self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
-        mesh: Mesh, task: Task, dtype: str | None = None, *, base_model: str = "",
+        self,
+        directory: str | os.PathLike[str],
+        arrays: Mapping[str, jax.Array],
+        layers: Layers,
+        mesh: Mesh,
+        task: Task,
+        dtype: str | None = None,
+        *,
+        base_model: str = "",
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Writes only the adapters, in PEFT's format, and the tokenizer.

@@ -34,8 +34,15 @@ KINDS: dict[str, tuple[set[str], set[str]]] = {
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
     "yarn": (
         set(),
-        {"factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
-         "attention_factor"},
+        {
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+        },
     ),
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
 }
@@ -79,8 +86,10 @@ def rotary(
             YarnRotary, **_yarn(fields, factor), original_max_positions=length, **shared
         )
     return fdl.Partial(
-        LongRope, short_factor=tuple(fields["short_factor"]),
-        long_factor=tuple(fields["long_factor"]), original_max_positions=length,
+        LongRope,
+        short_factor=tuple(fields["short_factor"]),
+        long_factor=tuple(fields["long_factor"]),
+        original_max_positions=length,
         attention_factor=fields.get("attention_factor") or _longrope_factor(factor, length),
         **shared,
     )
@@ -122,7 +131,9 @@ def _scaling(settings: DecoderSettings, layer_kind: LayerKind) -> tuple[str, dic
     share = fields.get("partial_rotary_factor")
     require(
         settings.is_rotary_in_part or share in (None, 1) or kind == "proportional",
-        f"{WHERE} of type {kind!r}: partial_rotary_factor", share, "1",
+        f"{WHERE} of type {kind!r}: partial_rotary_factor",
+        share,
+        "1",
         "This family always rotates all dims of a head.",
     )
     return kind, {"rope_theta": theta, "partial_rotary_factor": settings.rotary_share, **fields}

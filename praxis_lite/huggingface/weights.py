@@ -105,7 +105,9 @@ def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
     for path, variable in nnx.to_flat_state(nnx.compat.state(model, nnx.Param)):
         metadata = variable.get_metadata()
         weights[f"params/{'/'.join(map(str, path))}"] = Weight(
-            tuple(variable.shape), num_stacked_dims(variable), metadata["dim_names"],
+            tuple(variable.shape),
+            num_stacked_dims(variable),
+            metadata["dim_names"],
             metadata["matrix"],
         )
     return weights
@@ -147,7 +149,10 @@ def map_tensors(
 
 
 def _parts_of(
-    family: Family, name: str, layer: int | None, settings: DecoderSettings,
+    family: Family,
+    name: str,
+    layer: int | None,
+    settings: DecoderSettings,
     weights: Mapping[str, Weight],
 ) -> Iterator[Part]:
     """Yields the parts that an entry of the table describes in a layer, for every expert."""

@@ -35,7 +35,8 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
     digest = commands.add_parser(
-        "digest", help="print the SHA-256 of global batches, or prove which examples a job used",
+        "digest",
+        help="print the SHA-256 of global batches, or prove which examples a job used",
         description="Prints the SHA-256 of a dataset's global batches, which does not depend on "
         "the number of processes. With --job, recomputes the data and compares it with the "
         "processes' records, to prove that the job used every example exactly once, in order; the "
@@ -47,21 +48,35 @@ def _parser() -> Parser:
     digest.add_argument("--start", type=int, metavar="K", help="first batch; default: 0")
     digest.add_argument("--job", metavar="DIR", help="a job's directory, instead of --exp")
     digest.add_argument(
-        "--recorded-only", action="store_true",
+        "--recorded-only",
+        action="store_true",
         help="with --job: check only the records, for example if the data is not available",
     )
     prepare = commands.add_parser(
-        "prepare", help="index, tokenize and pack all datasets before a job needs them",
+        "prepare",
+        help="index, tokenize and pack all datasets before a job needs them",
         description="Checks all datasets of an experiment: indexes and tokenizes their files on "
         "all cores, caches the results for later jobs, and reports errors in the data.",
     )
     for command, function in ((digest, _digest), (prepare, _prepare)):
         command.set_defaults(command=function)
         command.add_argument("--exp", metavar="NAME", help="as in main.py")
-        command.add_argument("--packages", metavar="NAME,...", default=[], help="as in main.py",
-                             type=lambda names: [name for name in names.split(",") if name])
-        command.add_argument("--set", dest="settings", metavar="path=value", nargs="+", default=[],
-                             action="extend", help="as in main.py")
+        command.add_argument(
+            "--packages",
+            metavar="NAME,...",
+            default=[],
+            help="as in main.py",
+            type=lambda names: [name for name in names.split(",") if name],
+        )
+        command.add_argument(
+            "--set",
+            dest="settings",
+            metavar="path=value",
+            nargs="+",
+            default=[],
+            action="extend",
+            help="as in main.py",
+        )
     return parser
 
 
@@ -110,8 +125,12 @@ def _prove(args: argparse.Namespace) -> int:
 
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
-        job_dir, packages=args.packages, settings=args.settings, recorded_only=args.recorded_only,
-        progress=print_progress, num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
+        job_dir,
+        packages=args.packages,
+        settings=args.settings,
+        recorded_only=args.recorded_only,
+        progress=print_progress,
+        num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
         print(printable(line))

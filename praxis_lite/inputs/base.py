@@ -138,7 +138,9 @@ class InputPipeline(abc.ABC):
             value = getattr(self, setting)
             require(
                 hasattr(value, "__index__") and value >= minimum,
-                f"{type(self).__name__}.{setting}", value, f"an integer, at least {minimum}",
+                f"{type(self).__name__}.{setting}",
+                value,
+                f"an integer, at least {minimum}",
             )
 
     def whole_or(self, rows: slice | None) -> slice:
@@ -216,7 +218,8 @@ class SequentialPipeline(InputPipeline):
         self.check()
         if start:
             _log.info(
-                "recomputing the first %d batches: %s has no random access", start,
+                "recomputing the first %d batches: %s has no random access",
+                start,
                 type(self).__name__,
             )
         return self.batches_from(start, self.whole_or(rows))
@@ -249,9 +252,9 @@ def spec_of(**leaves: tuple[tuple[int, ...], Any]) -> "dict[str, jax.ShapeDtypeS
 
 def spec_of_rows(leaves: Mapping[str, Any], batch_size: int) -> "dict[str, jax.ShapeDtypeStruct]":
     """Returns the spec of a batch of `batch_size` rows with the row shapes of `leaves`."""
-    return spec_of(**{
-        name: ((batch_size, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
-    })
+    return spec_of(
+        **{name: ((batch_size, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+    )
 
 
 def zero_rows(leaves: Mapping[str, Any], num_rows: int) -> dict[str, np.ndarray]:

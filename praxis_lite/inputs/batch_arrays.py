@@ -104,7 +104,8 @@ def stack_examples(
         is_dict = isinstance(element, Mapping)
         if not is_dict or element.keys() != elements[0].keys():
             kind = (
-                f"a dict of {sorted(map(str, element))}" if is_dict
+                f"a dict of {sorted(map(str, element))}"
+                if is_dict
                 else f"a {type(element).__name__}"
             )
             raise ConfigError(

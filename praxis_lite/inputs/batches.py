@@ -123,15 +123,20 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
     require(
-        num_batches is None or isinstance(num_batches, int | np.integer), f"{owner}.num_batches",
-        num_batches, "a property: the number of batches in one pass, or None if endless",
+        num_batches is None or isinstance(num_batches, int | np.integer),
+        f"{owner}.num_batches",
+        num_batches,
+        "a property: the number of batches in one pass, or None if endless",
     )
     spec = pipeline.element_spec()
     leaves = _leaves(spec).values()
     require(
-        isinstance(spec, Mapping) and leaves
+        isinstance(spec, Mapping)
+        and leaves
         and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves),
-        f"{owner}.element_spec()", spec, "a dict with a jax.ShapeDtypeStruct for each leaf",
+        f"{owner}.element_spec()",
+        spec,
+        "a dict with a jax.ShapeDtypeStruct for each leaf",
         "For example, return praxis_lite.inputs.base.spec_of(x=((32, 5), np.float32)).",
     )
     return spec
@@ -191,9 +196,7 @@ def _found(leaf: Any) -> str:
     return f"{narrow_dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
-def _mismatch_message(
-    subject: str, actual: Mapping[str, str], expected: Mapping[str, str]
-) -> str:
+def _mismatch_message(subject: str, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
     fix = "Make every batch match the pipeline's element_spec."
     if "" in actual:
         return f"{subject} is {actual['']}; expected a dict of arrays: {sorted(expected)}. {fix}"
@@ -201,6 +204,7 @@ def _mismatch_message(
         return f"{subject} has the leaves {sorted(actual)}; expected {sorted(expected)}. {fix}"
     mismatches = [
         f"'{path}' is {actual[path]}, expected {shape}"
-        for path, shape in expected.items() if actual[path] != shape
+        for path, shape in expected.items()
+        if actual[path] != shape
     ]
     return f"{subject} has wrong shapes or dtypes: {'; '.join(mismatches)}. {fix}"

@@ -154,8 +154,11 @@ class FromDataset(SequentialPipeline):
         is_counted = self._requested_batches is None
         return self.settings_fingerprint("batch_size", "seed", "is_batched") | {
             "make_dataset": fingerprint_json(self.make_dataset),
-            **({"num_elements": self._num_elements} if is_counted
-               else {"num_batches": self._requested_batches}),
+            **(
+                {"num_elements": self._num_elements}
+                if is_counted
+                else {"num_batches": self._requested_batches}
+            ),
             "first_batches_sha256": "not deterministic" if reason else digest,
         }
 
@@ -201,7 +204,8 @@ class FromDataset(SequentialPipeline):
         if count == self._tf.data.UNKNOWN_CARDINALITY:
             _log.info(
                 "counting the elements of %s; to avoid this, set num_batches, or end the dataset "
-                "with .repeat() for training", self._name,
+                "with .repeat() for training",
+                self._name,
             )
             count = sum(1 for _ in self._read(iter(self._dataset)))
         if count == 0:

@@ -66,12 +66,16 @@ class TextWindows(IndexedPipeline):
                     "shuffle=False, or remove stride."
                 )
             require(
-                self.stride <= self.seq_len, "TextWindows.stride", self.stride,
+                self.stride <= self.seq_len,
+                "TextWindows.stride",
+                self.stride,
                 f"at most seq_len={self.seq_len}, because a larger stride would skip labels",
             )
         num_labels = len(self.corpus.tokens(self.split)) - 1
         require(
-            not self.shuffle or self.seq_len <= num_labels, "TextWindows.seq_len", self.seq_len,
+            not self.shuffle or self.seq_len <= num_labels,
+            "TextWindows.seq_len",
+            self.seq_len,
             f"at most {num_labels}, the number of labels in the {self.split!r} split",
             "Lower seq_len or add text.",
         )
@@ -159,7 +163,8 @@ class InMemory(ExamplePipeline):
         arrays = self.arrays() if callable(self.arrays) else self.arrays
         require(
             isinstance(arrays, Mapping) and all(isinstance(name, str) for name in arrays),
-            "InMemory.arrays", list(arrays) if isinstance(arrays, Mapping) else type(arrays),
+            "InMemory.arrays",
+            list(arrays) if isinstance(arrays, Mapping) else type(arrays),
             "a dict of arrays by name, such as {'ids': ..., 'labels': ...}",
         )
         leaves = {}
@@ -171,7 +176,8 @@ class InMemory(ExamplePipeline):
             leaves[name] = narrow("InMemory", name, array)
         num_rows = {len(leaf) if leaf.ndim else 0 for leaf in leaves.values()}
         require(
-            len(num_rows) == 1 and 0 not in num_rows, "InMemory.arrays",
+            len(num_rows) == 1 and 0 not in num_rows,
+            "InMemory.arrays",
             {name: leaf.shape for name, leaf in leaves.items()},
             "arrays with the same nonzero first dimension, the number of examples",
         )

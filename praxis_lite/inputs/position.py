@@ -58,7 +58,8 @@ class DataPosition:
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
         """Returns the JSON that a checkpoint manifest stores for this position."""
         return {
-            "next_batch": self.next_batch, "skipped": list(self.skipped),
+            "next_batch": self.next_batch,
+            "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
         }
 

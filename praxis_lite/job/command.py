@@ -138,10 +138,15 @@ class Parser(argparse.ArgumentParser):
                 f"--{word} is an option of Pax. In praxis_lite it is {self.pax_options[word]}: see "
                 "docs/coming_from_pax.md."
             )
-        parsers = [self, *(
-            choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
-            for choice in action.choices.values()
-        )]
+        parsers = [
+            self,
+            *(
+                choice
+                for action in self._actions
+                if isinstance(action, argparse._SubParsersAction)
+                for choice in action.choices.values()
+            ),
+        ]
         actions = [action for parser in parsers for action in parser._actions]
         flags = [flag for action in actions for flag in action.option_strings]
         hint = did_you_mean(f"--{word}", flags, limit=1)

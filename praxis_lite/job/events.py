@@ -32,8 +32,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = (
-    "COMPILE", "DISPATCH", "EVALUATION", "IMPORT", "INIT", "INPUT_WAIT", "JobEvents", "KINDS",
-    "Listener", "MEETING", "ON_DEVICES", "Phase", "RESTORE", "SAVE", "STEP", "events",
+    "COMPILE",
+    "DISPATCH",
+    "EVALUATION",
+    "IMPORT",
+    "INIT",
+    "INPUT_WAIT",
+    "JobEvents",
+    "KINDS",
+    "Listener",
+    "MEETING",
+    "ON_DEVICES",
+    "Phase",
+    "RESTORE",
+    "SAVE",
+    "STEP",
+    "events",
 )
 
 # The kinds of phases by which seconds are counted. The main thread is always in one of them.

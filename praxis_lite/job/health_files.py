@@ -102,7 +102,9 @@ def health_directory(given: str, job_log_dir: str | None) -> Path:
     directory = Path(given)
     require(
         job_log_dir is None or not directory.resolve().is_relative_to(Path(job_log_dir).resolve()),
-        "--health_dir", given, "a directory outside --job_log_dir, which all hosts share",
+        "--health_dir",
+        given,
+        "a directory outside --job_log_dir, which all hosts share",
         "Use a local directory for this process alone, such as /tmp/health.",
     )
     return directory

@@ -151,8 +151,7 @@ def _check_may_be_jobs(job: JobDir) -> None:
     # have left their folder. Hidden files may belong to the desktop or the network file system.
     ignored = (job.traceback_txt.name, job.elastic.name, job.elastic_jsonl.name)
     visible = sorted(
-        name for name in os.listdir(job.path)
-        if not name.startswith(".") and name not in ignored
+        name for name in os.listdir(job.path) if not name.startswith(".") and name not in ignored
     )
     if visible and not job.config_json.is_file():
         _refuse(
@@ -224,16 +223,18 @@ def _near_jobs(job: JobDir) -> str:
 def _jobs_in(directory: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(
-            name for name in os.listdir(directory)
-            if JobDir(directory / name).config_json.is_file()
+            name for name in os.listdir(directory) if JobDir(directory / name).config_json.is_file()
         )
     return []
 
 
 def _make(job: JobDir) -> None:
     if job.path.is_symlink():
-        _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which does not exist. Create "
-                     "that directory, or choose another")
+        _refuse(
+            job,
+            f"is a symbolic link to {os.readlink(job.path)}, which does not exist. Create "
+            "that directory, or choose another",
+        )
     try:
         job.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

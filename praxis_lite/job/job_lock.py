@@ -32,9 +32,7 @@ class JobLock(contextlib.AbstractContextManager):
         suspended worker would keep an exclusive lock forever. Their supervisors coordinate them.
     """
 
-    def __init__(
-        self, directory: Path, note: Callable[[str], None], *, is_shared: bool = False
-    ):
+    def __init__(self, directory: Path, note: Callable[[str], None], *, is_shared: bool = False):
         self._path, self._note = directory / ".training", note
         self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._file = -1

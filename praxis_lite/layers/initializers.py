@@ -62,7 +62,8 @@ _METHODS: dict[str, tuple[Draw, str]] = {
 
 
 def fans(
-    shape: Sequence[int], fan_in_axes: Sequence[int] | None = None,
+    shape: Sequence[int],
+    fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """Returns (fan in, fan out), the numbers of inputs per output and of outputs per input.

@@ -131,8 +131,11 @@ class FeedForward(BaseLayer):
         activation_fn(activation, self)
         D, F = self.dims(input_dims, output_dims)
         self.linear = linear_tpl(
-            D, F, weight_init=weight_init,
-            activation_split_dims_mapping=self.activation_split_dims_mapping, rngs=rngs,
+            D,
+            F,
+            weight_init=weight_init,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+            rngs=rngs,
         )
         self.bias = bias_tpl(F, bias_init=bias_init, rngs=rngs) if has_bias else None
         self.activation, self.checkpoint_str = activation, checkpoint_str
@@ -181,8 +184,10 @@ class Mlp(BaseLayer):
         split = self.activation_split_dims_mapping
         self.hidden = nnx.List(
             FeedForward(
-                *self.dims(width, next_width), activation=activation,
-                activation_split_dims_mapping=split, rngs=rngs,
+                *self.dims(width, next_width),
+                activation=activation,
+                activation_split_dims_mapping=split,
+                rngs=rngs,
             )
             for width, next_width in zip(widths, widths[1:], strict=False)
         )
@@ -250,7 +255,9 @@ class Einsum(Dense):
             weight_init = WeightInit("xavier", fan_in_axes=summed, fan_out_axes=made)
         self.equation = equation.replace(" ", "")
         self.make(
-            *self.dims(*weight_shape), init=weight_init, bias_init=bias_init if has_bias else None,
+            *self.dims(*weight_shape),
+            init=weight_init,
+            bias_init=bias_init if has_bias else None,
             rngs=rngs,
         )
 

@@ -208,8 +208,11 @@ class RgLruBlock(BaseLayer):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, conv_width=conv_width)
         if dim_per_head is None:
             require(
-                input_dim % num_heads == 0, "RgLruBlock.num_heads", num_heads,
-                f"a divisor of input_dim, {input_dim}", "Or set dim_per_head.",
+                input_dim % num_heads == 0,
+                "RgLruBlock.num_heads",
+                num_heads,
+                f"a divisor of input_dim, {input_dim}",
+                "Or set dim_per_head.",
             )
             dim_per_head = input_dim // num_heads
         require_positive(self, dim_per_head=dim_per_head)

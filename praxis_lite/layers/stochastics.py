@@ -52,14 +52,14 @@ class StochasticResidual(BaseLayer):
 
     def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):
         require(
-            0.0 < survival_prob <= 1.0, "StochasticResidual.survival_prob", survival_prob,
+            0.0 < survival_prob <= 1.0,
+            "StochasticResidual.survival_prob",
+            survival_prob,
             "0 < p <= 1 (as 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)",
         )
         self.residual_weight, self.survival_prob = residual_weight, survival_prob
 
-    def __call__(
-        self, inputs: jax.Array, residual: jax.Array, key: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, inputs: jax.Array, residual: jax.Array, key: jax.Array | None) -> jax.Array:
         """Takes inputs and residual [B, ...], and a key in training."""
         if key is not None and self.survival_prob < 1.0:
             shape = (residual.shape[0], *(1,) * (residual.ndim - 1))

@@ -94,7 +94,8 @@ class FunctionModel(Model):
         declared = _spec_of_leaves(params, specs(params) if callable(specs) else specs, "")
         weight_specs = [
             WeightSpec(
-                x.shape, x.dtype,
+                x.shape,
+                x.dtype,
                 split_dims_mapping=None if spec is None else tuple(spec),
                 declared_by="" if spec is None else f"specs {tuple(spec)}",
             )

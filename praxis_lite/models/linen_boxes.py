@@ -44,7 +44,10 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
             spec, split_dims_mapping=local, stack_split_dims_mapping=stacked, declared_by=by
         )
     return dataclasses.replace(
-        spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
+        spec,
+        logical_axes=names,
+        logical_axis_rules=tuple(leaf.rules or ()),
+        declared_by=by,
         # The job's rules map the names of stacked dims.
         stack_split_dims_mapping=(None,) * num_stacked,
     )

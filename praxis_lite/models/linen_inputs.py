@@ -17,8 +17,11 @@ from praxis_lite.core.errors import ConfigError, did_you_mean
 
 # Names of arguments that select training, with their value in training.
 TRAINING_FLAGS = {
-    "train": True, "training": True, "is_training": True,
-    "deterministic": False, "use_running_average": False,
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
 }
 
 
@@ -126,7 +129,8 @@ def _format(x: Any) -> str:
 
 def _is_shape(x: Any) -> bool:
     return (
-        isinstance(x, Sequence) and not isinstance(x, str)
+        isinstance(x, Sequence)
+        and not isinstance(x, str)
         and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in x)
     )
 

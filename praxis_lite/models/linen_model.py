@@ -65,7 +65,9 @@ class LinenModel(Model):
         eval_module = module if eval_module is None else eval_module
         for name, given in (("module", module), ("eval_module", eval_module)):
             require(
-                isinstance(given, nn.Module), f"LinenModel.{name}", given,
+                isinstance(given, nn.Module),
+                f"LinenModel.{name}",
+                given,
                 "an instance of flax.linen.Module",
                 "In an experiment, this is an fdl.Config of its class, not an fdl.Partial.",
             )
@@ -129,17 +131,21 @@ class LinenModel(Model):
         def call_again(variables: dict[str, Any]) -> Mapping[str, Any]:
             args, kwargs = jax.tree.map(example_array, self._arguments())
             return self.linen_module.apply(
-                variables, *args, method=self.init_method, rngs={"params": jax.random.key(0)},
-                mutable=nn.DenyList("params"), **kwargs,
+                variables,
+                *args,
+                method=self.init_method,
+                rngs={"params": jax.random.key(0)},
+                mutable=nn.DenyList("params"),
+                **kwargs,
             )[1]
 
         with nn.intercept_methods(initialize_off_mesh()):
             after = jax.eval_shape(call_again, before)
         # JAX annotates the structures with the name of a module that it lacks.
         grown = {
-            name for name, tree in before.items() if name in after
-            and jax.tree.structure(tree)
-            != jax.tree.structure(after[name])  # type: ignore[operator]
+            name
+            for name, tree in before.items()
+            if name in after and jax.tree.structure(tree) != jax.tree.structure(after[name])  # type: ignore[operator]
         }
         return named | grown
 
@@ -215,8 +221,12 @@ class BoundLinen:
             nn.intercept_methods(initialize_off_mesh()),
         ):
             outputs, changed = self.linen_module.apply(
-                self.variables, *args, method=function, rngs=dict(rngs or {}),
-                mutable=nn.DenyList(tuple(fixed)), **kwargs,
+                self.variables,
+                *args,
+                method=function,
+                rngs=dict(rngs or {}),
+                mutable=nn.DenyList(tuple(fixed)),
+                **kwargs,
             )
         for name, tree in changed.items():
             is_state = name == "cache" or name in self.variables

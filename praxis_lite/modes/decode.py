@@ -29,36 +29,51 @@ class Decode(Mode):
         add_step(options)
         add_follow(options)
         options.add_argument(
-            "--prompt", metavar="TEXT", nargs="+", action="extend", default=None,
+            "--prompt",
+            metavar="TEXT",
+            nargs="+",
+            action="extend",
+            default=None,
             help="texts to continue instead of the experiment's decode datasets; the continuations "
             "are printed as they are generated",
         )
         options.add_argument(
-            "--prompts", metavar="FILE", type=Path,
+            "--prompts",
+            metavar="FILE",
+            type=Path,
             help='file of prompts: one text per line, or in FILE.jsonl one {"prompt": TEXT} or '
             '{"messages": [...]} per line',
         )
         options.add_argument(
-            "--chat", action="store_true",
+            "--chat",
+            action="store_true",
             help="treat prompts as messages of a user, formatted by the tokenizer's chat template; "
             "without prompts, read messages from the terminal",
         )
 
     def run(
-        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
-        prompt: Sequence[str] | None, prompts: Path | None, chat: bool,
+        self,
+        command: CommandLine,
+        *,
+        step: int | str | None,
+        follow: bool,
+        follow_seconds: int,
+        prompt: Sequence[str] | None,
+        prompts: Path | None,
+        chat: bool,
     ) -> None:
         """Decodes the prompts. Raises ConfigError like `decode.decode`."""
         require(
-            not (follow and chat), "--chat", chat, "no --chat with --follow",
+            not (follow and chat),
+            "--chat",
+            chat,
+            "no --chat with --follow",
             "A conversation uses a single checkpoint.",
         )
         texts = _prompts(prompt or (), prompts, chat=chat)
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         is_conversation = chat and not texts
-        launched = recorded_job_of(
-            command, "decode", has_prompts=bool(texts) or is_conversation
-        )
+        launched = recorded_job_of(command, "decode", has_prompts=bool(texts) or is_conversation)
         checked_for = "load" if is_conversation else "decode"
         with job_on_mesh(
             command, launched, checked_for, prompts=texts, same={"--step": step}

@@ -23,7 +23,12 @@ class Evaluate(Mode):
         add_follow(options)
 
     def run(
-        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
+        self,
+        command: CommandLine,
+        *,
+        step: int | str | None,
+        follow: bool,
+        follow_seconds: int,
     ) -> None:
         """Evaluates the checkpoint. Raises ConfigError like `evaluation.evaluate`."""
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)

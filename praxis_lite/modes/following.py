@@ -18,12 +18,16 @@ _SILENT_SECONDS = 600
 def add_follow(options: argparse._ArgumentGroup) -> None:
     """Adds the options --follow and --follow_seconds."""
     options.add_argument(
-        "--follow", action="store_true",
+        "--follow",
+        action="store_true",
         help="process each new checkpoint of a job that trains in another process until the job "
         "ends; if there are several new ones, only the latest",
     )
     options.add_argument(
-        "--follow_seconds", metavar="N", type=int, default=_SILENT_SECONDS,
+        "--follow_seconds",
+        metavar="N",
+        type=int,
+        default=_SILENT_SECONDS,
         help="with --follow: end after this many seconds without a training process and without "
         f"a new checkpoint; default: {_SILENT_SECONDS}",
     )
@@ -47,14 +51,20 @@ def each_checkpoint(
     if silent_seconds is None:
         return lambda take: take(step)
     require(
-        step is None, "--step", step, "no value",
+        step is None,
+        "--step",
+        step,
+        "no value",
         "With --follow, each new checkpoint is processed.",
     )
     require(
         silent_seconds > 0, "--follow_seconds", silent_seconds, "a number of seconds, 1 or more"
     )
     require(
-        processes.count() == 1, "--follow: the number of processes", processes.count(), "1",
+        processes.count() == 1,
+        "--follow: the number of processes",
+        processes.count(),
+        "1",
         "Start it once, without --coordinator.",
     )
     job_dir = JobDir(local_directory(job_log_dir(command)))

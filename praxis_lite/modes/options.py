@@ -16,13 +16,19 @@ __all__ = ("file_to_write", "names")
 
 # Options and modes of Pax, and their equivalents in praxis_lite.
 PAX_OPTIONS = {
-    "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",
-    "tfds_data_dir": "the path of a Tfds source", "eval_on_test": "a dataset of that name",
-    "job_log_dir_override": "--job_log_dir=DIR", "restore_checkpoint_step": "--step=N",
+    "fdl_config": "--exp=NAME with --set path=value",
+    "fdl_flags_override": "--set path=value",
+    "tfds_data_dir": "the path of a Tfds source",
+    "eval_on_test": "a dataset of that name",
+    "job_log_dir_override": "--job_log_dir=DIR",
+    "restore_checkpoint_step": "--step=N",
     "exit_after_ondemand_checkpoint": "nothing: SIGTERM saves and ends",
 }
 PAX_MODES = {
-    "decode_once": "decode", "decode_batches": "decode", "eval_once": "eval", "infer": "decode",
+    "decode_once": "decode",
+    "decode_batches": "decode",
+    "eval_once": "eval",
+    "infer": "decode",
 }
 
 Modes = Mapping[str, Mode]
@@ -59,7 +65,8 @@ def parse_command_line(
 def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
     """Returns the parser for command lines with a mode."""
     parser = Parser(
-        prog="main.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="main.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
     )
     parser.pax_options = PAX_OPTIONS
@@ -76,8 +83,12 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
             *first, last = mode_names
             modes_text = f"{', '.join(first)} and {last}" if first else last
             parser.add_argument(
-                flag, action=_OtherModeOption, help=argparse.SUPPRESS, nargs="*",
-                default=argparse.SUPPRESS, const=f"is an option of {modes_text}; --mode={name}",
+                flag,
+                action=_OtherModeOption,
+                help=argparse.SUPPRESS,
+                nargs="*",
+                default=argparse.SUPPRESS,
+                const=f"is an option of {modes_text}; --mode={name}",
             )
     return parser
 
@@ -110,33 +121,43 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         "--exp", metavar="NAME", help="the experiment, such as lm.PyDocs or mypackage.mod.MyLm"
     )
     parser.add_argument(
-        "--packages", metavar="NAME,...", type=names, action="extend", default=[],
+        "--packages",
+        metavar="NAME,...",
+        type=names,
+        action="extend",
+        default=[],
         help="your packages, in which --exp is looked up in addition to praxis_lite.experiments",
     )
+    parser.add_argument("--job_log_dir", metavar="DIR", help="directory of the job's files")
     parser.add_argument(
-        "--job_log_dir", metavar="DIR", help="directory of the job's files"
+        "--mode",
+        metavar="MODE",
+        type=_mode,
+        help=f"{', '.join(modes)}, or module.Class of your package; default: {CommandLine.mode}",
     )
     parser.add_argument(
-        "--mode", metavar="MODE", type=_mode,
-        help=f"{', '.join(modes)}, or module.Class of your package; default: "
-        f"{CommandLine.mode}",
-    )
-    parser.add_argument(
-        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        "--set",
+        dest="settings",
+        metavar="path=value",
+        nargs="+",
+        action="extend",
+        default=[],
         help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
         "of the experiment's class",
     )
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT",
+        "--coordinator",
+        metavar="HOST:PORT",
         help="for a job of several processes: address of the first process. This flag and the "
         "next two are not needed under SLURM, Open MPI and Kubernetes, and on TPU slices",
     )
     parser.add_argument("--num_processes", metavar="N", type=int, help="number of processes")
+    parser.add_argument("--process_id", metavar="K", type=int, help="index of this process, from 0")
     parser.add_argument(
-        "--process_id", metavar="K", type=int, help="index of this process, from 0"
-    )
-    parser.add_argument(
-        "--start_seconds", metavar="S", type=int, default=CommandLine.start_seconds,
+        "--start_seconds",
+        metavar="S",
+        type=int,
+        default=CommandLine.start_seconds,
         help="how long processes wait for each other at the start; default: "
         f"{CommandLine.start_seconds}",
     )
@@ -191,9 +212,10 @@ class _OtherModeOption(argparse.Action):
     """An argparse action that raises an error for an option of other modes."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
         option_string: str | None = None,
     ) -> None:
-        raise ConfigError(
-            f"{self.option_strings[0]} {self.const} does not use it. Remove it."
-        )
+        raise ConfigError(f"{self.option_strings[0]} {self.const} does not use it. Remove it.")

@@ -45,49 +45,68 @@ class Train(Mode):
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         options.add_argument(
-            "--metrics_port", metavar="N", type=_port,
+            "--metrics_port",
+            metavar="N",
+            type=_port,
             help="serve the latest metrics for Prometheus at http://localhost:N/metrics; 0 chooses "
             "a free port and prints it",
         )
         options.add_argument(
-            "--metrics_host", metavar="ADDRESS",
+            "--metrics_host",
+            metavar="ADDRESS",
             help="with --metrics_port: address to listen on, 0.0.0.0 for all interfaces; default: "
             "reachable from this machine only",
         )
         options.add_argument(
-            "--health_dir", metavar="DIR",
+            "--health_dir",
+            metavar="DIR",
             help="directory, for this process only, of the files `alive`, updated every second, "
             "and `ready`, present during training: see docs/clusters.md",
         )
         options.add_argument(
-            "--grace_seconds", metavar="S", type=int,
+            "--grace_seconds",
+            metavar="S",
+            type=int,
             help="how long the cluster waits between SIGTERM and SIGKILL; a warning is printed if "
             "a step and a save take longer",
         )
         options.add_argument(
-            "--elastic", action="store_true",
+            "--elastic",
+            action="store_true",
             help="for several processes: if one dies, hangs or leaves, the others continue on a "
             "mesh of the remaining devices, and it can join again later",
         )
         options.add_argument(
-            "--min_processes", metavar="N", type=int,
+            "--min_processes",
+            metavar="N",
+            type=int,
             help="with --elastic: minimum number of processes; the job waits if there are fewer; "
             "default: 1",
         )
 
     def run(
-        self, command: CommandLine, *, metrics_port: int | None = None,
-        metrics_host: str | None = None, health_dir: str | None = None,
+        self,
+        command: CommandLine,
+        *,
+        metrics_port: int | None = None,
+        metrics_host: str | None = None,
+        health_dir: str | None = None,
         grace_seconds: int | None = None,
     ) -> None:
         """Trains the job. Raises ConfigError like `launch.train`."""
         require(
-            command.elastic or command.min_processes is None, "--min_processes",
-            command.min_processes, "no --min_processes without --elastic", "Add --elastic.",
+            command.elastic or command.min_processes is None,
+            "--min_processes",
+            command.min_processes,
+            "no --min_processes without --elastic",
+            "Add --elastic.",
         )
         require(
-            metrics_host is None or metrics_port is not None, "--metrics_port", metrics_port,
-            "a port, because --metrics_host is given", "Add --metrics_port=N.",
+            metrics_host is None or metrics_port is not None,
+            "--metrics_port",
+            metrics_port,
+            "a port, because --metrics_host is given",
+            "Add --metrics_port=N.",
         )
         trackers = {}
         if metrics_port is not None:
@@ -100,13 +119,17 @@ class Train(Mode):
 
 
 def _cluster_hooks(
-    command: CommandLine, health_dir: str | None, grace_seconds: int | None,
+    command: CommandLine,
+    health_dir: str | None,
+    grace_seconds: int | None,
     stack: contextlib.ExitStack,
 ) -> "list[Hook]":
     """Returns hooks for --health_dir and --grace_seconds. `stack` removes the health files."""
     hooks: list[Hook] = []
     require(
-        grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
+        grace_seconds is None or grace_seconds > 0,
+        "--grace_seconds",
+        grace_seconds,
         "a number of seconds, 1 or more",
     )
     if health_dir is not None or grace_seconds is not None:
@@ -136,8 +159,12 @@ def begin_launch(command: CommandLine) -> "LaunchedConfig":
 
 
 def train_job(
-    command: CommandLine, launched: "LaunchedConfig", tools: "JobTools", *,
-    hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
+    command: CommandLine,
+    launched: "LaunchedConfig",
+    tools: "JobTools",
+    *,
+    hooks: "Sequence[Hook]" = (),
+    trackers: "Mapping[str, Tracker] | None" = None,
     stop_request: type[StopRequest] = StopRequest,
 ) -> "tuple[JobOnMesh, TrainingResult]":
     """Trains the experiment of a command line.

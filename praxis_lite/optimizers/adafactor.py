@@ -221,8 +221,12 @@ class _Step(NamedTuple):
 
 
 def _normalized(
-    grad: jax.Array, slots: WeightSlots, dims: tuple[int, int] | None, decay: jax.Array,
-    epsilon: float, inf_to_nan: Callable[[jax.Array], jax.Array],
+    grad: jax.Array,
+    slots: WeightSlots,
+    dims: tuple[int, int] | None,
+    decay: jax.Array,
+    epsilon: float,
+    inf_to_nan: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, WeightSlots]:
     """Returns the gradient divided by the root of its second moment, and the updated slots."""
 

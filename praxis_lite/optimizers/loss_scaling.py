@@ -46,11 +46,13 @@ class DynamicLossScale:
             ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
             ("min_scale", 0.0 < lowest < math.inf, "a number above 0"),
             (
-                "max_scale", lowest <= highest < math.inf,
+                "max_scale",
+                lowest <= highest < math.inf,
                 f"a number not below min_scale ({lowest})",
             ),
             (
-                "initial_scale", lowest <= self.initial_scale <= highest,
+                "initial_scale",
+                lowest <= self.initial_scale <= highest,
                 f"a number from min_scale ({lowest}) to max_scale ({highest})",
             ),
         ):
@@ -63,9 +65,7 @@ class DynamicLossScale:
             "num_good_steps": jnp.zeros((), jnp.int32),
         }
 
-    def update(
-        self, state: dict[str, jax.Array], is_finite: jax.Array
-    ) -> dict[str, jax.Array]:
+    def update(self, state: dict[str, jax.Array], is_finite: jax.Array) -> dict[str, jax.Array]:
         """Returns the state after a step; `is_finite` is True if loss and gradients are finite."""
         num_good_steps = state["num_good_steps"] + 1
         grows = is_finite & (num_good_steps >= self.growth_interval)

@@ -50,7 +50,10 @@ def low_precision_slots(
       ConfigError: The dtype is not "bfloat16".
     """
     require(
-        dtype == "bfloat16", "low_precision_slots' dtype", dtype, "'bfloat16'",
+        dtype == "bfloat16",
+        "low_precision_slots' dtype",
+        dtype,
+        "'bfloat16'",
         "Other dtypes have a smaller range than float32, so second moments would become 0.",
     )
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))

@@ -400,14 +400,21 @@ def _with_warmup(warmup_steps: int, peak: float, schedule: Schedule) -> Schedule
 
 
 def _warmup_and_decay(
-    name: str, decay: Callable[..., Schedule], warmup_steps: int, decay_start: int, decay_end: int,
-    peak: float, min_ratio: float,
+    name: str,
+    decay: Callable[..., Schedule],
+    warmup_steps: int,
+    decay_start: int,
+    decay_end: int,
+    peak: float,
+    min_ratio: float,
 ) -> Schedule:
     """Returns a schedule like `linear_rampup_polynomial_decay` with any decay; checks settings."""
     steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
-        0 <= warmup_steps <= decay_start <= decay_end, f"{name}: {', '.join(steps)}",
-        tuple(steps.values()), "0 <= warmup_steps <= decay_start <= decay_end",
+        0 <= warmup_steps <= decay_start <= decay_end,
+        f"{name}: {', '.join(steps)}",
+        tuple(steps.values()),
+        "0 <= warmup_steps <= decay_start <= decay_end",
         "All three are counted from step 0.",
     )
     require_positive(name, max=peak)

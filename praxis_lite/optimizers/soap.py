@@ -73,7 +73,10 @@ def soap(
     """
     return optax.chain(
         scale_by_soap(
-            b1=b1, b2=b2, eps=eps, precondition_frequency=precondition_frequency,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            precondition_frequency=precondition_frequency,
             max_precond_dim=max_precond_dim,
         ),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
@@ -124,8 +127,11 @@ def scale_by_soap(
             return optax.tree.zeros_like(params, dtype=jnp.float32)
 
         return SoapState(
-            jnp.zeros((), jnp.int32), zero_moments(), zero_moments(),
-            jax.tree.map(zero_squares, params), jax.tree.map(zero_squares, params),
+            jnp.zeros((), jnp.int32),
+            zero_moments(),
+            zero_moments(),
+            jax.tree.map(zero_squares, params),
+            jax.tree.map(zero_squares, params),
         )
 
     def update(
@@ -201,8 +207,12 @@ def _covariance(g: jax.Array, dim: int) -> jax.Array:
 
 def _first_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
     nu, covariances, bases = slots
-    return nu, covariances, jax.tree.map(
-        lambda c, zeros: _eigenbasis(c) if _is_basis(c) else zeros, covariances, bases
+    return (
+        nu,
+        covariances,
+        jax.tree.map(
+            lambda c, zeros: _eigenbasis(c) if _is_basis(c) else zeros, covariances, bases
+        ),
     )
 
 
@@ -259,7 +269,8 @@ def _apply_if(is_due: jax.Array, fn: Callable[[PyTree], PyTree], slots: PyTree) 
 
         args = jax.tree.map(
             lambda x, mapped: x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape)),
-            args, tuple(is_mapped),
+            args,
+            tuple(is_mapped),
         )
         slots = _apply_if(jnp.any(args[0]), apply_to_stack, args)[1]
         return slots, jax.tree.map(lambda _: True, slots)

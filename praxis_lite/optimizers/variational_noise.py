@@ -38,7 +38,10 @@ class VariationalNoise:
 
     def __post_init__(self):
         require(
-            self.scale > 0, "VariationalNoise.scale", self.scale, "a positive standard deviation",
+            self.scale > 0,
+            "VariationalNoise.scale",
+            self.scale,
+            "a positive standard deviation",
             "For no noise, set variational_noise=None.",
         )
         step = self.start_step

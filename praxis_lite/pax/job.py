@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 
 def begin_job(
-    experiment: str, pax_directory: str | Path, job_log_dir: str | Path, *, step: int | None = None,
-    settings: Sequence[str] = (), ignore: Sequence[str] = (), new: Sequence[str] = (),
+    experiment: str,
+    pax_directory: str | Path,
+    job_log_dir: str | Path,
+    *,
+    step: int | None = None,
+    settings: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
     """Creates a job whose checkpoint at step 0 contains the weights of a Pax checkpoint.
@@ -68,27 +74,56 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _begin(argv: Sequence[str] | None) -> None:
     print_log()
     parser = Parser(
-        prog="python -m praxis_lite.pax.job", allow_abbrev=False,
+        prog="python -m praxis_lite.pax.job",
+        allow_abbrev=False,
         description="Creates a job with the weights of a Pax checkpoint.",
     )
     parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
-    parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
-                        action="extend", default=[], help="as for main.py")
+    parser.add_argument(
+        "--packages",
+        metavar="NAME,...",
+        type=lambda words: words.split(","),
+        action="extend",
+        default=[],
+        help="as for main.py",
+    )
     parser.add_argument("--pax", metavar="DIR", required=True, help="job_log_dir of the Pax job")
-    parser.add_argument("--pax_step", metavar="N", type=int,
-                        help="step of the Pax checkpoint; default: the latest")
-    parser.add_argument("--job_log_dir", metavar="DIR", required=True,
-                        help="new directory for the job")
-    parser.add_argument("--ignore", metavar="PATTERN", nargs="+", default=[],
-                        help="Pax variables to ignore")
-    parser.add_argument("--new", metavar="PATTERN", nargs="+", default=[],
-                        help="weights to initialize, because Pax lacks them")
-    parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
-                        action="extend", default=[], help="settings of the job, as for main.py")
+    parser.add_argument(
+        "--pax_step", metavar="N", type=int, help="step of the Pax checkpoint; default: the latest"
+    )
+    parser.add_argument(
+        "--job_log_dir", metavar="DIR", required=True, help="new directory for the job"
+    )
+    parser.add_argument(
+        "--ignore", metavar="PATTERN", nargs="+", default=[], help="Pax variables to ignore"
+    )
+    parser.add_argument(
+        "--new",
+        metavar="PATTERN",
+        nargs="+",
+        default=[],
+        help="weights to initialize, because Pax lacks them",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        metavar="path=value",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="settings of the job, as for main.py",
+    )
     args = parser.parse_args(argv)
-    job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
-                    settings=args.settings, ignore=args.ignore, new=args.new,
-                    packages=args.packages)
+    job = begin_job(
+        args.exp,
+        args.pax,
+        args.job_log_dir,
+        step=args.pax_step,
+        settings=args.settings,
+        ignore=args.ignore,
+        new=args.new,
+        packages=args.packages,
+    )
     from praxis_lite.trainer.begin_job import next_command
 
     print(next_command(job, args.exp, args.settings, args.packages))

@@ -84,7 +84,8 @@ def mdl_vars_from_pax(
     all_leaves = list(_leaves(model))
     leaves = [leaf for leaf in all_leaves if not _matches_any(leaf.path.partition("/")[2], new)]
     pax_arrays = {
-        path: array for path, array in flat_pax_vars(pax_vars).items()
+        path: array
+        for path, array in flat_pax_vars(pax_vars).items()
         if not _matches_any(path, ignore)
     }
     pax_arrays = _without_prefix(pax_arrays, {_first_name(leaf.pax_path) for leaf in leaves})
@@ -112,8 +113,13 @@ class FromPax:
     step = 0
 
     def __init__(
-        self, variables: Mapping[str, Any], partitioner: Partitioner, *,
-        ignore: Sequence[str] = (), new: Sequence[str] = (), seed: int = 0,
+        self,
+        variables: Mapping[str, Any],
+        partitioner: Partitioner,
+        *,
+        ignore: Sequence[str] = (),
+        new: Sequence[str] = (),
+        seed: int = 0,
     ):
         self._variables, self._model = variables, partitioner.task.model
         self._layout = partitioner.layout.select("mdl_vars")

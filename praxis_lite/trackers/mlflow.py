@@ -43,8 +43,12 @@ class MLflow(Tracker):
         self._client = client = optional_module("mlflow", "MLflow").MlflowClient(self.tracking_uri)
         name = self.experiment or run.experiment
         known = client.get_experiment_by_name(name)
-        experiment_id = known.experiment_id if known else client.create_experiment(
-            name, artifact_location=_artifact_location(self.tracking_uri)
+        experiment_id = (
+            known.experiment_id
+            if known
+            else client.create_experiment(
+                name, artifact_location=_artifact_location(self.tracking_uri)
+            )
         )
         runs = client.search_runs([experiment_id], f"tags.`{RUN_ID_TAG}` = '{run.id}'")
         if runs:
@@ -56,7 +60,8 @@ class MLflow(Tracker):
             before = {}
         texts = {_key(path): str(value)[:_PARAM] for path, value in run.config.items()}
         changed = {
-            _key(f"changed.{path}"): text for path, text in texts.items()
+            _key(f"changed.{path}"): text
+            for path, text in texts.items()
             if before.get(path, text) != text
         }
         for path, text in {**run.facts, **changed}.items():
@@ -68,9 +73,13 @@ class MLflow(Tracker):
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records numbers at a step."""
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[
-            self._entities.Metric(_key(name), value, now, step) for name, value in scalars.items()
-        ])
+        self._client.log_batch(
+            self._id,
+            metrics=[
+                self._entities.Metric(_key(name), value, now, step)
+                for name, value in scalars.items()
+            ],
+        )
 
     def text(self, step: int, name: str, text: str) -> None:
         """Stores a text as an artifact."""

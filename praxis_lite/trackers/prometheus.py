@@ -82,7 +82,9 @@ class PrometheusTextfile(Tracker):
         """Raises ConfigError if the directory does not exist."""
         require(
             self.directory is None or Path(self.directory).is_dir(),
-            "PrometheusTextfile.directory", self.directory, "a directory that exists, or None",
+            "PrometheusTextfile.directory",
+            self.directory,
+            "a directory that exists, or None",
             "Create it, or choose another one.",
         )
 

@@ -49,9 +49,7 @@ class TrackerThread(threading.Thread):
       is_due: The argument `is_due`.
     """
 
-    def __init__(
-        self, name: str, tracker: Tracker, run: TrackedRun, is_due: Callable[[int], bool]
-    ):
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, is_due: Callable[[int], bool]):
         super().__init__(name=f"tracker {name}", daemon=True)
         self.notes: collections.deque[str] = collections.deque()
         # Copy the tracker, because another job may share it in its settings.
@@ -91,7 +89,8 @@ class TrackerThread(threading.Thread):
         if step > self._recorded_evaluation:
             numbers = {
                 f"{dataset}/{name}": float(value)
-                for dataset, metrics in results.items() for name, value in metrics.items()
+                for dataset, metrics in results.items()
+                for name, value in metrics.items()
             }
             self._call(self._tracker.scalars, step, numbers)
 
@@ -115,7 +114,8 @@ class TrackerThread(threading.Thread):
         except BaseException as error:  # Even SystemExit, because a tracker must not end a run.
             self._is_off = True
             self.notes.append(
-                f"note: {error}" if isinstance(error, ConfigError)
+                f"note: {error}"
+                if isinstance(error, ConfigError)
                 else self._failure(error, "training continues without it")
             )
             return

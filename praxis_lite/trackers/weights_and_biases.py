@@ -41,16 +41,26 @@ class WeightsAndBiases(Tracker):
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
             # Do not redirect the job's output or delay the end of the process.
-            console="off", silent=True, disable_git=True, save_code=False,
-            init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS,
+            console="off",
+            silent=True,
+            disable_git=True,
+            save_code=False,
+            init_timeout=_TIMEOUT_SECONDS,
+            finish_timeout=_TIMEOUT_SECONDS,
             # Interval for writing points to disk. Points that are not on disk are lost if the
             # process is killed. The default is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
         self._run = self._wandb.init(
-            id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
-            project=self.project, entity=self.entity, tags=list(self.tags) or None,
-            job_type="train", settings=settings,
+            id=run.id,
+            resume="allow",
+            name=run.name,
+            dir=str(run.job_log_dir),
+            project=self.project,
+            entity=self.entity,
+            tags=list(self.tags) or None,
+            job_type="train",
+            settings=settings,
         )
         facts = {f"facts.{name}": value for name, value in run.facts.items()}
         self._run.config.update({**run.config, **facts}, allow_val_change=True)

@@ -19,13 +19,12 @@ def text_of(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
     numbers = {"": metrics, **evaluations}
     return "".join(
         f", {f'{name} loss'.strip()} {metric_text(float(columns['loss'][-1]))}"
-        for name, columns in numbers.items() if _has_number(columns, "loss")
+        for name, columns in numbers.items()
+        if _has_number(columns, "loss")
     )
 
 
-def html_of(
-    title: str, place: str, metrics: Columns, evaluations: Mapping[str, Columns]
-) -> str:
+def html_of(title: str, place: str, metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
     """Returns an HTML element with a title, the loss curve, and the last metrics of each dataset.
 
     Args:
@@ -39,7 +38,8 @@ def html_of(
     rows = "".join(
         f'<tr><td style="text-align:left"><span style="color:{color}">&#9679;</span> '
         f'{html.escape(name)}</td><td style="text-align:left">{html.escape(numbers)}</td></tr>'
-        for (name, color), numbers in zip(legend(list(evaluations)), last, strict=True) if numbers
+        for (name, color), numbers in zip(legend(list(evaluations)), last, strict=True)
+        if numbers
     )
     return (
         f"<div><b>{html.escape(title)}</b><br><small>{html.escape(place)}</small><br>"
@@ -51,7 +51,8 @@ def _last(columns: Columns, names: tuple[str, ...]) -> str:
     if not len(columns.get("step", ())):
         return ""
     numbers = [
-        f"{name} {columns[name][-1]:.4g}" for name in names
+        f"{name} {columns[name][-1]:.4g}"
+        for name in names
         if name != "step" and _has_number(columns, name)
     ]
     return f"step {columns['step'][-1]}: {', '.join(numbers)}"

@@ -89,7 +89,12 @@ class TrainedModel:
 
     def __reduce__(self) -> tuple[Callable[..., "TrainedModel"], tuple[Any, ...]]:
         return _unpickled, (
-            self._config, self.job.mesh, self._files, self.step, self.experiment, self.stopped_by
+            self._config,
+            self.job.mesh,
+            self._files,
+            self.step,
+            self.experiment,
+            self.stopped_by,
         )
 
     def __repr__(self) -> str:
@@ -160,9 +165,7 @@ class TrainedModel:
         return self._forward(self.mdl_vars, *arrays, **named)
 
     @_naming_settings
-    def evaluate(
-        self, data: str | InputPipeline | Batch | Iterable[Batch]
-    ) -> dict[str, float]:
+    def evaluate(self, data: str | InputPipeline | Batch | Iterable[Batch]) -> dict[str, float]:
         """Evaluates the task's metrics.
 
         Args:

@@ -61,8 +61,11 @@ def compile_step(
     if len(devices) > 1:
         advice += "; use fewer simulated devices, because each holds a copy of replicated arrays"
     host_memory.check_program_fits(
-        compiled, devices, f"{step.title} on {name}",
-        f"{advice}; or use hosts with more memory.", num_processes,
+        compiled,
+        devices,
+        f"{step.title} on {name}",
+        f"{advice}; or use hosts with more memory.",
+        num_processes,
     )
     programs[key] = compiled
     return compiled
@@ -72,8 +75,10 @@ def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
     """Compiles the initialization of the state. Raises OutOfMemory like `compile_step`."""
     lowered = partitioner.init.trace(key).lower()
     host_memory.check_program_fits(
-        mended(lowered, partitioner.mesh).compile(), partitioner.mesh.local_devices,
-        "Initializing the state", f"{SMALLER_STATE}.",
+        mended(lowered, partitioner.mesh).compile(),
+        partitioner.mesh.local_devices,
+        "Initializing the state",
+        f"{SMALLER_STATE}.",
     )
 
 

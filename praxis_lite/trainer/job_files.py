@@ -84,8 +84,6 @@ def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> No
         return
     title = f"{files.path.name}, {step} steps"
     try:
-        plot_loss_curve(
-            files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title
-        )
+        plot_loss_curve(files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title)
     except ConfigError as error:
         note(f"note: {error}")

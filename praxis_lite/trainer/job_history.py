@@ -16,9 +16,7 @@ from praxis_lite.trainer.spike_detector import recent_losses
 __all__ = ("evaluates", "evaluations", "is_complete")
 
 
-def lacks_evaluation(
-    run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int
-) -> bool:
+def lacks_evaluation(run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int) -> bool:
     """Returns whether a job that resumes from `step` was stopped before it evaluated that step.
 
     Step 0, from which an elastic job may resume, is never evaluated.
@@ -27,9 +25,12 @@ def lacks_evaluation(
         return False
     return from_first(
         "lacks evaluation",
-        lambda: bool(eval_sets) and not any(
-            line["step"] == step and str(line.get("dataset")) in eval_sets
-            for line in newest_lines(job.eval_metrics_jsonl)
+        lambda: (
+            bool(eval_sets)
+            and not any(
+                line["step"] == step and str(line.get("dataset")) in eval_sets
+                for line in newest_lines(job.eval_metrics_jsonl)
+            )
         ),
     )
 
@@ -76,7 +77,8 @@ def watched_history(
     if early_stopping is None:
         return {}
     values = {
-        step: metrics[early_stopping.metric] for step, metrics in metrics_by_step(job).items()
+        step: metrics[early_stopping.metric]
+        for step, metrics in metrics_by_step(job).items()
         if step <= last_step and early_stopping.metric in metrics
     }
     return dict(from_first("watched history", lambda: list(values.items())))
@@ -151,9 +153,7 @@ def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
     )
 
 
-def unsound_end(
-    job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]
-) -> str | None:
+def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]) -> str | None:
     """Returns why a job's final weights should not be used and what to do, or None.
 
     Weights should not be used if the last steps were skipped, or if the loss of the last evaluation

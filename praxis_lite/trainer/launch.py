@@ -48,7 +48,10 @@ __all__ = ("train",)
 
 
 def train(
-    job: JobOnMesh, launched: LaunchedConfig, tools: JobTools | None = None, *,
+    job: JobOnMesh,
+    launched: LaunchedConfig,
+    tools: JobTools | None = None,
+    *,
     stop_request: type[StopRequest] = StopRequest,
 ) -> TrainingResult:
     """Trains a new job, or resumes it from its newest saved state.
@@ -84,10 +87,16 @@ def train(
         stack.enter_context(
             events.listening(stack.enter_context(tools.recorder(files, _print_line)))
         )
-        checkpoints = stack.enter_context(Checkpoints(
-            files.checkpoints, saving=run.checkpoints, note=_print_line, config_json=config.json,
-            evaluated=lambda: metrics_by_step(files), saved=stop.saved,
-        ))
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                files.checkpoints,
+                saving=run.checkpoints,
+                note=_print_line,
+                config_json=config.json,
+                evaluated=lambda: metrics_by_step(files),
+                saved=stop.saved,
+            )
+        )
         # This runs just before `checkpoints` waits for a save in progress, so that goodput counts
         # the wait as time spent saving.
         stack.callback(events.begins, SAVE)
@@ -103,9 +112,7 @@ def train(
         events.report(from_step=start.step, source=start.source)
         config.write()
         write_layout(job.partitioner, files)
-        reason = nothing_to_do(
-            run, job.eval_sets, files, start.step, is_resumed=start.is_resumed
-        )
+        reason = nothing_to_do(run, job.eval_sets, files, start.step, is_resumed=start.is_resumed)
         if reason:
             result = _report_nothing_to_do(job, start, reason)
         else:
@@ -141,8 +148,14 @@ def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> 
 
 
 def _train_with_roll_backs(
-    job: JobOnMesh, launched: LaunchedConfig, tools: JobTools, starting_points: StartingPoints,
-    start: StartingPoint, checkpoints: Checkpoints, other_saves: OtherSaves, stop: StopRequest,
+    job: JobOnMesh,
+    launched: LaunchedConfig,
+    tools: JobTools,
+    starting_points: StartingPoints,
+    start: StartingPoint,
+    checkpoints: Checkpoints,
+    other_saves: OtherSaves,
+    stop: StopRequest,
 ) -> TrainingResult:
     """Runs the training loop, repeats it after each roll-back, and then draws the loss curve."""
     run, train_set = job.run, job.datasets[TRAIN]

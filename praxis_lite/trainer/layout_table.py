@@ -15,8 +15,18 @@ from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.text_table import table_lines
 
 __all__ = (
-    "LayoutArray", "bytes_per_device", "host_note", "kind_of", "layout_table", "layout_warnings",
-    "leaf_table", "mesh_text", "padding_notes", "read_layout", "shape_text", "split_text",
+    "LayoutArray",
+    "bytes_per_device",
+    "host_note",
+    "kind_of",
+    "layout_table",
+    "layout_warnings",
+    "leaf_table",
+    "mesh_text",
+    "padding_notes",
+    "read_layout",
+    "shape_text",
+    "split_text",
 )
 
 # Arrays below this size cause no warning.
@@ -51,8 +61,12 @@ class LayoutArray:
     def of(cls, leaf: LeafLayout) -> "LayoutArray":
         """Describes a leaf of a layout."""
         return cls(
-            leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
-            split_text(tuple(leaf.spec)) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
+            leaf.path,
+            shape_text(leaf.shape),
+            shape_text(leaf.padded_shape),
+            str(leaf.dtype),
+            split_text(tuple(leaf.spec)) + _ON_HOST * leaf.is_on_host,
+            leaf.bytes_per_device,
         )
 
 
@@ -103,11 +117,18 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
         decided_by = " ".join(leaf.declared_by.split())
         if len(decided_by) > MAX_DECISION_CHARS:
             decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
-        rows.append((
-            array.path, array.shape, array.padded_shape if has_padding else "", array.dtype,
-            array.spec, f"{array.num_bytes:,}",
-            f"{leaf.padding_share:.1%}" if has_padding else "", decided_by,
-        ))
+        rows.append(
+            (
+                array.path,
+                array.shape,
+                array.padded_shape if has_padding else "",
+                array.dtype,
+                array.spec,
+                f"{array.num_bytes:,}",
+                f"{leaf.padding_share:.1%}" if has_padding else "",
+                decided_by,
+            )
+        )
     lines = table_lines(rows, right=(5, 6))
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])
@@ -117,7 +138,8 @@ def layout_warnings(layout: StateLayout) -> list[str]:
     """Returns warnings about large replicated arrays and about large amounts of padding."""
     num_devices = math.prod(layout.axis_sizes.values())
     replicated = [
-        leaf for leaf in layout.leaves()
+        leaf
+        for leaf in layout.leaves()
         if num_devices > 1 and leaf.num_shards == 1 and leaf.bytes_per_device >= LARGE_BYTES
     ]
     warnings = [
@@ -132,7 +154,8 @@ def layout_warnings(layout: StateLayout) -> list[str]:
     ]
     return warnings + [
         f"{text} Change the size, the mesh, or the mapping."
-        for text, num_bytes in _wasteful(layout) if num_bytes >= LARGE_BYTES
+        for text, num_bytes in _wasteful(layout)
+        if num_bytes >= LARGE_BYTES
     ]
 
 
@@ -154,11 +177,13 @@ def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
     sentences = []
     for (dim, true, padded, axes), leaves in wasteful.items():
         fraction = 1 - true / padded
-        sentences.append((
-            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
-            f"split over {axes}: {fraction:.0%} of it is padding.",
-            fraction * sum(leaf.bytes_per_device for leaf in leaves),
-        ))
+        sentences.append(
+            (
+                f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} "
+                f"to split over {axes}: {fraction:.0%} of it is padding.",
+                fraction * sum(leaf.bytes_per_device for leaf in leaves),
+            )
+        )
     return sentences
 
 
@@ -230,8 +255,11 @@ def shape_text(shape: tuple[int, ...]) -> str:
 def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
     """Formats the mesh axes of each dim of a spec or a mapping as "(replica+data, -)"."""
     entries = [
-        "+".join(map(str, entry)) if isinstance(entry, Sequence) and not isinstance(entry, str)
-        else "-" if entry is None else str(entry)
+        "+".join(map(str, entry))
+        if isinstance(entry, Sequence) and not isinstance(entry, str)
+        else "-"
+        if entry is None
+        else str(entry)
         for entry in split
     ]
     return "(" + ", ".join(entries) + ")"
@@ -239,8 +267,9 @@ def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
 
 def optimizer_report(groups: WeightGroups) -> list[str]:
     """Describes optimizers that update weights jointly, and all optimizers if there are several."""
-    names = {path: group.optimizer_name for group in groups.by_name.values()
-             for path in group.paths}
+    names = {
+        path: group.optimizer_name for group in groups.by_name.values() for path in group.paths
+    }
     members: dict[str, list[tuple[str, int]]] = {}
     for path, spec in spec_items(groups.weight_specs):
         name = names.get(path)
@@ -251,7 +280,8 @@ def optimizer_report(groups: WeightGroups) -> list[str]:
         "of a weight depends on other weights or on random numbers, so it is called with all its "
         "weights together, each layer as a separate array, which takes longer to compile. To clip "
         "by the global norm of the gradients, Learner.clip_gradient_norm_to_value is cheaper"
-        for group in groups.by_name.values() if group.stack_ranks is not None
+        for group in groups.by_name.values()
+        if group.stack_ranks is not None
     ]
     if members.keys() <= {"main optimizer"}:
         return notes

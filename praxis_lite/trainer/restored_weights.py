@@ -26,11 +26,10 @@ def restored_weights(
       The checkpoint's step, and the weights on the mesh.
     """
     layout = partitioner.layout
-    opt_states = partitioner.task.learner.eval_opt_states(
-        layout.shapes.opt_states, use_ema=use_ema
-    )
+    opt_states = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
     with Checkpoints(
-        job_dir.checkpoints, note=lambda line: print(line, flush=True),
+        job_dir.checkpoints,
+        note=lambda line: print(line, flush=True),
         evaluated=lambda: metrics_by_step(job_dir),
     ) as checkpoints:
         restored = checkpoints.restore(

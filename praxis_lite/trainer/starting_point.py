@@ -69,7 +69,8 @@ class StartingPoints:
         if not step_dirs.committed_steps(job.files.checkpoints):
             initial = self._initial()
             check_frozen_base(
-                job.partitioner.learner.groups, initial.paths if initial else (),
+                job.partitioner.learner.groups,
+                initial.paths if initial else (),
                 may_be_new=job.run.frozen_may_be_new,
             )
 
@@ -126,7 +127,10 @@ class StartingPoints:
         print(f"restored the {name} of step {restored.step}", flush=True)
         data = restored.data
         return StartingPoint(
-            restored.step, restored.state, tuple(data.get("skipped", ())), data.get("hooks", {}),
+            restored.step,
+            restored.state,
+            tuple(data.get("skipped", ())),
+            data.get("hooks", {}),
             source,
         )
 

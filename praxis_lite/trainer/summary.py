@@ -28,8 +28,12 @@ def summary(
     columns = columns_in(job.metrics_jsonl)
     with np.errstate(all="ignore"):  # The columns may contain any numbers.
         parts = [
-            _training(columns), _evaluations(job), more(job), _times_of_a_step(columns),
-            *(text for _, _, text in continuations(job, num_prompts)), _files(job),
+            _training(columns),
+            _evaluations(job),
+            more(job),
+            _times_of_a_step(columns),
+            *(text for _, _, text in continuations(job, num_prompts)),
+            _files(job),
         ]
     return printable("\n\n".join(part for part in parts if part))
 

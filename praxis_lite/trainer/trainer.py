@@ -47,8 +47,12 @@ class TrainingResult:
 
 
 def train(
-    job: JobOnMesh, start: StartingPoint, checkpoints: Checkpoints, stop: StopRequest,
-    hooks: Sequence[Hook], note: Callable[[str], None],
+    job: JobOnMesh,
+    start: StartingPoint,
+    checkpoints: Checkpoints,
+    stop: StopRequest,
+    hooks: Sequence[Hook],
+    note: Callable[[str], None],
 ) -> TrainingResult | LossSpike:
     """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
@@ -71,7 +75,13 @@ def train(
       FailedSave: A checkpoint could not be written.
     """
     loop = Loop(
-        job, start.step, start.skipped_batches, checkpoints, stop, hooks, note,
+        job,
+        start.step,
+        start.skipped_batches,
+        checkpoints,
+        stop,
+        hooks,
+        note,
         is_resumed=start.is_resumed,
     )
     events.report(trains_from=start.step)
@@ -113,7 +123,13 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
             if spike := late_metrics.read():
                 return spike
             late_metrics.pending = PendingStep(
-                step, index, packed_outputs, inputs, first_row, input_time, dispatch_time,
+                step,
+                index,
+                packed_outputs,
+                inputs,
+                first_row,
+                input_time,
+                dispatch_time,
                 device_span,
             )
             loop.results = None

@@ -66,14 +66,18 @@ class Certificates(Hook):
         self._digests, self._step = self._compute_digests(state), loop.first_step
         # If its step was not certified, a checkpoint contains the digests of an earlier step.
         if self._saved and self._saved["step"] == loop.first_step:
-            differences = self._agree_on_first([
-                *replica_differences(self._layout, self._mesh, self._digests),
-                *restored_state_differences(
-                    self._layout, self._mesh, self._saved, self._digests
-                ),
-            ])
+            differences = self._agree_on_first(
+                [
+                    *replica_differences(self._layout, self._mesh, self._digests),
+                    *restored_state_differences(
+                        self._layout, self._mesh, self._saved, self._digests
+                    ),
+                ]
+            )
             self._record(
-                loop.first_step, began, differences,
+                loop.first_step,
+                began,
+                differences,
                 num_digests=2 * len(self._digests.by_leaf),
             )
             if differences:
@@ -93,8 +97,11 @@ class Certificates(Hook):
         with events.phase(COMPILE):
             try:
                 self._certifier = Certifier(
-                    job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec,
-                    job.run.seed, state,
+                    job.partitioner,
+                    lambda mesh: partitioner_on(job.job, mesh),
+                    spec,
+                    job.run.seed,
+                    state,
                 )
             except (ConfigError, OutOfMemory) as error:
                 self._warn_without_reruns(error)
@@ -119,8 +126,10 @@ class Certificates(Hook):
         loop, run = self._loop, self._job.run
         intervals = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
         return (
-            is_last or any(every is not None and step % every == 0 for every in intervals)
-            or loop.consensus.save_is_due or loop.checkpoints.retry_is_due()
+            is_last
+            or any(every is not None and step % every == 0 for every in intervals)
+            or loop.consensus.save_is_due
+            or loop.checkpoints.retry_is_due()
         )
 
     def after_step(self, dispatched: DispatchedStep) -> str | None:
@@ -202,32 +211,50 @@ class Certificates(Hook):
         return {"step": self._step, **self._digests.to_save()}
 
     def _record(
-        self, step: int, began: float, differences: Sequence[Difference],
-        certified: CertifiedStep | None = None, num_digests: int | None = None,
+        self,
+        step: int,
+        began: float,
+        differences: Sequence[Difference],
+        certified: CertifiedStep | None = None,
+        num_digests: int | None = None,
     ) -> None:
         """Appends a line to certificates.jsonl, in the first process."""
         if not self._loop.is_first:
             return
         comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
         closest = max(comparisons, key=lambda x: x.share, default=None)
-        append_lines(self._job.files.certificates_jsonl, [{
-            "step": step, "time": time.time(),
-            "rows": 0 if certified is None else self._certifier.num_rows,
-            "meshes": self._meshes(certified),
-            "certified": not differences,
-            "num_comparisons": len(comparisons) + (num_digests or len(self._digests.by_leaf)),
-            "closest": None if closest is None else {
-                "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
-            },
-            "update": None if certified is None or certified.update is None else {
-                "arrays": certified.update.num_arrays, "of_arrays": certified.update.of_arrays,
-                "bits": certified.update.is_exact,
-            },
-            "repeated": certified is not None and certified.draw > 0,
-            "seconds": time.perf_counter() - began,
-            "state_digest": self._digests.of_state,
-            "difference": as_json(differences[0] if differences else None),
-        }])
+        append_lines(
+            self._job.files.certificates_jsonl,
+            [
+                {
+                    "step": step,
+                    "time": time.time(),
+                    "rows": 0 if certified is None else self._certifier.num_rows,
+                    "meshes": self._meshes(certified),
+                    "certified": not differences,
+                    "num_comparisons": len(comparisons)
+                    + (num_digests or len(self._digests.by_leaf)),
+                    "closest": None
+                    if closest is None
+                    else {
+                        "leaf": closest.leaf,
+                        "share": closest.share,
+                        "mesh": closest.mesh,
+                    },
+                    "update": None
+                    if certified is None or certified.update is None
+                    else {
+                        "arrays": certified.update.num_arrays,
+                        "of_arrays": certified.update.of_arrays,
+                        "bits": certified.update.is_exact,
+                    },
+                    "repeated": certified is not None and certified.draw > 0,
+                    "seconds": time.perf_counter() - began,
+                    "state_digest": self._digests.of_state,
+                    "difference": as_json(differences[0] if differences else None),
+                }
+            ],
+        )
 
     def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}

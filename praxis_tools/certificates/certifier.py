@@ -107,7 +107,11 @@ class Certifier:
     """
 
     def __init__(
-        self, partitioner: Partitioner, build: Build, element_spec: PyTree, seed: int,
+        self,
+        partitioner: Partitioner,
+        build: Build,
+        element_spec: PyTree,
+        seed: int,
         state: TrainState,
     ):
         self.partitioner, self.build, self.seed = partitioner, build, seed
@@ -121,7 +125,8 @@ class Certifier:
         self.spec, self.num_rows = self._smallest_batch(element_spec)
         reordered = reorder_devices(partitioner.mesh, self.order)
         self.reruns = [
-            self.rerun_on(partitioner), self.rerun_on(build(reordered)),
+            self.rerun_on(partitioner),
+            self.rerun_on(build(reordered)),
             *self._reruns_on_another_mesh(),
         ]
         self.is_exact = has_order_independent_sums(partitioner.mesh, reordered)
@@ -172,7 +177,8 @@ class Certifier:
             smaller_spec = jax.tree.map(
                 lambda x, n=num_rows: jax.ShapeDtypeStruct(
                     (n, *x.shape[1:]) if x.shape else (), x.dtype
-                ), spec
+                ),
+                spec,
             )
             with contextlib.suppress(ConfigError):
                 self.partitioner.train_step.check_batch(smaller_spec)
@@ -202,7 +208,9 @@ class Certifier:
         for rerun in list(self.reruns):
             weights = rerun.partitioner.layout.select("mdl_vars").leaves()
             check = functools.partial(
-                check_device_memory, rerun.compile(), rerun.mesh.local_devices,
+                check_device_memory,
+                rerun.compile(),
+                rerun.mesh.local_devices,
                 f"A certificate on the mesh {rerun.name}",
                 # A different mesh needs a second copy of the weights in its own layout.
                 0 if rerun.is_job_mesh else sum(leaf.bytes_per_device for leaf in weights),
@@ -229,8 +237,9 @@ class Certifier:
             self.update = None
             self.notes.append(f"{message} So updates are not recomputed.")
 
-    def rows(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int,
-             draw: int = 0) -> Rows:
+    def rows(
+        self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int, draw: int = 0
+    ) -> Rows:
         """Returns random rows of a batch, determined by the seed, the step and the draw."""
         seed = (self.seed, step, draw)
         chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
@@ -264,8 +273,14 @@ class Certifier:
             return certified
         self._compilation.result()
         update = self.update.compare(
-            state, batch, key, certified.baseline, certified.nudged[0], certified.rows.salt,
-            self.reruns[0].rounding, any_process,
+            state,
+            batch,
+            key,
+            certified.baseline,
+            certified.nudged[0],
+            certified.rows.salt,
+            self.reruns[0].rounding,
+            any_process,
         )
         self.update.lower()
         self._compilation = self._thread.submit(self._compile)
@@ -297,8 +312,14 @@ class Certifier:
             nudged += [job_rerun.measure(rows, job_rerun.rounding, pattern) for pattern in patterns]
             comparisons = compare()
         return CertifiedStep(
-            comparisons, baseline, nudged, others[0] if others else None, rows, is_device_fault,
-            draw, draw_rows,
+            comparisons,
+            baseline,
+            nudged,
+            others[0] if others else None,
+            rows,
+            is_device_fault,
+            draw,
+            draw_rows,
         )
 
     def compare_reordered(

@@ -98,7 +98,8 @@ def position_text(mesh: Mesh, position: int) -> str:
     """Returns a device's position along each axis of size above 1, such as "data 3, mdl 1"."""
     coordinates = np.unravel_index(position, mesh.devices.shape)
     return ", ".join(
-        f"{axis} {int(i)}" for axis, i in zip(mesh.axis_names, coordinates, strict=True)
+        f"{axis} {int(i)}"
+        for axis, i in zip(mesh.axis_names, coordinates, strict=True)
         if mesh.shape[axis] > 1
     )
 
@@ -107,8 +108,13 @@ def replica_differences(layout: StateLayout, mesh: Mesh, digests: Digests) -> li
     """Returns a difference for each array whose replicas are not equal."""
     return [
         Difference(
-            DEVICE, "replicas", device_text(mesh, x.positions), "+".join(x.axes),
-            layer_of_leaf(layout, x.leaf), x.leaf, mesh_name(mesh.shape),
+            DEVICE,
+            "replicas",
+            device_text(mesh, x.positions),
+            "+".join(x.axes),
+            layer_of_leaf(layout, x.leaf),
+            x.leaf,
+            mesh_name(mesh.shape),
         )
         for x in digests.replica_mismatches()
     ]
@@ -134,8 +140,13 @@ def restored_state_differences(
     axes = "+".join(split_axes(mesh.shape))
     return [
         Difference(
-            DEVICE, "restored state", device_text(mesh, positions), axes,
-            layer_of_leaf(layout, leaf), leaf, mesh_name(mesh.shape),
+            DEVICE,
+            "restored state",
+            device_text(mesh, positions),
+            axes,
+            layer_of_leaf(layout, leaf),
+            leaf,
+            mesh_name(mesh.shape),
         )
         for leaf in changed_keys(saved["leaves"], digests.by_leaf)
     ]
@@ -198,10 +209,15 @@ class CauseSearch:
         same_kind = [x for x in failed if x.what == failed[0].what]
         worst = max(in_layer or same_kind, key=lambda x: (x.share, x.difference))
         return Difference(
-            DEVICE if positions else PROGRAM, worst.what, device_text(self._mesh, positions),
+            DEVICE if positions else PROGRAM,
+            worst.what,
+            device_text(self._mesh, positions),
             position_text(self._mesh, positions[0]) if len(positions) == 1 else axes,
-            layer or layer_of_leaf(self._layout, worst.leaf), worst.leaf,
-            mesh_name(self._mesh.shape), worst.difference, worst.tolerance,
+            layer or layer_of_leaf(self._layout, worst.leaf),
+            worst.leaf,
+            mesh_name(self._mesh.shape),
+            worst.difference,
+            worst.tolerance,
         )
 
     # Device faults: a device's errors move with it to other positions in the mesh.
@@ -247,7 +263,8 @@ class CauseSearch:
                 (list(pair) for pair in pairs if not self._differs_if_rotated(list(pair))), []
             )
         faulty = [
-            x for x in candidates
+            x
+            for x in candidates
             if x not in correct and correct and self._differs_if_rotated([x, correct[0]])
         ]
         return faulty or candidates or all_positions
@@ -315,9 +332,7 @@ class CauseSearch:
             {k: x + measures.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
             for measures in self._certified.nudged
         ]
-        return any_process_differs(
-            tolerances.by_rounding("", other.leaves, nudged, actual.leaves)
-        )
+        return any_process_differs(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
 
 
 def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:

@@ -90,7 +90,8 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
     if len(own) == 1:
         return [with_copies(size // divisors[1], divisors[1]), replicated]
     shapes = [
-        shape for shape in itertools.product(divisors, repeat=len(own))
+        shape
+        for shape in itertools.product(divisors, repeat=len(own))
         if math.prod(shape) == size and shape != own
     ]
 
@@ -126,7 +127,8 @@ class MeshTransfer:
         self._run = jax.jit(transfer, in_shardings=(in_shardings,), out_shardings=self._shardings)
         self._abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            source.padded_shapes, in_shardings,
+            source.padded_shapes,
+            in_shardings,
         )
 
     def compile(self) -> None:
@@ -164,7 +166,10 @@ def _block_sender(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree],
         return jax.lax.ppermute(x, target.axis_names, permutation)
 
     return jax.shard_map(
-        lambda tree: jax.tree.map(send, tree), mesh=target, in_specs=(specs,), out_specs=specs,
+        lambda tree: jax.tree.map(send, tree),
+        mesh=target,
+        in_specs=(specs,),
+        out_specs=specs,
         check_vma=False,
     )
 
@@ -200,6 +205,8 @@ def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer
 def weight_transfer(source: Partitioner, target: Partitioner) -> MeshTransfer:
     """Returns a function that moves weights to a partitioner's mesh of the same devices."""
     return MeshTransfer(
-        source.layout.select("mdl_vars"), source.mesh,
-        target.layout.select("mdl_vars"), target.mesh,
+        source.layout.select("mdl_vars"),
+        source.mesh,
+        target.layout.select("mdl_vars"),
+        target.mesh,
     )

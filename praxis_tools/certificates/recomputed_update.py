@@ -51,8 +51,14 @@ class Rounding:
 
 
 def recompute_state(
-    partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array, rounding: Rounding,
-    *, actual_num_skipped: jax.Array, chosen: Collection[str],
+    partitioner: Partitioner,
+    old: TrainState,
+    inputs: PyTree,
+    key: jax.Array,
+    rounding: Rounding,
+    *,
+    actual_num_skipped: jax.Array,
+    chosen: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Recomputes arrays in the state after a step.
 
@@ -79,7 +85,11 @@ def recompute_state(
     # The median is robust against weights whose gradient consists of rounding errors.
     median_share = jnp.median(jnp.stack([*rounding.shares.values(), jnp.float32(_LEAST_SHARE)]))
     is_kept = plain_update.is_step_kept(
-        bound, old.opt_states, norms, is_finite, TIMES_ROUNDING * median_share + _OF_CHANGE,
+        bound,
+        old.opt_states,
+        norms,
+        is_finite,
+        TIMES_ROUNDING * median_share + _OF_CHANGE,
         actual_num_skipped == old.opt_states["num_skipped_steps"],
     )
 
@@ -105,7 +115,8 @@ def recompute_state(
         if jnp.issubdtype(x.dtype, jnp.floating):
             change, error = jnp.abs(x - before[path]), errors["of_model"][path]
             tolerances[path] = _arithmetic_error(before[path], x) + TIMES_ROUNDING * jnp.where(
-                rounding.num_nudges > 0, error + _rms(error),
+                rounding.num_nudges > 0,
+                error + _rms(error),
                 median_share * (change.astype(jnp.float32) + _rms(change)),
             )
     new |= plain_update.updated_counts(bound, old, is_kept, is_finite)
@@ -127,8 +138,13 @@ class _RecordingLearner(BoundLearner):
 
 
 def _gradients(
-    partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array,
-    chosen: Collection[str], salt: jax.Array, nudge: jax.Array,
+    partitioner: Partitioner,
+    old: TrainState,
+    inputs: PyTree,
+    key: jax.Array,
+    chosen: Collection[str],
+    salt: jax.Array,
+    nudge: jax.Array,
 ) -> dict[str, Any]:
     """Computes the loss and the gradients of a step, optionally with perturbed weights.
 
@@ -148,13 +164,17 @@ def _gradients(
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)
     new, outputs = steps.train_step(
-        partitioner.task, TrainState(old.step, {**old.mdl_vars, "params": params}, old.opt_states),
-        inputs, key, learner=_RecordingLearner(bound.learner, bound.groups),
+        partitioner.task,
+        TrainState(old.step, {**old.mdl_vars, "params": params}, old.opt_states),
+        inputs,
+        key,
+        learner=_RecordingLearner(bound.learner, bound.groups),
         value_and_grad=partitioner.gradients.value_and_grad,
     )
     old_params = dict(leaves_with_path(params))
     of_model = {
-        f"mdl_vars/params/{path}": x for path, x in leaves_with_path(new.mdl_vars["params"])
+        f"mdl_vars/params/{path}": x
+        for path, x in leaves_with_path(new.mdl_vars["params"])
         if x is not old_params[path]
     }
     of_model |= {
@@ -165,7 +185,8 @@ def _gradients(
     return {
         "grads": {path: g for path, g in grads.items() if f"mdl_vars/params/{path}" in chosen},
         "squares": {path: jnp.sum(jnp.square(g)) for path, g in grads.items()},
-        "loss": outputs["learner"]["loss"], "of_model": of_model,
+        "loss": outputs["learner"]["loss"],
+        "of_model": of_model,
     }
 
 
@@ -194,16 +215,23 @@ def _gradients_and_errors(
 
     shapes = jax.eval_shape(gradients, rounding.salt, rounding.nudge)
     zeros = jax.tree.map(
-        lambda x: jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), x.shape)
-        if _is_key(x) else jnp.zeros(x.shape, x.dtype), shapes
+        lambda x: (
+            jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), x.shape)
+            if _is_key(x)
+            else jnp.zeros(x.shape, x.dtype)
+        ),
+        shapes,
     )
     zero_errors = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
     return jax.lax.fori_loop(0, rounding.num_nudges + 1, body, (zeros, zero_errors))
 
 
 def _update_and_tolerances(
-    update: Callable[..., dict[str, Any]], grads: dict[str, jax.Array],
-    deltas: dict[str, jax.Array], before: Mapping[str, jax.Array], salt: jax.Array,
+    update: Callable[..., dict[str, Any]],
+    grads: dict[str, jax.Array],
+    deltas: dict[str, jax.Array],
+    before: Mapping[str, jax.Array],
+    salt: jax.Array,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the update and a tolerance for each element.
 
@@ -268,9 +296,7 @@ def path_suffixes(path: str) -> list[str]:
 
 def _arithmetic_error(before: jax.Array, after: jax.Array) -> jax.Array:
     """Returns the error of each element due to rounding in the optimizer's arithmetic."""
-    size = jnp.maximum(
-        jnp.abs(before).astype(jnp.float32), jnp.abs(after).astype(jnp.float32)
-    )
+    size = jnp.maximum(jnp.abs(before).astype(jnp.float32), jnp.abs(after).astype(jnp.float32))
     change = jnp.abs(after.astype(jnp.float32) - before.astype(jnp.float32))
     epsilon = float(jnp.finfo(after.dtype).eps)
     return _ULPS * epsilon * size + _OF_CHANGE * change

@@ -122,8 +122,13 @@ class Rerun:
         self.rounding = 0.0
 
     def function(
-        self, mdl_vars: PyTree, scalars: Mapping[str, Any], batch: GlobalBatch, key: jax.Array,
-        salts: jax.Array, nudge: jax.Array,
+        self,
+        mdl_vars: PyTree,
+        scalars: Mapping[str, Any],
+        batch: GlobalBatch,
+        key: jax.Array,
+        salts: jax.Array,
+        nudge: jax.Array,
     ) -> dict[str, Any]:
         """Computes the loss, and measures and digests of the gradients.
 
@@ -147,7 +152,10 @@ class Rerun:
                 scalars["step"], {**mdl_vars, "params": params}, dict(scalars["opt_states"])
             )
             _, outputs = steps.train_step(
-                partitioner.task, state, partitioner.where.inputs(batch), key,
+                partitioner.task,
+                state,
+                partitioner.where.inputs(batch),
+                key,
                 learner=_MeasuringLearner(bound.learner, bound.groups, salt=salts[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,
             )
@@ -166,12 +174,15 @@ class Rerun:
         jitted = jax.jit(
             without_xla_errors(self.function, also=narrow_scans),
             in_shardings=(weight_shardings, replicated, None, *(replicated,) * 3),
-            out_shardings=replicated, compiler_options=self.partitioner.compiler_options,
+            out_shardings=replicated,
+            compiler_options=self.partitioner.compiler_options,
         )
         batch = abstract_global_batch(element_spec, self.mesh)
         replicated_args = (
-            dict(scalars), jax.eval_shape(lambda: jax.random.key(0)),
-            jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32),
+            dict(scalars),
+            jax.eval_shape(lambda: jax.random.key(0)),
+            jax.ShapeDtypeStruct((2,), jnp.uint32),
+            jax.ShapeDtypeStruct((), jnp.float32),
         )
         scalars, *others = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), replicated_args
@@ -243,13 +254,15 @@ def compare_bits(expected: Measures, actual: Measures) -> list[Comparison]:
     for comparison in tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves):
         leaf, difference = comparison.leaf, comparison.difference
         # Gradients can differ in some bits although their norms and projections are equal.
-        if leaf in expected.digests and not difference and not np.array_equal(
-            expected.digests[leaf], actual.digests[leaf]
+        if (
+            leaf in expected.digests
+            and not difference
+            and not np.array_equal(expected.digests[leaf], actual.digests[leaf])
         ):
             difference = float(np.spacing(np.max(np.abs(expected.leaves[leaf]))))
-        comparisons.append(dataclasses.replace(
-            comparison, what=tolerances.kind_of(leaf), difference=difference
-        ))
+        comparisons.append(
+            dataclasses.replace(comparison, what=tolerances.kind_of(leaf), difference=difference)
+        )
     return comparisons
 
 

@@ -51,8 +51,11 @@ class StateDigests:
     def __init__(self, layout: StateLayout, mesh: Mesh):
         self._mesh, self._leaves = mesh, list(layout.leaves())
         digest_on_each_device = jax.shard_map(
-            self._digest_blocks, mesh=mesh, in_specs=(jax.tree.leaves(layout.specs),),
-            out_specs=PartitionSpec(mesh.axis_names), check_vma=False,
+            self._digest_blocks,
+            mesh=mesh,
+            in_specs=(jax.tree.leaves(layout.specs),),
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
         )
         self._run = jax.jit(
             lambda state: digest_on_each_device(jax.tree.leaves(to_device(state))),
@@ -135,7 +138,9 @@ class Digests:
     def to_save(self) -> dict[str, Any]:
         """Returns the digests as JSON values to save with the state."""
         return {
-            "state": self.of_state, "leaves": self.by_leaf, "places": self.by_position(),
+            "state": self.of_state,
+            "leaves": self.by_leaf,
+            "places": self.by_position(),
             "mesh": dict(self._mesh.shape),
         }
 
@@ -145,7 +150,9 @@ class Digests:
             wrong: list[int] = []
             for positions in self._replica_groups(leaf):
                 values, value_of_position, counts = np.unique(
-                    self._by_device[positions, number], axis=0, return_inverse=True,
+                    self._by_device[positions, number],
+                    axis=0,
+                    return_inverse=True,
                     return_counts=True,
                 )
                 if len(values) > 1:
@@ -153,8 +160,10 @@ class Digests:
                     has_majority = np.sum(counts == counts.max()) == 1
                     majority = np.argmax(counts) if has_majority else -1
                     wrong += [
-                        position for position, value
-                        in zip(positions, value_of_position.reshape(-1), strict=True)
+                        position
+                        for position, value in zip(
+                            positions, value_of_position.reshape(-1), strict=True
+                        )
                         if value != majority
                     ]
             if wrong:

@@ -89,7 +89,10 @@ class UpdateCheck:
     """
 
     def __init__(
-        self, partitioner: Partitioner, element_spec: PyTree, note: Callable[[str], None],
+        self,
+        partitioner: Partitioner,
+        element_spec: PyTree,
+        note: Callable[[str], None],
         max_bytes: int | None = None,
     ):
         self._partitioner, self._layout = partitioner, partitioner.layout
@@ -165,8 +168,15 @@ class UpdateCheck:
         return self._snapshot_step == step - 1
 
     def compare(
-        self, state: TrainState, batch: GlobalBatch, key: jax.Array, measures: Measures,
-        nudged: Measures, salt: int, rounding: float, agree: Callable[[bool], bool],
+        self,
+        state: TrainState,
+        batch: GlobalBatch,
+        key: jax.Array,
+        measures: Measures,
+        nudged: Measures,
+        salt: int,
+        rounding: float,
+        agree: Callable[[bool], bool],
     ) -> UpdateComparison:
         """Compares a state with the state recomputed from the snapshot, and frees the snapshot.
 
@@ -199,10 +209,17 @@ class UpdateCheck:
         comparisons, positions = [], {}
         for number, path in enumerate(paths):
             share, difference, tolerance = differences[np.argmax(differences[:, number, 0]), number]
-            comparisons.append(Comparison(
-                UPDATE, tolerances.kind_of(path), path, None, float(difference), float(tolerance),
-                _BY_HAND,
-            ))
+            comparisons.append(
+                Comparison(
+                    UPDATE,
+                    tolerances.kind_of(path),
+                    path,
+                    None,
+                    float(difference),
+                    float(tolerance),
+                    _BY_HAND,
+                )
+            )
             if share > 1:
                 positions[path] = tuple(np.flatnonzero(differences[:, number, 0] > 1).tolist())
         if self.is_exact:
@@ -236,7 +253,8 @@ class UpdateCheck:
         return [
             Comparison(
                 UPDATE, tolerances.kind_of(path), path, None, float(path in wrong), 0.0, _SAME_BITS
-            ) for path in self._leaves
+            )
+            for path in self._leaves
         ], wrong
 
     @property
@@ -248,7 +266,8 @@ class UpdateCheck:
         part = self.parts[self._part]
         # Gradients depend on all weights and on the loss scale, so these are always included.
         return {
-            path for path in self._leaves
+            path
+            for path in self._leaves
             if path in part or path.startswith(("mdl_vars/", "opt_states/loss_scale/"))
         }
 
@@ -259,12 +278,14 @@ class UpdateCheck:
         run = jax.jit(
             without_xla_errors(functools.partial(self._differences, paths), also=narrow_scans),
             in_shardings=(*(self._layout.shardings(mesh),) * 2, None, *(replicated,) * 5),
-            out_shardings=replicated, compiler_options=partitioner.compiler_options,
+            out_shardings=replicated,
+            compiler_options=partitioner.compiler_options,
         )
         scalars = (
             jax.eval_shape(lambda: jax.random.key(0)),
             jax.ShapeDtypeStruct((len(self._trained_paths),), jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.float32),
             jax.ShapeDtypeStruct((), jnp.uint32),
         )
         scalars = jax.tree.map(
@@ -274,8 +295,14 @@ class UpdateCheck:
         return mended(traced.lower(), mesh)
 
     def _differences(
-        self, paths: Sequence[str], before: TrainState, state: TrainState, batch: GlobalBatch,
-        key: jax.Array, shares: jax.Array, *rounding: jax.Array,
+        self,
+        paths: Sequence[str],
+        before: TrainState,
+        state: TrainState,
+        batch: GlobalBatch,
+        key: jax.Array,
+        shares: jax.Array,
+        *rounding: jax.Array,
     ) -> jax.Array:
         """Recomputes arrays in a state and compares them with the actual arrays.
 
@@ -287,8 +314,12 @@ class UpdateCheck:
         share_by_path = {path: shares[i] for i, path in enumerate(self._trained_paths)}
         with partitioner.where.tracing():
             expected, allowed = recompute_state(
-                partitioner, self._layout.unpad(before), partitioner.where.inputs(batch), key,
-                Rounding(share_by_path, *rounding), chosen=set(paths),
+                partitioner,
+                self._layout.unpad(before),
+                partitioner.where.inputs(batch),
+                key,
+                Rounding(share_by_path, *rounding),
+                chosen=set(paths),
                 actual_num_skipped=state.opt_states["num_skipped_steps"],
             )
         actual = dict(leaves_with_path(to_device(state)))
@@ -307,8 +338,11 @@ class UpdateCheck:
             for x, spec in zip(padded_leaves(expected), specs, strict=True)
         ]
         return jax.shard_map(
-            lambda *blocks: jnp.stack(list(map(_worst_element, *blocks)))[None], mesh=mesh,
-            in_specs=(specs,) * 3, out_specs=PartitionSpec(mesh.axis_names), check_vma=False,
+            lambda *blocks: jnp.stack(list(map(_worst_element, *blocks)))[None],
+            mesh=mesh,
+            in_specs=(specs,) * 3,
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
         )(padded_leaves(expected), padded_leaves(actual), padded_leaves(allowed))
 
 
@@ -322,13 +356,9 @@ def _worst_element(expected: jax.Array, actual: jax.Array, allowed: jax.Array) -
     else:
         larger, smaller = jnp.maximum(actual, expected), jnp.minimum(actual, expected)
         difference = (larger - smaller).astype(jnp.float32)
-    difference = jnp.where(
-        is_same, 0.0, jnp.where(jnp.isnan(difference), jnp.inf, difference)
-    )
+    difference = jnp.where(is_same, 0.0, jnp.where(jnp.isnan(difference), jnp.inf, difference))
     allowed = jnp.broadcast_to(allowed, difference.shape)
-    share = jnp.where(
-        difference == 0, 0.0, jnp.where(allowed > 0, difference / allowed, jnp.inf)
-    )
+    share = jnp.where(difference == 0, 0.0, jnp.where(allowed > 0, difference / allowed, jnp.inf))
     share = jnp.where(jnp.isnan(share), jnp.where(difference < jnp.inf, 0.0, jnp.inf), share)
     index = jnp.argmax(share)
     return jnp.stack([x.reshape(-1)[index] for x in (share, difference, allowed)])
@@ -378,7 +408,8 @@ def _split_into_parts(
 
     def num_bytes(paths: Iterable[str], of_weights: bool = False) -> int:
         return sum(
-            leaves[path].bytes_per_device for path in paths
+            leaves[path].bytes_per_device
+            for path in paths
             if path.startswith("mdl_vars/") == of_weights
         )
 

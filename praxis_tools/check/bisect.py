@@ -13,11 +13,26 @@ from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, names_of
 from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.explain.hlo_layers import GRADIENT_OF
 
-OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
-               "variables", "counts", "padding", "initial state")
+OF_TRAINING = (
+    "loss",
+    "metrics",
+    "gradients",
+    "learner",
+    "weights",
+    "slots",
+    "averages",
+    "variables",
+    "counts",
+    "padding",
+    "initial state",
+)
 # Errors that a model or XLA raises on a mesh that it does not support.
 MODEL_ERRORS = (
-    ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError,
+    ConfigError,
+    jax.errors.JaxRuntimeError,
+    TypeError,
+    ValueError,
+    NotImplementedError,
 )
 # Scopes of the partitioner that are not layers.
 _PARTITIONER_SCOPES = ("inputs", "unpad", "pad")
@@ -49,7 +64,13 @@ def first_difference(
     if not layer:
         layer = layer_of(worst.leaf, names_of(check.one_device.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
-        worst.what, layer, worst.leaf, worst.step, axis, worst.mesh, worst.difference,
+        worst.what,
+        layer,
+        worst.leaf,
+        worst.step,
+        axis,
+        worst.mesh,
+        worst.difference,
         worst.tolerance,
     )
 
@@ -76,13 +97,12 @@ def _fewest_axes(
     """Returns the smallest set of axes for which a mesh with only these axes also differs."""
     for num_axes in range(1, len(axes)):
         for subset in itertools.combinations(axes, num_axes):
-            shape = tuple(
-                size if axis in subset else 1 for axis, size in runner.mesh.shape.items()
-            )
+            shape = tuple(size if axis in subset else 1 for axis, size in runner.mesh.shape.items())
             try:
                 smaller = check.on_mesh(shape)
                 comparisons = (
-                    check.compare_initial(smaller) if first.what == "initial state"
+                    check.compare_initial(smaller)
+                    if first.what == "initial state"
                     else check.compare_training(smaller, (first.step or 0) + 1)
                 )
             except MODEL_ERRORS:

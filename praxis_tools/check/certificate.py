@@ -134,9 +134,14 @@ class Certificate:
     def _cells(self) -> list[tuple[str, ...]]:
         header = ("mesh", "what", "number", "difference", "tolerance", "why")
         return [header] + [
-            (worst.mesh, worst.what, f"{count:,}", _number(worst.difference),
-             _number(worst.tolerance),
-             worst.why if worst.is_equal else f"DIFFERS at {_leaf_and_step(worst)}")
+            (
+                worst.mesh,
+                worst.what,
+                f"{count:,}",
+                _number(worst.difference),
+                _number(worst.tolerance),
+                worst.why if worst.is_equal else f"DIFFERS at {_leaf_and_step(worst)}",
+            )
             for worst, count in self.rows()
         ]
 
@@ -175,14 +180,13 @@ def _row(tag: str, cells: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{style}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def differences(
-    expected: Mapping[str, Any], actual: Mapping[str, Any]
-) -> dict[str, float]:
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> dict[str, float]:
     """Returns the largest absolute difference in each leaf; infinity for leaves without a match."""
     names = [*expected, *(name for name in actual if name not in expected)]
     return {
         name: _difference(expected[name], actual[name])
-        if name in expected and name in actual else math.inf
+        if name in expected and name in actual
+        else math.inf
         for name in names
     }
 

@@ -77,8 +77,14 @@ class Check:
     """
 
     def __init__(
-        self, config: "fdl.Config[Job]", experiment: str, *, num_steps: int,
-        parts: Sequence[str] | None, packages: Sequence[str], print_text: Callable[[str], None],
+        self,
+        config: "fdl.Config[Job]",
+        experiment: str,
+        *,
+        num_steps: int,
+        parts: Sequence[str] | None,
+        packages: Sequence[str],
+        print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
         self.certificate, self.meshes = Certificate(experiment), {}
@@ -195,9 +201,7 @@ class Check:
     @functools.cached_property
     def is_random(self) -> bool:
         """Whether a training step draws random numbers."""
-        return self.one_device.traced(
-            self.one_device.partitioner.train_step, self.batches[0]
-        ).draws
+        return self.one_device.traced(self.one_device.partitioner.train_step, self.batches[0]).draws
 
     def train_reference(
         self, runner: TaskRunner, num_steps: int, *, nudged: bool = False
@@ -221,11 +225,16 @@ class Check:
             reports, last, _ = runner.train(state, self.batches[:num_steps], self.seed)
             losses = [report["metrics/loss/value"] for report in reports]
             require(
-                np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
+                np.isfinite(losses).all(),
+                "The loss on one device",
+                losses,
+                "finite numbers",
                 "Fix the experiment first: infinities and NaNs cannot be compared.",
             )
             infinite = [
-                name for report in reports for name, x in report.items()
+                name
+                for report in reports
+                for name, x in report.items()
                 if name.startswith("gradients/") and not np.isfinite(x).all()
             ]
             if infinite:

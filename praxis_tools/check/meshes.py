@@ -28,7 +28,9 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
         )
         example = "x".join("2" for _ in axis_names)
         require(
-            is_valid, "A mesh in --meshes", word,
+            is_valid,
+            "A mesh in --meshes",
+            word,
             f"one size for each of the axes {tuple(axis_names)}, separated by x, such as {example}",
             "Separate meshes with commas.",
         )
@@ -65,7 +67,8 @@ def choose_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Sha
     ]
     all_axes = [(2,) * num_axes]
     fitting = [
-        shape for shape in itertools.product((1, 2, 3, 5, 7), repeat=num_axes)
+        shape
+        for shape in itertools.product((1, 2, 3, 5, 7), repeat=num_axes)
         if 1 < math.prod(shape) <= num_devices
     ]
     uneven = max(fitting, key=lambda shape: (_num_uneven(shape, layout), math.prod(shape)))

@@ -89,8 +89,12 @@ def check_on_meshes(
 
 
 def check_launched(
-    launched: LaunchedConfig, *, meshes: str | Sequence[Shape] | None = None, steps: int = 20,
-    shrink: bool = False, print_text: Callable[[str], None],
+    launched: LaunchedConfig,
+    *,
+    meshes: str | Sequence[Shape] | None = None,
+    steps: int = 20,
+    shrink: bool = False,
+    print_text: Callable[[str], None],
 ) -> Certificate:
     """Runs `check_on_meshes` for an experiment with the settings of the command line.
 
@@ -111,7 +115,11 @@ def check_launched(
     # Ignore warnings about costly resharding: the user did not choose these meshes.
     with explained_warnings(lambda warning: None):
         certificate = check_on_meshes(
-            config, meshes, steps=steps, name=launched.experiment, packages=launched.packages,
+            config,
+            meshes,
+            steps=steps,
+            name=launched.experiment,
+            packages=launched.packages,
             print_text=print_text,
         )
     certificate.not_certified = not_certified

@@ -43,8 +43,12 @@ def grad_norms(
 
 
 def is_step_kept(
-    bound: BoundLearner, opt_states: Mapping[str, Any], norms: Mapping[str, jax.Array],
-    is_finite: jax.Array, margin: jax.Array | float = 0.0, was_kept: jax.Array | bool = False,
+    bound: BoundLearner,
+    opt_states: Mapping[str, Any],
+    norms: Mapping[str, jax.Array],
+    is_finite: jax.Array,
+    margin: jax.Array | float = 0.0,
+    was_kept: jax.Array | bool = False,
 ) -> jax.Array:
     """Returns whether the step updates the weights instead of being skipped.
 
@@ -69,8 +73,12 @@ def is_step_kept(
 
 
 def updated_weights(
-    bound: BoundLearner, old: TrainState, grads: Mapping[str, jax.Array],
-    norms: Mapping[str, jax.Array], loss: jax.Array, per_layer: PerLayer = Group.per_layer,
+    bound: BoundLearner,
+    old: TrainState,
+    grads: Mapping[str, jax.Array],
+    norms: Mapping[str, jax.Array],
+    loss: jax.Array,
+    per_layer: PerLayer = Group.per_layer,
 ) -> dict[str, jax.Array]:
     """Returns the trained weights, slots and moving averages after an update, by path.
 
@@ -96,7 +104,8 @@ def updated_weights(
             return jax.tree.map(lambda g: _clip(limits, norm, g), tree)
 
         group_grads = (
-            per_layer(group, clip)(group_grads) if group.stack_ranks is None
+            per_layer(group, clip)(group_grads)
+            if group.stack_ranks is None
             else group.per_weight(clip, group_grads)
         )
         update = functools.partial(updates_of, group.optimizer, loss=loss)
@@ -135,8 +144,9 @@ def updated_counts(
         "step": old.step + 1,
         "opt_states/num_updates": opt_states["num_updates"] + num_kept,
         "opt_states/num_skipped_steps": opt_states["num_skipped_steps"] + 1 - num_kept,
-        "opt_states/num_skipped_in_a_row":
-            jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
+        "opt_states/num_skipped_in_a_row": jnp.where(
+            is_kept, 0, opt_states["num_skipped_in_a_row"] + 1
+        ),
     }
     if bound.learner.loss_scale is not None:
         scale = bound.learner.loss_scale.update(opt_states["loss_scale"], is_finite)

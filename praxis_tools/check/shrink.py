@@ -13,8 +13,20 @@ from praxis_tools.check.runs.config_variants import buildables
 # Names of settings in Pax and in other libraries.
 LAYERS = {"num_layers", "num_encoder_layers", "num_decoder_layers", "depth", "n_layers"}
 DIMS = {
-    "model_dims", "hidden_dims", "input_dims", "output_dims", "embedding_dims", "hidden_size",
-    "dim_per_head", "intermediate_size", "features", "dim", "d_model", "d_ff", "width", "mlp_dims",
+    "model_dims",
+    "hidden_dims",
+    "input_dims",
+    "output_dims",
+    "embedding_dims",
+    "hidden_size",
+    "dim_per_head",
+    "intermediate_size",
+    "features",
+    "dim",
+    "d_model",
+    "d_ff",
+    "width",
+    "mlp_dims",
 }
 DIMS |= {name.removesuffix("s") for name in DIMS}  # Pax uses "hidden_dims" and "hidden_dim".
 IDS = {"vocab_size", "num_classes", "num_ids"}
@@ -66,7 +78,8 @@ def _num_layers_to_keep(config: "fdl.Config") -> int:
     """Returns the number of layers for each stack: 2, or the minimum required by its pipeline."""
     repeats = [
         getattr(buildable, "num_stages", 1) * getattr(buildable, "circular_repeat", 1)
-        for buildable in buildables(config.task) if hasattr(buildable, "num_stages")
+        for buildable in buildables(config.task)
+        if hasattr(buildable, "num_stages")
     ]
     return math.lcm(MAX_LAYERS, *repeats)
 
@@ -88,5 +101,3 @@ def _equally_divisible(value: int, max_value: int) -> int:
         if all((candidate % factor == 0) == divides for factor, divides in is_divisible.items()):
             return candidate
     return math.lcm(*(factor for factor, divides in is_divisible.items() if divides))
-
-

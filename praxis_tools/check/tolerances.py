@@ -44,7 +44,11 @@ def with_suffix(suffix: str, comparisons: Iterable[Comparison]) -> list[Comparis
 
 
 def in_float64(
-    mesh: str, what: str, expected: Leaves, actual: Leaves, nudged: Leaves | None = None,
+    mesh: str,
+    what: str,
+    expected: Leaves,
+    actual: Leaves,
+    nudged: Leaves | None = None,
     step: int | None = None,
 ) -> list[Comparison]:
     """Compares two runs in float64 that only differ in the order of summation.
@@ -101,9 +105,7 @@ def in_own_types(
         return share * scales.get(leaf, 0.0) + of_all + from_errors
 
     return [
-        Comparison(
-            mesh, f"{kind_of(leaf)} as trained", leaf, 0, difference, tolerance(leaf), why
-        )
+        Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, difference, tolerance(leaf), why)
         for leaf, difference in differences(expected, actual).items()
     ]
 
@@ -157,7 +159,8 @@ def _relative(errors: Mapping[str, float], scales: Mapping[str, float]) -> dict[
     """
     scale_of_kind = _largest_by_kind(scales)
     return {
-        leaf: x / scales[leaf] for leaf, x in errors.items()
+        leaf: x / scales[leaf]
+        for leaf, x in errors.items()
         if scales.get(leaf, 0.0) > 1e-4 * scale_of_kind.get(kind_of(leaf), 0.0) and np.isfinite(x)
     }
 
@@ -182,9 +185,14 @@ def by_kind(
 
 
 KINDS = {
-    "metrics/": "metrics", "learner/": "learner", "gradients/": "gradients",
-    "mdl_vars/params/": "weights", "mdl_vars/non_trainable/": "variables",
-    "opt_states/ema/": "averages", "opt_states/slots/": "slots", "opt_states/": "counts",
+    "metrics/": "metrics",
+    "learner/": "learner",
+    "gradients/": "gradients",
+    "mdl_vars/params/": "weights",
+    "mdl_vars/non_trainable/": "variables",
+    "opt_states/ema/": "averages",
+    "opt_states/slots/": "slots",
+    "opt_states/": "counts",
 }
 
 

@@ -111,8 +111,7 @@ Decision = Wait | StopWorkers | StartGeneration | EndJob
 def decide(view: View) -> Decision:
     """Returns the leader's next action."""
     available = tuple(
-        k for k in sorted(view.alive)
-        if not view.members[k].is_leaving and not _is_resting(view, k)
+        k for k in sorted(view.alive) if not view.members[k].is_leaving and not _is_resting(view, k)
     )
     for k in sorted(view.alive):
         end = view.members[k].end
@@ -122,7 +121,8 @@ def decide(view: View) -> Decision:
     if last is None or not any(_participates(view, k) for k in last.members):
         return _decide_first(view, available)
     ends = {
-        k: view.members[k].end for k in last.members
+        k: view.members[k].end
+        for k in last.members
         if _participates(view, k) and view.members[k].generation == last.number
     }
     ends = {k: end for k, end in ends.items() if end is not None}
@@ -148,7 +148,8 @@ def _participates(view: View, k: int) -> bool:
     last = view.generation
     member = view.members.get(k)
     return (
-        member is not None and k in view.alive
+        member is not None
+        and k in view.alive
         and member.incarnation == last.incarnations[last.members.index(k)]
         and member.generation <= last.number
     )
@@ -186,7 +187,10 @@ def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
 
 
 def _decide_after_failure(
-    view: View, ends: Mapping[int, WorkerEnd], came: tuple[int, ...], left: tuple[int, ...],
+    view: View,
+    ends: Mapping[int, WorkerEnd],
+    came: tuple[int, ...],
+    left: tuple[int, ...],
     available: tuple[int, ...],
 ) -> Decision | None:
     """Decides what to do if a process of the generation died or is stuck; None if neither."""
@@ -207,8 +211,11 @@ def _decide_after_failure(
         causes = lost
     if failed and not gone and last.kind == "failed" and not has_stepped(view, last):
         k, end = min(failed.items())
-        return EndJob(end.status, f"{view.members[k]} {end.why}, again before the first step, so "
-                                  "another retry would not help")
+        return EndJob(
+            end.status,
+            f"{view.members[k]} {end.why}, again before the first step, so "
+            "another retry would not help",
+        )
     if last.num_fruitless >= MAX_FRUITLESS and not has_stepped(view, last):
         return EndJob(1, f"{MAX_FRUITLESS} times in a row, a process ended before the first step")
     if len(available) < view.min_members:
@@ -230,9 +237,9 @@ def _decide_after_failure(
 def has_stepped(view: View, last: Generation) -> bool:
     """Returns whether any worker of the generation is known to have completed a step."""
     return any(
-        view.members[k].generation == last.number
-        and view.members[k].first_step_time is not None
-        for k in last.members if k in view.members
+        view.members[k].generation == last.number and view.members[k].first_step_time is not None
+        for k in last.members
+        if k in view.members
     )
 
 
@@ -249,8 +256,11 @@ def _decide_after_stop(
     kind = "left" if left else "came"
     why = _changes_text(view, came, left)
     last = view.generation
-    times = [_end_time(view, k) for k in last.members
-             if k in view.members and view.members[k].end is not None]
+    times = [
+        _end_time(view, k)
+        for k in last.members
+        if k in view.members and view.members[k].end is not None
+    ]
     return StartGeneration(kind, (*left, *came), why, available, min(times, default=view.now))
 
 

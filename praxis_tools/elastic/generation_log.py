@@ -73,20 +73,31 @@ def generation_record(generation: Generation, members: Mapping[int, Member]) -> 
     Durations are computed from times by the clock of a single host.
     """
     worker = next(
-        (members[k] for k in generation.members
-         if k in members and members[k].generation == generation.number), None,
+        (
+            members[k]
+            for k in generation.members
+            if k in members and members[k].generation == generation.number
+        ),
+        None,
     )
     reports = worker.worker if worker else {}
     from_step = reports.get("from_step")
     return GenerationRecord(
-        generation=generation.number, time=generation.event, kind=generation.kind,
-        who=generation.who, why=generation.why, members=generation.members,
+        generation=generation.number,
+        time=generation.event,
+        kind=generation.kind,
+        who=generation.who,
+        why=generation.why,
+        members=generation.members,
         hosts=tuple(members[k].host if k in members else "" for k in generation.members),
-        num_devices=reports.get("num_devices"), mesh=reports.get("mesh"), from_step=from_step,
+        num_devices=reports.get("num_devices"),
+        mesh=reports.get("mesh"),
+        from_step=from_step,
         source=reports.get("source"),
         lost_steps=None if from_step is None else max(0, generation.last_step - from_step),
         reached=worker is not None and worker.first_step_time is not None,
-        programs=reports.get("programs"), compiled=reports.get("compiled"),
+        programs=reports.get("programs"),
+        compiled=reports.get("compiled"),
         seconds=_seconds(generation, worker),
     )
 
@@ -114,7 +125,8 @@ def last_step_made(generation: Generation | None, members: Mapping[int, Member])
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
     made = [
-        members[k].worker.get("made", 0) for k in generation.members
+        members[k].worker.get("made", 0)
+        for k in generation.members
         if k in members and members[k].generation == generation.number
     ]
     return max(made, default=0) or generation.last_step
@@ -131,9 +143,7 @@ def read_generation_records(path: Path) -> list[GenerationRecord]:
 
     Returns an empty list if the file does not exist, and raises ConfigError if it cannot be read.
     """
-    records = {
-        record.generation: record for record in filter(None, map(_parse, lines_of(path)))
-    }
+    records = {record.generation: record for record in filter(None, map(_parse, lines_of(path)))}
     return [records[number] for number in sorted(records)]
 
 

@@ -35,9 +35,11 @@ class PeerSaves(OtherSaves):
             self._exit_stack.enter_context(store) for store in stores_of(self._assignment)
         ]
         partitioner = self._job.partitioner
-        self._saver = self._exit_stack.enter_context(PeerSaver(
-            self._assignment, self._stores, partitioner.layout, partitioner.mesh, self._note
-        ))
+        self._saver = self._exit_stack.enter_context(
+            PeerSaver(
+                self._assignment, self._stores, partitioner.layout, partitioner.mesh, self._note
+            )
+        )
         return self
 
     def __exit__(self, *exc_info: object) -> None:

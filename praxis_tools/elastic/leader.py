@@ -77,7 +77,10 @@ class Leader:
     """
 
     def __init__(
-        self, settings: Settings, rendezvous: Rendezvous, liveness: Liveness,
+        self,
+        settings: Settings,
+        rendezvous: Rendezvous,
+        liveness: Liveness,
         print_status: StatusPrinter,
     ):
         self._settings, self._rendezvous = settings, rendezvous
@@ -88,7 +91,9 @@ class Leader:
         self._stuck: StuckWorkers | None = None
 
     def lead(
-        self, members: Mapping[int, Member], generation: Generation | None,
+        self,
+        members: Mapping[int, Member],
+        generation: Generation | None,
         participants: frozenset[int],
     ) -> None:
         """Decides on the next action and executes it.
@@ -122,15 +127,21 @@ class Leader:
                 self._stuck = StuckWorkers(generation)
             stuck, stuck_seconds = self._stuck.update(members, alive), self._stuck.seconds
         return View(
-            members=members, alive=alive, generation=generation,
+            members=members,
+            alive=alive,
+            generation=generation,
             is_asked_to_stop=(
                 generation is not None
                 and self._rendezvous.stop_reason(generation.number) is not None
             ),
-            num_members=self._settings.num_members, min_members=self._settings.min_members,
+            num_members=self._settings.num_members,
+            min_members=self._settings.min_members,
             waited=time.monotonic() - self._idle_since,
-            start_seconds=self._settings.start_seconds, stuck=stuck,
-            stuck_seconds=stuck_seconds, seen=self._liveness.times(), now=time.monotonic(),
+            start_seconds=self._settings.start_seconds,
+            stuck=stuck,
+            stuck_seconds=stuck_seconds,
+            seen=self._liveness.times(),
+            now=time.monotonic(),
             ended=self._liveness.end_times(),
         )
 
@@ -157,11 +168,17 @@ class Leader:
             self._record(generation_record(last, view.members))
         first = view.members[start.members[0]]
         generation = Generation(
-            number=(last.number if last else 0) + 1, kind=start.kind, who=start.who, why=start.why,
+            number=(last.number if last else 0) + 1,
+            kind=start.kind,
+            who=start.who,
+            why=start.why,
             members=start.members,
             incarnations=tuple(view.members[k].incarnation for k in start.members),
-            coordinator=format_address(first.address, first.port), event=event, noticed=noticed,
-            agreed=time.time(), last_step=last_step_made(last, view.members),
+            coordinator=format_address(first.address, first.port),
+            event=event,
+            noticed=noticed,
+            agreed=time.time(),
+            last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
             ),

@@ -81,9 +81,12 @@ class Liveness:
         """
         now = time.monotonic()
         return {
-            k for k, state in self._members.items()
-            if k == self._own or (
-                (state.has_new_beats or k in participants) and not state.is_refused
+            k
+            for k, state in self._members.items()
+            if k == self._own
+            or (
+                (state.has_new_beats or k in participants)
+                and not state.is_refused
                 and now - state.beat_time < SILENT_SECONDS
             )
         }
@@ -94,9 +97,7 @@ class Liveness:
 
     def end_times(self) -> dict[int, float]:
         """Returns when each worker's end was first observed, in seconds of time.monotonic."""
-        return {
-            k: state.end_time for k, state in self._members.items() if state.end[1] is not None
-        }
+        return {k: state.end_time for k, state in self._members.items() if state.end[1] is not None}
 
 
 def _refuses(address: str) -> bool:

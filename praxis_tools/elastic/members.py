@@ -18,7 +18,12 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.file_reading import content_of, parse_json
 
 TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
-    "trained", "stopped", "lost peer", "died", "failed", "refused",
+    "trained",
+    "stopped",
+    "lost peer",
+    "died",
+    "failed",
+    "refused",
 )
 
 
@@ -188,8 +193,10 @@ class Rendezvous:
         """
         if not known:
             names = (name.partition(".") for name in os.listdir(self._generations))
-            return max((int(name) for name, _, kind in names
-                        if kind == "json" and name.isdecimal()), default=0)
+            return max(
+                (int(name) for name, _, kind in names if kind == "json" and name.isdecimal()),
+                default=0,
+            )
         while (self._generations / f"{known + 1}.json").exists():
             known += 1
         return known
@@ -199,9 +206,7 @@ class Rendezvous:
         path = self._generations / f"{number}.json"
         try:
             fields = parse_json(content_of(path).decode())
-            lists = {
-                name: tuple(fields[name]) for name in ("who", "members", "incarnations")
-            }
+            lists = {name: tuple(fields[name]) for name in ("who", "members", "incarnations")}
             return Generation(**{**fields, **lists})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(

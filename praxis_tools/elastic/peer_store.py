@@ -139,7 +139,9 @@ class PeerStore:
         match request["do"]:
             case "put":
                 self._put(
-                    connection, SaveId(*request["save"]), request["header_bytes"],
+                    connection,
+                    SaveId(*request["save"]),
+                    request["header_bytes"],
                     request["num_bytes"],
                 )
             case "list":

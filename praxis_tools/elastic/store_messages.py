@@ -137,9 +137,7 @@ class StoreClient:
         while self._idle:
             self._idle.pop().close()
 
-    def put(
-        self, save: SaveId, header: bytes, parts: Iterable[memoryview], num_bytes: int
-    ) -> None:
+    def put(self, save: SaveId, header: bytes, parts: Iterable[memoryview], num_bytes: int) -> None:
         """Stores a save atomically.
 
         Args:
@@ -149,9 +147,9 @@ class StoreClient:
           num_bytes: Total size of `parts`.
         """
         digest = xxhash.xxh3_128(header)
-        with self._request({
-            "do": "put", "save": save, "header_bytes": len(header), "num_bytes": num_bytes
-        }) as (connection, _):
+        with self._request(
+            {"do": "put", "save": save, "header_bytes": len(header), "num_bytes": num_bytes}
+        ) as (connection, _):
             send_bytes(connection, header)
             for part in parts:
                 digest.update(part)

@@ -40,8 +40,12 @@ class StuckWorkers:
         self._updated_at = now
         numbers = self.generation.members
         training = {
-            index: members[k] for index, k in enumerate(numbers)
-            if k in alive and k in members and members[k].end is None and members[k].progress
+            index: members[k]
+            for index, k in enumerate(numbers)
+            if k in alive
+            and k in members
+            and members[k].end is None
+            and members[k].progress
             and members[k].generation == self.generation.number
         }
         stuck = self._decision.add(
@@ -54,7 +58,8 @@ class StuckWorkers:
             self._stuck = dict.fromkeys(numbers, f"is stuck like all others: {stuck.why}")
         else:
             why = details(
-                stuck, lambda index: str(members[numbers[index]]),
+                stuck,
+                lambda index: str(members[numbers[index]]),
                 lambda k: _collective(training, k),
             )
             stuck_numbers = [numbers[progress.process] for progress in stuck.processes]
@@ -82,7 +87,8 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     # use the stacks that the worker reported before.
     stacks = stacks or worker.reports.get("stacks", "")
     location = (
-        f"All threads:\n{stacks.rstrip()}" if stacks
+        f"All threads:\n{stacks.rstrip()}"
+        if stacks
         else f"Its stacks are not available: {describe_state(worker.pid) or 'it has ended'}."
     )
     write_report(f"stuck: {why}. It is killed and replaced. {location}\n", stacks_txt)

@@ -73,8 +73,12 @@ class Supervisor:
         self._settings, self._health = settings, health
         self._rendezvous = Rendezvous(settings.job.elastic)
         self._own = Member(
-            member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
-            pid=os.getpid(), address=settings.address, port=_free_port(settings.address),
+            member=settings.member,
+            incarnation=secrets.token_hex(8),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=settings.address,
+            port=_free_port(settings.address),
         )
         self._liveness, self._print_status = Liveness(settings.member), StatusPrinter()
         self._leader = Leader(settings, self._rendezvous, self._liveness, self._print_status)
@@ -97,7 +101,8 @@ class Supervisor:
         remove_old_folders()
         key = self._rendezvous.key()
         with (
-            _LeaveListener() as leave_listener, PeerStore(key, self._settings.address) as store,
+            _LeaveListener() as leave_listener,
+            PeerStore(key, self._settings.address) as store,
             self._health or contextlib.nullcontext(),
         ):
             self.join(store.address, key)
@@ -204,8 +209,11 @@ class Supervisor:
         progress = self._worker.progress(self._generation.members.index(self._settings.member))
         is_new_phase = self._own.worker.get("doing") != reports.get("doing")
         self._own = dataclasses.replace(
-            self._own, worker=reports, phases=tuple(self._worker.phases),
-            first_step_time=self._worker.first_step_time, progress=dataclasses.asdict(progress),
+            self._own,
+            worker=reports,
+            phases=tuple(self._worker.phases),
+            first_step_time=self._worker.first_step_time,
+            progress=dataclasses.asdict(progress),
         )
         if status is None or self._own.end is not None:
             self._beat(now=is_new_phase)
@@ -247,15 +255,26 @@ class Supervisor:
         members = {k: self._rendezvous.read(k) for k in generation.members}
         self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
         self._own = dataclasses.replace(
-            self._own, generation=newest, end=None, worker={}, phases=(), first_step_time=None,
+            self._own,
+            generation=newest,
+            end=None,
+            worker={},
+            phases=(),
+            first_step_time=None,
             port=_free_port(self._settings.address),
         )
-        self._worker.assign(Assignment(
-            generation=newest, member=own, members=generation.members,
-            stores=tuple(member.store if member else "" for member in members.values()),
-            key=self._key, coordinator=generation.coordinator,
-            num_slots=self._settings.num_members, folder=str(self._settings.job.elastic),
-        ))
+        self._worker.assign(
+            Assignment(
+                generation=newest,
+                member=own,
+                members=generation.members,
+                stores=tuple(member.store if member else "" for member in members.values()),
+                key=self._key,
+                coordinator=generation.coordinator,
+                num_slots=self._settings.num_members,
+                folder=str(self._settings.job.elastic),
+            )
+        )
         self._beat(now=True)
 
     def _beat(self, *, now: bool = False) -> None:
@@ -299,7 +318,8 @@ class Supervisor:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
         return frozenset(
-            k for k, incarnation in pairs
+            k
+            for k, incarnation in pairs
             if k in self._members and self._members[k].incarnation == incarnation
         )
 
@@ -315,8 +335,11 @@ class Supervisor:
             others = self._alive() - {self._settings.member}
             # Other hosts need this member's file and peer store until the next generation begins.
             newest = self._generation.number if self._generation else 0
-            return not others or not newest or self._own.generation < newest or all(
-                self._members[k].is_leaving for k in others
+            return (
+                not others
+                or not newest
+                or self._own.generation < newest
+                or all(self._members[k].is_leaving for k in others)
             )
         return False
 

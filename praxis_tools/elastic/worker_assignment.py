@@ -53,10 +53,14 @@ class Assignment(Membership):
     def from_line(cls, line: str) -> "Assignment":
         """Parses a line of JSON from `line`."""
         fields = json.loads(line)
-        return cls(**{
-            **fields, "members": tuple(fields["members"]), "stores": tuple(fields["stores"]),
-            "key": bytes.fromhex(fields["key"]),
-        })
+        return cls(
+            **{
+                **fields,
+                "members": tuple(fields["members"]),
+                "stores": tuple(fields["stores"]),
+                "key": bytes.fromhex(fields["key"]),
+            }
+        )
 
 
 _assignment: Assignment | None = None

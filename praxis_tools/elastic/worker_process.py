@@ -71,8 +71,10 @@ class WorkerProcess:
         os.set_blocking(self._pipe, False)
         self._bytes = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "praxis_lite.main", *argv], stdin=subprocess.PIPE,
-            pass_fds=(child,), start_new_session=True,
+            [sys.executable, "-m", "praxis_lite.main", *argv],
+            stdin=subprocess.PIPE,
+            pass_fds=(child,),
+            start_new_session=True,
             env={**os.environ, WORKER: f"{child}:{os.getpid()}", "TMPDIR": str(self._folder)},
         )
         os.close(child)

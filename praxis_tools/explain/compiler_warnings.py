@@ -57,7 +57,9 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
     # Use a new session, so that Ctrl-C in the terminal does not end the child.
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FILTER, _END.decode()],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     os.dup2(child.stdin.fileno(), 2)
     child.stdin.close()

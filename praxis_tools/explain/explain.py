@@ -162,7 +162,10 @@ def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
 
 
 def explained_step(
-    partitioner: Partitioner, step: Step, name: str, element_spec: dict,
+    partitioner: Partitioner,
+    step: Step,
+    name: str,
+    element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
     """Reads the memory, collectives and flops of a compiled step.
@@ -191,9 +194,7 @@ def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int
     for path, x in leaves_with_path(element_spec):
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")
         inside = f"; then map_{x.ndim}d {split_text(entry)}" if entry is not None else ""
-        declared_by[path] = (
-            f"rows over the mesh{inside}" if x.ndim else "a scalar: replicated"
-        )
+        declared_by[path] = f"rows over the mesh{inside}" if x.ndim else "a scalar: replicated"
     return StateLayout(
         shapes=element_spec,
         specs=jax.tree.map(lambda x: batch_spec(x.ndim, tuple(axis_sizes)), element_spec),
@@ -204,12 +205,15 @@ def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int
 
 def _step_text(explained: ExplainedStep) -> str:
     memory, (donated_bytes, num_donated) = explained.memory, explained.donated
-    return "\n".join([
-        leaf_table(explained.batch.leaves()), "",
-        hlo.collectives_table(explained.collectives),
-        f"memory per device: arguments {format_bytes(memory.arguments)}, outputs "
-        f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}",
-        f"donated per device: {format_bytes(donated_bytes)} in {num_donated} buffers",
-        f"matmul flops per device: {explained.flops:,}",
-        *(f"{name}: {value}" for name, value in explained.figures),
-    ])
+    return "\n".join(
+        [
+            leaf_table(explained.batch.leaves()),
+            "",
+            hlo.collectives_table(explained.collectives),
+            f"memory per device: arguments {format_bytes(memory.arguments)}, outputs "
+            f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}",
+            f"donated per device: {format_bytes(donated_bytes)} in {num_donated} buffers",
+            f"matmul flops per device: {explained.flops:,}",
+            *(f"{name}: {value}" for name, value in explained.figures),
+        ]
+    )

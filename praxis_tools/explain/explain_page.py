@@ -112,10 +112,12 @@ def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[st
     group_size = len(device_ids) // math.prod(sizes.values())
     along = " and ".join(
         f"{axis_sizes[axis] // size} along {axis}"
-        for axis, size in sizes.items() if size < axis_sizes[axis]
+        for axis, size in sizes.items()
+        if size < axis_sizes[axis]
     )
     return {
-        "axes": list(sizes.items()), "device_ids": list(range(math.prod(sizes.values()))),
+        "axes": list(sizes.items()),
+        "device_ids": list(range(math.prod(sizes.values()))),
         "groups": f"Each square and each number represents {group_size} devices: {along}.",
     }
 

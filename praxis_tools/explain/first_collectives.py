@@ -39,9 +39,7 @@ class ReportFirstCollectives(Hook):
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
-            progress_recorder.first_collective = FirstCollectives(
-                step, dict(mesh.shape), owners
-            )
+            progress_recorder.first_collective = FirstCollectives(step, dict(mesh.shape), owners)
 
 
 class FirstCollectives:
@@ -56,7 +54,9 @@ class FirstCollectives:
     """
 
     def __init__(
-        self, compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int],
+        self,
+        compiled: "jax.stages.Compiled | str",
+        axis_sizes: Mapping[str, int],
         owners: Sequence[int],
     ):
         self._compiled, self._axis_sizes, self._owners = compiled, axis_sizes, np.array(owners)

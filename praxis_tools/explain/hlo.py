@@ -138,19 +138,25 @@ def collectives(
         arrays = arrays_of(shape)
         groups = device_groups(attributes, program)
         has_group_size = groups is not None and "source_target_pairs=" not in attributes
-        found.append(Collective(
-            kind=kind,
-            bytes=sum(array.bytes for array in arrays),
-            dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
-            count=site.count, at_least=site.at_least, at_most=site.at_most,
-            group_size=groups.shape[1] if has_group_size else None,
-            op_name=op_name_of(instruction),
-            layers=tuple(layers_of(program, instruction, site.computation).items()),
-            axes=axes_of_groups(groups, axis_sizes) if axis_sizes and groups is not None else (),
-            source=source_line(source_frames(program, instruction)),
-            dims=tuple(array.dims for array in arrays),
-            groups=groups if axis_sizes else None,
-        ))
+        found.append(
+            Collective(
+                kind=kind,
+                bytes=sum(array.bytes for array in arrays),
+                dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
+                count=site.count,
+                at_least=site.at_least,
+                at_most=site.at_most,
+                group_size=groups.shape[1] if has_group_size else None,
+                op_name=op_name_of(instruction),
+                layers=tuple(layers_of(program, instruction, site.computation).items()),
+                axes=axes_of_groups(groups, axis_sizes)
+                if axis_sizes and groups is not None
+                else (),
+                source=source_line(source_frames(program, instruction)),
+                dims=tuple(array.dims for array in arrays),
+                groups=groups if axis_sizes else None,
+            )
+        )
     return found
 
 
@@ -169,7 +175,8 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     for collective in collectives:
         count, size = totals[collective.kind]
         totals[collective.kind] = (
-            count + collective.count, size + collective.count * collective.bytes
+            count + collective.count,
+            size + collective.count * collective.bytes,
         )
     return {kind: total for kind, total in totals.items() if total != (0, 0)}
 
@@ -250,6 +257,4 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice:
     # Do not use XLA's peak_memory_in_bytes, which excludes temp on CPU (jax 0.10 and 0.12).
     peak = arguments + outputs - aliased + temp
     *on_host, aliased_on_host = sizes("host_")
-    return MemoryPerDevice(
-        arguments, outputs, temp, aliased, peak, sum(on_host) - aliased_on_host
-    )
+    return MemoryPerDevice(arguments, outputs, temp, aliased, peak, sum(on_host) - aliased_on_host)

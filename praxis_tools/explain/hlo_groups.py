@@ -68,7 +68,8 @@ def axes_of_groups(groups: np.ndarray, axis_sizes: Mapping[str, int]) -> tuple[s
         return ()  # The devices are not numbered by this mesh.
     indices = np.unravel_index(groups, tuple(axis_sizes.values()))
     return tuple(
-        axis for axis, index in zip(axis_sizes, indices, strict=True)
+        axis
+        for axis, index in zip(axis_sizes, indices, strict=True)
         if (index != index[:, :1]).any()
     )
 

@@ -62,7 +62,8 @@ def layers_of(
             operands = [computation.get(name) for name in part.operands]
             layers = [
                 "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
-                for operand in operands if operand is not None and operand.opcode == "parameter"
+                for operand in operands
+                if operand is not None and operand.opcode == "parameter"
             ] or [""]
         for layer in layers:
             size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
@@ -88,7 +89,9 @@ def nearest_layer(program: Program, instruction: Instruction, computation: Compu
             reached = [user for user in computation.values() if names & set(user.operands)]
         else:
             reached = [
-                computation[name] for instruction in reached for name in instruction.operands
+                computation[name]
+                for instruction in reached
+                for name in instruction.operands
                 if name in computation
             ]
         for neighbor in reached:
@@ -199,7 +202,8 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     result_types.py, which calls jax.numpy on behalf of layers.
     """
     own = [
-        (file, line) for file, line in frames
+        (file, line)
+        for file, line in frames
         if (file.startswith(LIBRARY_FOLDERS) and not file.endswith(_FOR_LAYERS))
         or not (file.startswith(LIBRARY_FOLDERS) or _LIBRARY.search(file))
     ]

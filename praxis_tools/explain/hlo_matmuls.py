@@ -75,7 +75,12 @@ def _convolution_flops(
 
 @lru_cache(maxsize=1024)
 def window_hits(
-    lhs: int, rhs: int, outputs: int, stride: int, padding: int, lhs_dilation: int,
+    lhs: int,
+    rhs: int,
+    outputs: int,
+    stride: int,
+    padding: int,
+    lhs_dilation: int,
     rhs_dilation: int,
 ) -> int:
     """Counts the (window tap, output) pairs that read an input element, along one dim.

@@ -149,7 +149,9 @@ def _comparison(
 
 
 def _scalar(
-    program: Program, computation: Computation, name: str,
+    program: Program,
+    computation: Computation,
+    name: str,
     argument: Callable[[int], _Affine | None],
 ) -> _Affine | None:
     """Expresses a scalar in terms of the loop state; returns None if it is not affine.

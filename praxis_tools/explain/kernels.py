@@ -136,7 +136,8 @@ def _float_operands(instruction: Instruction, computation: Computation) -> list[
         arrays_of(computation[name].shape) for name in instruction.operands if name in computation
     ]
     return [
-        operand[0].dims for operand in operands
+        operand[0].dims
+        for operand in operands
         if operand and operand[0].dtype in ("bf16", "f16", "f32")
     ]
 

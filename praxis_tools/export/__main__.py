@@ -1,7 +1,7 @@
 """Exports a job's decode step or its model's forward pass as StableHLO that only requires jax.
 
-    python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
-        [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
+python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
+    [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
 """
 
 import dataclasses
@@ -40,14 +40,16 @@ def _export(argv: Sequence[str] | None) -> None:
     with new_directory(out, MANIFEST) as target:
         partitioner, weights, datasets, about = _load_model(args)
         inputs = inputs_of(
-            partitioner.task, args.what, datasets, given=args.inputs, batch=args.batch,
+            partitioner.task,
+            args.what,
+            datasets,
+            given=args.inputs,
+            batch=args.batch,
             length=args.length,
         )
         platforms = [name for name in args.platforms.split(",") if name]
         program = exported_program(partitioner, args.what, inputs, platforms)
-        about = {
-            "what": args.what, "job": args.job, **about, **_text_settings(partitioner.task)
-        }
+        about = {"what": args.what, "job": args.job, **about, **_text_settings(partitioner.task)}
         if args.what == "decode":
             # Donate the weights, because nothing else uses them.
             weights = partitioner.for_decoding(weights, donates=True)
@@ -105,13 +107,13 @@ def _load_from_huggingface(args: Any) -> _Model:
         )
     sizes = (args.mesh or "1,1,1").split(",")
     is_valid = len(sizes) == 3 and all(size.isdecimal() and int(size) for size in sizes)
-    require(
-        is_valid, "--mesh", args.mesh, "sizes of the axes replica, data and mdl, such as 1,2,2"
-    )
+    require(is_valid, "--mesh", args.mesh, "sizes of the axes replica, data and mdl, such as 1,2,2")
     config = MeshConfig(ici_mesh_shape=tuple(map(int, sizes)), allow_unused_devices=True)
     simulate_devices(config.num_devices)
     model = load(
-        args.job, make_mesh(config), settings=args.settings,
+        args.job,
+        make_mesh(config),
+        settings=args.settings,
         note=lambda line: print(line, flush=True),
     )
     about = {"experiment": EXPERIMENT, "step": None}
@@ -124,8 +126,10 @@ def _text_settings(task: Any) -> dict[str, Any]:
     if task.tokenizer is not None:
         tokenizer = task.tokenizer
         settings["tokenizer"] = {
-            "class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size,
-            "eos_ids": list(tokenizer.eos_ids), "padding": "zeros on the right",
+            "class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_ids": list(tokenizer.eos_ids),
+            "padding": "zeros on the right",
         }
     if dataclasses.is_dataclass(task.decoder):
         fields = dataclasses.asdict(task.decoder)
@@ -135,26 +139,55 @@ def _text_settings(task: Any) -> dict[str, Any]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m praxis_tools.export", description=__doc__.partition("\n")[0],
+        prog="python -m praxis_tools.export",
+        description=__doc__.partition("\n")[0],
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("job", metavar="JOB", help="job directory or Hugging Face model directory")
     add("out", metavar="OUT", help="directory to create")
-    add("--what", choices=("decode", "predict"), required=True,
-        help="export the job's decode step, or the model's forward pass")
+    add(
+        "--what",
+        choices=("decode", "predict"),
+        required=True,
+        help="export the job's decode step, or the model's forward pass",
+    )
     add_step(parser.add_argument_group("the job"))
     add("--mesh", metavar="SIZES", help="axis sizes, such as 1,2,2; default: the job's mesh")
-    add("--batch", metavar="ROWS", help="number of rows, or b for any multiple of the number of "
-        "devices; default: as in the dataset")
-    add("--length", type=int, metavar="TOKENS",
-        help="number of tokens per row (maximum prompt length); default: as in the dataset")
-    add("--inputs", nargs="+", default=[], metavar="NAME=DTYPE[ROWS,DIM,...]",
-        help="shapes of all inputs; default: as in the dataset")
-    add("--platforms", default="", metavar="NAME,...",
-        help="cpu, cuda, rocm or tpu; default: the current platform")
-    add("--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="as in main.py")
+    add(
+        "--batch",
+        metavar="ROWS",
+        help="number of rows, or b for any multiple of the number of "
+        "devices; default: as in the dataset",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help="number of tokens per row (maximum prompt length); default: as in the dataset",
+    )
+    add(
+        "--inputs",
+        nargs="+",
+        default=[],
+        metavar="NAME=DTYPE[ROWS,DIM,...]",
+        help="shapes of all inputs; default: as in the dataset",
+    )
+    add(
+        "--platforms",
+        default="",
+        metavar="NAME,...",
+        help="cpu, cuda, rocm or tpu; default: the current platform",
+    )
+    add(
+        "--set",
+        dest="settings",
+        metavar="path=value",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="as in main.py",
+    )
     add("--packages", metavar="NAME,...", default="", help="as in main.py")
     return parser
 

@@ -21,7 +21,10 @@ PROGRAM, WEIGHTS, MANIFEST, LOADER = "program.bin", "weights.npz", "manifest.jso
 
 
 def write_artifact(
-    folder: Path, program: Program, partitioner: Partitioner, weights: Any,
+    folder: Path,
+    program: Program,
+    partitioner: Partitioner,
+    weights: Any,
     about: Mapping[str, Any],
 ) -> dict[str, int]:
     """Writes a program, its weights, a manifest and the loader to a directory.
@@ -64,10 +67,13 @@ def _manifest(
     if "cpu" in exported.platforms:
         devices += f" On CPU, set JAX_NUM_CPU_DEVICES={mesh.size} in the environment."
     return {
-        "format": load.FORMAT, **about,
-        "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"),
+        "format": load.FORMAT,
+        **about,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "calling_convention_version": exported.calling_convention_version,
-        "platforms": list(exported.platforms), "devices": devices,
+        "platforms": list(exported.platforms),
+        "devices": devices,
         "mesh": dict(mesh.shape),
         # Maps a backend to its options; other backends compile without options.
         "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},

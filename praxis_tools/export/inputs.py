@@ -23,7 +23,9 @@ _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
 # Rank and dtype of a language model's inputs. No dataset is needed, because the number of rows and
 # the length determine their shapes.
 _TEXT_INPUTS = {
-    "ids": (2, jnp.int32), "prefix_lengths": (1, jnp.int32), "weights": (1, jnp.float32),
+    "ids": (2, jnp.int32),
+    "prefix_lengths": (1, jnp.int32),
+    "weights": (1, jnp.float32),
 }
 Specs = dict[str, jax.ShapeDtypeStruct]
 
@@ -42,8 +44,13 @@ class Inputs:
 
 
 def inputs_of(
-    task: Task, what: What, datasets: Mapping[str, InputPipeline], *,
-    given: Sequence[str] = (), batch: str | None = None, length: int | None = None,
+    task: Task,
+    what: What,
+    datasets: Mapping[str, InputPipeline],
+    *,
+    given: Sequence[str] = (),
+    batch: str | None = None,
+    length: int | None = None,
 ) -> Inputs:
     """Returns the input shapes of a job's decode step or of its model's forward pass.
 
@@ -118,7 +125,10 @@ def _parse(texts: Sequence[str]) -> Inputs:
     for text in texts:
         match = _INPUT.fullmatch(text)
         require(
-            match is not None, "--inputs", text, "NAME=DTYPE[ROWS,DIM,...] such as ids=int32[8,64]",
+            match is not None,
+            "--inputs",
+            text,
+            "NAME=DTYPE[ROWS,DIM,...] such as ids=int32[8,64]",
             f"ROWS is a number, or {ANY_ROWS} for any number of rows.",
         )
         name, dtype, rows[name], other_dims = match.groups()
@@ -146,7 +156,8 @@ def _parse_dtype(name: str, text: str) -> Any:
 
 
 def _specs_from_dataset(
-    datasets: Mapping[str, InputPipeline], field: str,
+    datasets: Mapping[str, InputPipeline],
+    field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
     """Returns the specs of the dataset's leaves for these arguments, or of all leaves if None."""
@@ -179,7 +190,8 @@ def _leaf_names_by_argument(task: Task) -> dict[str, tuple[str, ...]]:
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [
-        parameter.name for parameter in parameters
+        parameter.name
+        for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]

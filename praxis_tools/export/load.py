@@ -14,8 +14,14 @@ from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 FORMAT, AUTO = "praxis_lite program 1", (AxisType.Auto,)
-FIELDS = {"jax": str, "devices": str, "sha256": dict, "mesh": dict, "weights": dict,
-          "compiler_options": dict}
+FIELDS = {
+    "jax": str,
+    "devices": str,
+    "sha256": dict,
+    "mesh": dict,
+    "weights": dict,
+    "compiler_options": dict,
+}
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
@@ -33,7 +39,9 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
     if len(devices) < num:
         raise Refused(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
     with archive.reading("manifest.json"):
-        mesh = Mesh(np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO*len(mesh))
+        mesh = Mesh(
+            np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO * len(mesh)
+        )
         shardings, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
     weights = archive.weights(program.in_avals[: len(shardings[0])])
     weights = [jax.device_put(x, y) for x, y in zip(weights, shardings[0], strict=True)]
@@ -68,8 +76,10 @@ class Archive:
             with self.reading(name), (folder / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != self.about["sha256"].get(name):
-                raise Refused(f"{folder / name} is damaged: its SHA-256 differs from the "
-                              "manifest's. Copy or export it again.")
+                raise Refused(
+                    f"{folder / name} is damaged: its SHA-256 differs from the "
+                    "manifest's. Copy or export it again."
+                )
 
     def program(self) -> export.Exported:
         """Deserializes the program."""
@@ -79,8 +89,10 @@ class Archive:
             program.mlir_module()
         except Exception as error:
             writer = self.about["jax"]
-            raise Refused(f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
-                          "Install that version, or export it again.") from error
+            raise Refused(
+                f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
+                "Install that version, or export it again."
+            ) from error
         return program
 
     def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
@@ -96,8 +108,10 @@ class Archive:
                 # Types that NumPy does not support, such as bfloat16, are stored as raw bytes.
                 raw = np.dtype(f"V{aval.dtype.itemsize}")
                 if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
-                    raise ValueError(f"{name} is {x.dtype}{[*x.shape]}; the program takes "
-                                     f"{aval.dtype}{[*aval.shape]}")
+                    raise ValueError(
+                        f"{name} is {x.dtype}{[*x.shape]}; the program takes "
+                        f"{aval.dtype}{[*aval.shape]}"
+                    )
                 yield x.view(aval.dtype)
 
     @contextlib.contextmanager
@@ -107,11 +121,21 @@ class Archive:
             yield
         except Refused:
             raise
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError,
-                RecursionError, NotImplementedError, zipfile.BadZipFile) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            EOFError,
+            RecursionError,
+            NotImplementedError,
+            zipfile.BadZipFile,
+        ) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise Refused(f"{self.folder / name} cannot be read: {reason}. Copy or export it "
-                          "again.") from error
+            raise Refused(
+                f"{self.folder / name} cannot be read: {reason}. Copy or export it again."
+            ) from error
 
 
 def options_taken(about: dict, mesh: Mesh) -> dict:

@@ -29,7 +29,10 @@ _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
 # Raised for programs that branch on a symbolic number of rows or that jax cannot export.
 _EXPORT_ERRORS = (
-    TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    jax.errors.InconclusiveDimensionOperation,
 )
 
 # Takes (mdl_vars, batch, key or None) and returns the outputs.
@@ -93,7 +96,8 @@ def exported_program(
     else:
         arguments = jax.tree.leaves(layout.abstract(mesh)), specs
     compiled = jax.jit(
-        program, in_shardings=jax.tree.map(lambda x: x.sharding, arguments),
+        program,
+        in_shardings=jax.tree.map(lambda x: x.sharding, arguments),
         out_shardings=partitioner.replicated,
     )
     allowed = _CUDNN if "cuda" in platforms else ()

@@ -28,7 +28,16 @@ LOST_STEP = "lost step"  # Steps not saved before a failure, which had to be rec
 HANDOVER = "change of hands"  # An elastic job regroups after processes leave or join.
 IDLE = "idle"  # Time between launches, including the unrecorded end of a killed launch.
 KINDS = (
-    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDOVER,
+    IMPORT,
+    INIT,
+    COMPILE,
+    RESTORE,
+    INPUT_WAIT,
+    STEP,
+    LOST_STEP,
+    EVALUATION,
+    SAVE,
+    HANDOVER,
     IDLE,
 )
 # A job with one launch that is shorter than this reports seconds instead of a goodput.
@@ -99,7 +108,8 @@ class Goodput:
             return f"{steps}; {', '.join(parts)} (startup dominates a short run)"
         rest = ", ".join(
             f"{kind} {self._share(value):.1%}"
-            for value, kind in others[:3] if self._share(value) >= 0.001
+            for value, kind in others[:3]
+            if self._share(value) >= 0.001
         )
         count = len(self.launches)
         over = f"{self.total_seconds:,.0f} s in {count} launch{'es' * (count > 1)}"
@@ -120,12 +130,16 @@ class Goodput:
             steps = "none"
             if launch.first_step is not None and launch.last_step > launch.first_step:
                 steps = f"{launch.first_step + 1} to {launch.last_step}"
-            rows.append((
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.began)),
-                f"{seconds:,.1f}", steps, f"{launch.num_lost_steps}",
-                f"{launch.seconds[STEP] / seconds if seconds else 0.0:.1%}",
-                launch.ended_by or "unknown: killed or running",
-            ))
+            rows.append(
+                (
+                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.began)),
+                    f"{seconds:,.1f}",
+                    steps,
+                    f"{launch.num_lost_steps}",
+                    f"{launch.seconds[STEP] / seconds if seconds else 0.0:.1%}",
+                    launch.ended_by or "unknown: killed or running",
+                )
+            )
         return "\n".join([*lines, "", *table_lines(rows, right=(1, 3, 4))])
 
     def _share(self, seconds: float) -> float:
@@ -156,11 +170,10 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
         launches.append(_launch(began, list(group), previous_end))
     if not launches:
         return None
-    seconds = {
-        kind: sum(launch.seconds.get(kind, 0.0) for launch in launches) for kind in KINDS
-    }
+    seconds = {kind: sum(launch.seconds.get(kind, 0.0) for launch in launches) for kind in KINDS}
     gaps = [
-        (before.ended, after.began) for before, after in itertools.pairwise(launches)
+        (before.ended, after.began)
+        for before, after in itertools.pairwise(launches)
         if after.began > before.ended
     ]
     generations = read_generation_records(job_dir.elastic_jsonl)
@@ -195,9 +208,7 @@ def time_section(job_dir: JobDir) -> str:
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
-def _handover_seconds(
-    gap: tuple[float, float], generations: Sequence[GenerationRecord]
-) -> float:
+def _handover_seconds(gap: tuple[float, float], generations: Sequence[GenerationRecord]) -> float:
     """Returns the number of seconds that an elastic job spent regrouping in a gap between launches.
 
     Everything from the start of the gap to the end of the change of generation is counted, because
@@ -207,7 +218,8 @@ def _handover_seconds(
     seconds, counted_until = 0.0, gap[0]
     intervals = sorted(
         (record.time if record.kind == START else gap[0], record.time + record.total)
-        for record in generations if record.time < gap[1]
+        for record in generations
+        if record.time < gap[1]
     )
     for begin, end in intervals:
         begin, end = max(begin, counted_until), min(end, gap[1])
@@ -232,10 +244,13 @@ def _launch(
     with_steps = [span for span, _ in spans_with_losses if span.first_step is not None]
     last_span, _ = spans_with_losses[-1]
     return Launch(
-        began, began + sum(seconds.values()),
+        began,
+        began + sum(seconds.values()),
         with_steps[0].first_step if with_steps else None,
         with_steps[-1].last_step if with_steps else None,
-        last_span.ended_by, sum(lost.num_steps for _, lost in spans_with_losses), seconds,
+        last_span.ended_by,
+        sum(lost.num_steps for _, lost in spans_with_losses),
+        seconds,
     )
 
 

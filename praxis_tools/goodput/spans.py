@@ -62,12 +62,17 @@ def _parse_span(line: str) -> Span | None:
         span = Span(**parse_json(line))
         first = span.first_step
         is_valid = (
-            all(is_number(x) and 0 <= x < _MAX_SECONDS
-                for x in (span.launch, *span.seconds.values()))
+            all(
+                is_number(x) and 0 <= x < _MAX_SECONDS
+                for x in (span.launch, *span.seconds.values())
+            )
             and span.seconds.keys() <= set(KINDS)
             and (first is None) == (span.last_step is None)
-            and all(type(step) is int and 0 <= first <= step < _MAX_STEPS
-                    for step in (first, span.last_step, span.lost_to) if step is not None)
+            and all(
+                type(step) is int and 0 <= first <= step < _MAX_STEPS
+                for step in (first, span.last_step, span.lost_to)
+                if step is not None
+            )
             and (span.ended_by is None or isinstance(span.ended_by, str))
         )
     except (ValueError, TypeError, AttributeError):
@@ -75,7 +80,8 @@ def _parse_span(line: str) -> Span | None:
     if not is_valid:
         return None
     return dataclasses.replace(
-        span, launch=float(span.launch),
+        span,
+        launch=float(span.launch),
         seconds={kind: float(span.seconds.get(kind, 0)) for kind in KINDS},
         ended_by=None if span.ended_by is None else shown(span.ended_by),
     )

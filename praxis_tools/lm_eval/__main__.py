@@ -1,6 +1,6 @@
 """Command line of lm_eval with `--model praxis_lite` registered.
 
-    python -m praxis_tools.lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
+python -m praxis_tools.lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
 """
 
 import sys

@@ -153,7 +153,11 @@ class Continuations:
         if len(ids) > max_context:
             _log.warning(
                 "a context of %d ids and %d new ids exceed max_length, %d: the first %d ids are "
-                "left out", len(ids), num_new, self._model.max_length, len(ids) - max_context,
+                "left out",
+                len(ids),
+                num_new,
+                self._model.max_length,
+                len(ids) - max_context,
             )
         ids = ids[-max_context:]
         return ids, length_class(len(ids), max_context)
@@ -168,7 +172,10 @@ class Continuations:
         if (decoder, length) not in self._batchings:
             partitioner = self._model.partitioner
             self._batchings[decoder, length] = ContinuousBatching(
-                decoder, partitioner.task.module, self._num_rows, length,
+                decoder,
+                partitioner.task.module,
+                self._num_rows,
+                length,
                 wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
                 compiler_options=partitioner.decode_options,
             )

@@ -58,8 +58,10 @@ def evaluated_model(
         the model's number of positions, or several processes are running.
     """
     require(
-        isinstance(model, TrainedModel | HuggingFaceModel), "harness_model: model",
-        type(model).__name__, "the result of praxis_lite.load or praxis_lite.huggingface.load",
+        isinstance(model, TrainedModel | HuggingFaceModel),
+        "harness_model: model",
+        type(model).__name__,
+        "the result of praxis_lite.load or praxis_lite.huggingface.load",
     )
     partitioner = model.partitioner
     check_language_model(partitioner.task, "lm_eval")
@@ -86,5 +88,6 @@ def _info(model: TrainedModel | HuggingFaceModel) -> dict[str, Any]:
     step = {"checkpoint_step": model.step} if isinstance(model, TrainedModel) else {}
     return {
         "model_num_parameters": sum(math.prod(leaf.shape) for leaf in leaves),
-        "mesh": dict(model.partitioner.mesh.shape), **step,
+        "mesh": dict(model.partitioner.mesh.shape),
+        **step,
     }

@@ -109,9 +109,7 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def generate_until(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the continuation of each context, up to its first stop string."""
         parsed = [self._request(*request.args) for request in requests]
         texts = [

@@ -93,15 +93,21 @@ class LogLikelihoods:
         if len(row) > max_length + 1:
             _log.warning(
                 "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
-                "ids are removed", len(context), num_scored, max_length, len(row) - max_length - 1,
+                "ids are removed",
+                len(context),
+                num_scored,
+                max_length,
+                len(row) - max_length - 1,
             )
         return row[-(max_length + 1) :], num_scored
 
     def _batch(self, rows: Sequence[tuple[Sequence[int], int]], length: int) -> Any:
         shape = self._num_rows, length
         arrays = {
-            "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
-            "weights": np.zeros(shape, np.float32), "paddings": np.ones(shape, np.float32),
+            "ids": np.zeros(shape, np.int32),
+            "labels": np.zeros(shape, np.int32),
+            "weights": np.zeros(shape, np.float32),
+            "paddings": np.ones(shape, np.float32),
         }
         for i, (row, num_scored) in enumerate(rows):
             end = len(row) - 1
@@ -117,9 +123,8 @@ def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     paddings = {"paddings": batch["paddings"]} if takes_paddings else {}
     logits_BTV = model(batch["ids"], **paddings)[0].astype(jnp.float32)
     labels_BT1, is_scored_BT = batch["labels"][:, :, None], batch["weights"] > 0
-    log_prob_BT = (
-        jnp.take_along_axis(logits_BTV, labels_BT1, axis=-1)[:, :, 0]
-        - jax.nn.logsumexp(logits_BTV, axis=-1)
+    log_prob_BT = jnp.take_along_axis(logits_BTV, labels_BT1, axis=-1)[:, :, 0] - jax.nn.logsumexp(
+        logits_BTV, axis=-1
     )
     is_likeliest_BT = jnp.argmax(logits_BTV, axis=-1) == batch["labels"]
     return (

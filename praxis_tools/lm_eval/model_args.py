@@ -19,7 +19,12 @@ LOADING_ARGS = ("job", "pretrained", "step", "mesh", "settings", "packages")
 # determines which devices are used.
 IGNORED_ARGS = ("device", "max_batch_size")
 HARNESS_ARGS = (
-    "batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed", "num_cached_prefixes",
+    "batch_size",
+    "max_length",
+    "add_bos_token",
+    "prefix_token_id",
+    "seed",
+    "num_cached_prefixes",
     "num_speculative_tokens",
 )
 
@@ -74,8 +79,11 @@ def _batch_size(value: object) -> object:
 
 def _load_job(args: Mapping[str, Any]) -> TrainedModel:
     return load(
-        str(args["job"]), args.get("step"), mesh=_mesh(args.get("mesh", "attached")),
-        settings=_strings(args, "settings"), packages=_strings(args, "packages"),
+        str(args["job"]),
+        args.get("step"),
+        mesh=_mesh(args.get("mesh", "attached")),
+        settings=_strings(args, "settings"),
+        packages=_strings(args, "packages"),
     )
 
 
@@ -87,7 +95,8 @@ def _load_pretrained(args: Mapping[str, Any]) -> HuggingFaceModel:
                 "requires job=DIR."
             )
     return load_on_devices(
-        str(args["pretrained"]), _mesh(args.get("mesh", "attached")),
+        str(args["pretrained"]),
+        _mesh(args.get("mesh", "attached")),
         settings=_strings(args, "settings"),
     )
 
@@ -96,7 +105,9 @@ def _mesh(value: object) -> MeshConfig | str:
     if value in ("attached", "job"):
         return value
     require(
-        isinstance(value, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value), "mesh", value,
+        isinstance(value, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value),
+        "mesh",
+        value,
         "'attached', 'job', or axis sizes such as 1x4x2",
     )
     return MeshConfig(ici_mesh_shape=tuple(map(int, value.split("x"))))

@@ -29,6 +29,9 @@ class Progress:
         if now - self._logged_at >= SECONDS_BETWEEN_LINES or is_last_line:
             self._logged_at = now
             _log.info(
-                "%s %d of %d requests in %.0f s", self._verb, self._num_done, self._num_requests,
+                "%s %d of %d requests in %.0f s",
+                self._verb,
+                self._num_done,
+                self._num_requests,
                 now - self._started_at,
             )

@@ -21,11 +21,15 @@ class TextIds:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, add_bos_token: bool | None = None,
+        self,
+        tokenizer: Tokenizer,
+        add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
     ):
         require(
-            add_bos_token in (True, False, None), "add_bos_token", add_bos_token,
+            add_bos_token in (True, False, None),
+            "add_bos_token",
+            add_bos_token,
             "True, False or None",
         )
         if add_bos_token and tokenizer.bos_id is None:

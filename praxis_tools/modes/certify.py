@@ -28,31 +28,46 @@ class Certify(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
         options.add_argument(
-            "jobs", metavar="JOB", nargs="*",
+            "jobs",
+            metavar="JOB",
+            nargs="*",
             help="job directories, in addition to --job_log_dir",
         )
         options.add_argument(
-            "--json", metavar="FILE", type=file_to_write("certificate.json"),
+            "--json",
+            metavar="FILE",
+            type=file_to_write("certificate.json"),
             help="write the certificate to this file, for --verify",
         )
         options.add_argument(
-            "--html", metavar="FILE", type=file_to_write("certificate.html"),
+            "--html",
+            metavar="FILE",
+            type=file_to_write("certificate.html"),
             help="write the certificate as an HTML page",
         )
         options.add_argument(
-            "--verify", metavar="FILE", type=Path,
+            "--verify",
+            metavar="FILE",
+            type=Path,
             help="verify this certificate against the given jobs; default: the jobs named in the "
             "certificate",
         )
         options.add_argument(
-            "--recorded_only", action="store_true",
+            "--recorded_only",
+            action="store_true",
             help="do not read the training data again; if the data has moved, pass its current "
             "location with --set instead",
         )
 
     def run(
-        self, command: CommandLine, *, jobs: Sequence[str], json: Path | None, html: Path | None,
-        verify: Path | None, recorded_only: bool,
+        self,
+        command: CommandLine,
+        *,
+        jobs: Sequence[str],
+        json: Path | None,
+        html: Path | None,
+        verify: Path | None,
+        recorded_only: bool,
     ) -> int:
         """Certifies or verifies the jobs.
 

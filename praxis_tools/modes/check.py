@@ -25,30 +25,45 @@ class Check(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --meshes, --steps, --shrink and --json."""
         options.add_argument(
-            "--meshes", metavar="1x4x2,...",
+            "--meshes",
+            metavar="1x4x2,...",
             help="the meshes to check; default: the experiment's mesh, each axis alone, all axes, "
             "and a mesh with as many uneven splits as possible",
         )
         options.add_argument(
-            "--steps", metavar="N", type=int, default=20,
+            "--steps",
+            metavar="N",
+            type=int,
+            default=20,
             help="number of training steps on the experiment's mesh; default: 20",
         )
         options.add_argument(
-            "--shrink", action="store_true",
+            "--shrink",
+            action="store_true",
             help="check a smaller model of the same architecture that fits on one device",
         )
         options.add_argument(
-            "--json", metavar="FILE", type=file_to_write("certificate.json"),
+            "--json",
+            metavar="FILE",
+            type=file_to_write("certificate.json"),
             help="write the certificate to this file",
         )
 
     def run(
-        self, command: CommandLine, *, meshes: str | None, steps: int, shrink: bool,
+        self,
+        command: CommandLine,
+        *,
+        meshes: str | None,
+        steps: int,
+        shrink: bool,
         json: Path | None,
     ) -> int:
         """Prints the certificate; returns 1 if any comparison differs, otherwise 0."""
         certificate = check_experiment(
-            command, lambda text: print(text, flush=True), meshes=meshes, steps=steps,
+            command,
+            lambda text: print(text, flush=True),
+            meshes=meshes,
+            steps=steps,
             shrink=shrink,
         )
         if json is not None:
@@ -58,8 +73,12 @@ class Check(Mode):
 
 
 def check_experiment(
-    command: CommandLine, print_text: Callable[[str], None], *,
-    meshes: "str | Sequence[Shape] | None", steps: int, shrink: bool,
+    command: CommandLine,
+    print_text: Callable[[str], None],
+    *,
+    meshes: "str | Sequence[Shape] | None",
+    steps: int,
+    shrink: bool,
 ) -> "Certificate":
     """Compares the command line's experiment on several meshes with the same on one device.
 

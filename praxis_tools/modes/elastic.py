@@ -61,7 +61,9 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     )
     min_members = 1 if command.min_processes is None else command.min_processes
     require(
-        1 <= min_members <= num_members, "--min_processes", min_members,
+        1 <= min_members <= num_members,
+        "--min_processes",
+        min_members,
         f"a number from 1 to {num_members}, the number of processes",
     )
     if command.exp is None:
@@ -70,10 +72,18 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     health = None
     if health_dir is not None:
         health = HealthFiles(health_directory(health_dir, command.job_log_dir))
-    return Supervisor(Settings(
-        argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=min_members,
-        start_seconds=command.start_seconds, address=own_address(command.coordinator),
-    ), health).run()
+    return Supervisor(
+        Settings(
+            argv=tuple(argv),
+            job=job,
+            member=member,
+            num_members=num_members,
+            min_members=min_members,
+            start_seconds=command.start_seconds,
+            address=own_address(command.coordinator),
+        ),
+        health,
+    ).run()
 
 
 def _import(command: CommandLine) -> None:

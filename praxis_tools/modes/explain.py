@@ -23,7 +23,9 @@ class Explain(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""
         options.add_argument(
-            "--html", metavar="FILE", type=file_to_write("explain.html"),
+            "--html",
+            metavar="FILE",
+            type=file_to_write("explain.html"),
             help="write the explanation as an HTML page",
         )
 
@@ -35,9 +37,7 @@ class Explain(Mode):
             print(f"\nOpen this page in a browser: {html.absolute()}")
 
 
-def explain_experiment(
-    command: CommandLine, print_text: Callable[[str], None]
-) -> "Explanation":
+def explain_experiment(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
     """Compiles and explains the steps of the command line's experiment.
 
     Args:
@@ -53,6 +53,10 @@ def explain_experiment(
         from praxis_tools.plan.attached import figures_on_attached_devices
 
         return explain(
-            job.partitioner, job.datasets, job.decode_datasets, print_text,
-            experiment=launched.experiment, figures_of=figures_on_attached_devices(job.partitioner),
+            job.partitioner,
+            job.datasets,
+            job.decode_datasets,
+            print_text,
+            experiment=launched.experiment,
+            figures_of=figures_on_attached_devices(job.partitioner),
         )

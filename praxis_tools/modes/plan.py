@@ -31,58 +31,92 @@ class Plan(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the topology, the search, --measure and the output files."""
         options.add_argument(
-            "--topology", metavar="CHIP:SHAPE",
+            "--topology",
+            metavar="CHIP:SHAPE",
             help="the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
         )
         options.add_argument(
-            "--num_slices", metavar="N", type=int, default=1,
+            "--num_slices",
+            metavar="N",
+            type=int,
+            default=1,
             help="number of slices with this topology; default: 1",
         )
         options.add_argument(
-            "--steps", metavar="NAMES", type=_steps, default=["train"],
+            "--steps",
+            metavar="NAMES",
+            type=_steps,
+            default=["train"],
             help=f"steps to plan, any of {','.join(STEPS)}; default: train",
         )
         options.add_argument(
-            "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
+            "--batch_sizes",
+            metavar="N,N",
+            type=_batch_sizes,
+            default=(),
             help="with --steps=decode: numbers of prompts to plan for, such as 1,8,32; default: as "
             "in the dataset",
         )
         options.add_argument(
-            "--search", action="store_true",
+            "--search",
+            action="store_true",
             help="search for the fastest mesh, preset, remat and number of micro-batches",
         )
         options.add_argument(
-            "--search_minutes", metavar="M", type=float, default=_SEARCH_MINUTES,
+            "--search_minutes",
+            metavar="M",
+            type=float,
+            default=_SEARCH_MINUTES,
             help=f"with --search: time limit of the search; default: {_SEARCH_MINUTES:g}",
         )
         options.add_argument(
-            "--measure", action="store_true",
+            "--measure",
+            action="store_true",
             help="run ten steps on the attached devices and compare them with the plan",
         )
         options.add_argument(
-            "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
+            "--expert_load",
+            metavar="X",
+            type=_load,
+            default=_EXPERT_LOAD,
             help="for experts split over devices: also predict a step with this load, the maximum "
             "number of tokens that one device sends to another, relative to even loads; default: "
             f"{_EXPERT_LOAD:g}",
         )
         options.add_argument(
-            "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
+            "--residuals",
+            metavar="FILE",
+            type=file_to_write("residuals.jsonl"),
             help="file with measured and predicted seconds, to which --measure appends and which "
             "corrects plans; default: JOB/residuals.jsonl if --job_log_dir=JOB is set",
         )
         options.add_argument(
-            "--html", metavar="FILE", type=file_to_write("plan.html"),
+            "--html",
+            metavar="FILE",
+            type=file_to_write("plan.html"),
             help="write the plan as an HTML page",
         )
         options.add_argument(
-            "--json", metavar="FILE", type=file_to_write("plan.json"),
+            "--json",
+            metavar="FILE",
+            type=file_to_write("plan.json"),
             help="write the plan as JSON",
         )
 
     def run(
-        self, command: CommandLine, *, topology: str | None, num_slices: int,
-        steps: Sequence[str], batch_sizes: Sequence[int], search: bool, search_minutes: float,
-        measure: bool, expert_load: float, residuals: Path | None, html: Path | None,
+        self,
+        command: CommandLine,
+        *,
+        topology: str | None,
+        num_slices: int,
+        steps: Sequence[str],
+        batch_sizes: Sequence[int],
+        search: bool,
+        search_minutes: float,
+        measure: bool,
+        expert_load: float,
+        residuals: Path | None,
+        html: Path | None,
         json: Path | None,
     ) -> None:
         """Plans an experiment, searches for a layout or measures steps, depending on the options.
@@ -131,8 +165,14 @@ class Plan(Mode):
         else:
             _avoid_accelerators()
             plan = plan_experiment(
-                command, functools.partial(print, flush=True), topology, num_slices, steps,
-                batch_sizes, residuals, expert_load,
+                command,
+                functools.partial(print, flush=True),
+                topology,
+                num_slices,
+                steps,
+                batch_sizes,
+                residuals,
+                expert_load,
             )
             if html is not None:
                 write_whole(html, plan.page().encode())
@@ -143,8 +183,13 @@ class Plan(Mode):
 
 
 def plan_experiment(
-    command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
-    steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
+    command: CommandLine,
+    print_text: Callable[[str], None],
+    topology: str,
+    num_slices: int,
+    steps: Sequence[str],
+    batch_sizes: Sequence[int] = (),
+    residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
     """Plans the steps of the command line's experiment; the plan may exceed the device memory.
@@ -173,8 +218,14 @@ def plan_experiment(
     devices = topology_of(topology, num_slices)
     job = build(launched.config)
     return plan_job(
-        job, devices, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
-        residuals=residuals, expert_load=expert_load,
+        job,
+        devices,
+        steps,
+        print_text,
+        experiment=launched.experiment,
+        batch_sizes=batch_sizes,
+        residuals=residuals,
+        expert_load=expert_load,
     )
 
 

@@ -17,7 +17,9 @@ class Profile(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --step."""
         options.add_argument(
-            "--step", metavar="N", type=int,
+            "--step",
+            metavar="N",
+            type=int,
             help="first step of the profile; default: the latest profile",
         )
 

@@ -20,24 +20,36 @@ class Report(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --html, --follow and --every."""
         options.add_argument(
-            "jobs", metavar="JOB", nargs="*",
+            "jobs",
+            metavar="JOB",
+            nargs="*",
             help="job directories, in addition to --job_log_dir",
         )
         options.add_argument(
-            "--html", metavar="FILE", type=file_to_write("report.html"),
+            "--html",
+            metavar="FILE",
+            type=file_to_write("report.html"),
             help="write the report as an HTML page",
         )
         options.add_argument(
-            "--follow", action="store_true",
+            "--follow",
+            action="store_true",
             help="repeat the report until all jobs have ended",
         )
         options.add_argument(
-            "--every", metavar="S", type=_seconds,
+            "--every",
+            metavar="S",
+            type=_seconds,
             help=f"with --follow: seconds between reports; default: {_REFRESH_SECONDS:g}",
         )
 
     def run(
-        self, command: CommandLine, *, jobs: Sequence[str], html: Path | None, follow: bool,
+        self,
+        command: CommandLine,
+        *,
+        jobs: Sequence[str],
+        html: Path | None,
+        follow: bool,
         every: float | None,
     ) -> None:
         """Prints the report; raises ConfigError if a directory contains no job."""
@@ -55,7 +67,8 @@ class Report(Mode):
 
         job_log_dir = [command.job_log_dir] if command.job_log_dir is not None else []
         print_reports(
-            ReportReader(named_jobs([*jobs, *job_log_dir])), html=html,
+            ReportReader(named_jobs([*jobs, *job_log_dir])),
+            html=html,
             follow_seconds=(every or _REFRESH_SECONDS) if follow else None,
         )
 

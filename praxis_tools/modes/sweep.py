@@ -18,49 +18,76 @@ class Sweep(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the search, the metric and the processes."""
         options.add_argument(
-            "--search", metavar="NAME", default="grid",
+            "--search",
+            metavar="NAME",
+            default="grid",
             help="grid: all combinations of the values listed in --set; random or tpe (guided by "
             "previous results): ranges such as 1e-4..1e-2 as well; default: grid",
         )
         options.add_argument(
-            "--trials", metavar="N", type=int,
+            "--trials",
+            metavar="N",
+            type=int,
             help="number of trials, with random or tpe; default: 20",
         )
         options.add_argument(
-            "--parallel", metavar="N", type=int, default=1,
+            "--parallel",
+            metavar="N",
+            type=int,
+            default=1,
             help="number of trials that run at the same time, only on simulated devices; default: "
             "1",
         )
         options.add_argument(
-            "--metric", metavar="NAME",
+            "--metric",
+            metavar="NAME",
             help="metric that ranks the trials, such as heldout/loss; default: the loss of the "
             "only evaluation dataset, or the training loss",
         )
         options.add_argument(
-            "--better", metavar="min|max", default="min",
+            "--better",
+            metavar="min|max",
+            default="min",
             help="whether lower or higher values of the metric are better; default: min",
         )
         options.add_argument(
-            "--prune", metavar="NAME", default="median",
+            "--prune",
+            metavar="NAME",
+            default="median",
             help="rule that ends bad trials early: median, halving or none; default: median",
         )
         options.add_argument(
-            "--seed", metavar="N", type=int, default=_SEED,
+            "--seed",
+            metavar="N",
+            type=int,
+            default=_SEED,
             help=f"seed of random and tpe; default: {_SEED}",
         )
         options.add_argument(
-            "--topology", metavar="CHIP:SHAPE",
+            "--topology",
+            metavar="CHIP:SHAPE",
             help="topology as in --mode=plan, such as v5e:2x4; trials that do not fit on it are "
             "skipped",
         )
         options.add_argument(
-            "--print", dest="prints", action="store_true",
+            "--print",
+            dest="prints",
+            action="store_true",
             help="print the trials' commands for a scheduler instead of running them",
         )
 
     def run(
-        self, command: CommandLine, *, search: str, trials: int | None, parallel: int,
-        metric: str | None, better: str, prune: str, seed: int, topology: str | None,
+        self,
+        command: CommandLine,
+        *,
+        search: str,
+        trials: int | None,
+        parallel: int,
+        metric: str | None,
+        better: str,
+        prune: str,
+        seed: int,
+        topology: str | None,
         prints: bool,
     ) -> int | None:
         """Runs the trials or prints their commands; raises ConfigError if an option is invalid."""
@@ -69,6 +96,15 @@ class Sweep(Mode):
         from praxis_tools.sweep.command import sweep
 
         return sweep(
-            command, directory, parallel=parallel, prints=prints, num_trials=trials, metric=metric,
-            search=search, better=better, pruner=prune, seed=seed, topology=topology,
+            command,
+            directory,
+            parallel=parallel,
+            prints=prints,
+            num_trials=trials,
+            metric=metric,
+            search=search,
+            better=better,
+            pruner=prune,
+            seed=seed,
+            topology=topology,
         )

@@ -44,7 +44,9 @@ class OriginSearch:
     """
 
     def __init__(
-        self, jaxpr: Any, outputs: Sequence[int],
+        self,
+        jaxpr: Any,
+        outputs: Sequence[int],
         replicated: jax.sharding.NamedSharding | None = None,
     ):
         self._jaxpr = _pruned(jaxpr, outputs)

@@ -47,7 +47,10 @@ class NonFinite(Hook):
     def after_step(self, dispatched: DispatchedStep) -> None:
         with self._watchdog.during(f"looking for a NaN in step {dispatched.step}"):
             self._reports.check(
-                dispatched.step, dispatched.state, dispatched.batch, dispatched.key,
+                dispatched.step,
+                dispatched.state,
+                dispatched.batch,
+                dispatched.key,
                 dispatched.outputs,
             )
 
@@ -71,16 +74,17 @@ class NonFiniteReports:
     """
 
     def __init__(
-        self, partitioner: Partitioner, path: Path, note: Callable[[str], None],
+        self,
+        partitioner: Partitioner,
+        path: Path,
+        note: Callable[[str], None],
         max_reports: int = MAX_REPORTS,
     ):
         self._partitioner, self._path, self._note = partitioner, path, note
         self._num_left = self._max_reports = max_reports
         self.search: OriginSearch | None = None
 
-    def check(
-        self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
-    ) -> None:
+    def check(self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any) -> None:
         """Waits for a step and reports the cause if its loss or gradient is not finite.
 
         Args:
@@ -153,16 +157,20 @@ def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> l
     """Reports a non-finite argument of the step, such as a weight."""
     name = path_of(path)
     for prefix, kind in (
-        ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
-        ("0/", "the state's"), ("1/inputs/", "the batch's"),
+        ("0/mdl_vars/params/", "the weight"),
+        ("0/mdl_vars/non_trainable/", "the variable"),
+        ("0/", "the state's"),
+        ("1/inputs/", "the batch's"),
     ):
         if name.startswith(prefix):
             name = f"{kind} {name.removeprefix(prefix)}"
             break
     by_row = tuple(range(1, x.ndim))
-    is_nan, rows = jax.device_get(jax.jit(
-        lambda x: (jnp.isnan(x).any(), (~jnp.isfinite(x)).any(by_row)), out_shardings=replicated
-    )(x))
+    is_nan, rows = jax.device_get(
+        jax.jit(
+            lambda x: (jnp.isnan(x).any(), (~jnp.isfinite(x)).any(by_row)), out_shardings=replicated
+        )(x)
+    )
     where = ""
     if x.ndim:
         first = [int(row) for row in np.flatnonzero(rows)[:5]]
@@ -233,7 +241,11 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
 
 def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
     """Returns (file, line) of each call within the step, innermost first."""
-    return own_frames([
-        (frame.file_name, frame.line_num) for traceback in tracebacks if traceback is not None
-        for frame in traceback.frames
-    ])
+    return own_frames(
+        [
+            (frame.file_name, frame.line_num)
+            for traceback in tracebacks
+            if traceback is not None
+            for frame in traceback.frames
+        ]
+    )

@@ -32,14 +32,38 @@ NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of u
 
 # Collectives under shard_map, whose results contain numbers from other devices.
 _COLLECTIVES = {
-    "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
-    "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter",
-    "unreduced_psum", "unreduced_reduce_scatter",
+    "psum",
+    "psum2",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "all_gather_reduced",
+    "all_to_all",
+    "ragged_all_to_all",
+    "ppermute",
+    "reduce_scatter",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
 }
 # Operations that only move, copy or negate the numbers in their operand are never an origin.
 _SAME_NUMBERS = {
-    "reshape", "transpose", "broadcast_in_dim", "neg", "abs", "copy", "copy_p", "squeeze", "rev",
-    "expand_dims", "name", "stop_gradient", "sharding_constraint", "pvary", "layout_constraint",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "neg",
+    "abs",
+    "copy",
+    "copy_p",
+    "squeeze",
+    "rev",
+    "expand_dims",
+    "name",
+    "stop_gradient",
+    "sharding_constraint",
+    "pvary",
+    "layout_constraint",
 }
 
 

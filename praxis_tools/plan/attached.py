@@ -108,9 +108,13 @@ def measure(
         f"{plan.step_seconds / measured:.2f} times the measured time"
     )
     residual = Residual(
-        chip=chip.name, step=plan.step, axis_sizes=dict(axis_sizes),
-        flops_per_device=plan.flops_per_device, predicted_seconds=plan.step_seconds,
-        measured_seconds=measured, source="--measure",
+        chip=chip.name,
+        step=plan.step,
+        axis_sizes=dict(axis_sizes),
+        flops_per_device=plan.flops_per_device,
+        predicted_seconds=plan.step_seconds,
+        measured_seconds=measured,
+        source="--measure",
     )
     if residuals is None:
         print("residual  not saved: set --residuals=FILE or --job_log_dir=DIR to save it")
@@ -121,4 +125,3 @@ def measure(
         record = plan.to_json() | {"measured_seconds": seconds}
         file.write_text(json.dumps(record, indent=1), "utf-8")
     return plan, seconds
-

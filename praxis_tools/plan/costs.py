@@ -34,10 +34,23 @@ _SLICES = ("dynamic-slice", "slice", "gather")  # These read only the elements t
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
 # Instructions that move no data.
-_FREE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
-    "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
-})
+_FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "iota",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "copy-done",
+        "slice-done",
+        "reshape",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +105,10 @@ FITTED = Efficiencies()
 
 
 def compute_seconds(
-    instruction: Instruction, computation: Computation, program: Program, chip: Chip,
+    instruction: Instruction,
+    computation: Computation,
+    program: Program,
+    chip: Chip,
     efficiencies: Efficiencies,
 ) -> float:
     """Returns the time of an instruction, excluding collectives, loops, branches and calls."""
@@ -157,7 +173,9 @@ def bytes_of(shape: str) -> int:
 
 
 def bytes_moved(
-    instruction: Instruction, computation: Computation, program: Program,
+    instruction: Instruction,
+    computation: Computation,
+    program: Program,
     size: Callable[[str], int] = bytes_of,
 ) -> int:
     """Returns the bytes that an instruction reads and writes.

@@ -57,8 +57,11 @@ class Decoding:
 
 
 def predict_decoding(
-    partitioner: Partitioner, element_spec: Mapping[str, Any], chip: Chip,
-    token_seconds: float, first_token_seconds: float,
+    partitioner: Partitioner,
+    element_spec: Mapping[str, Any],
+    chip: Chip,
+    token_seconds: float,
+    first_token_seconds: float,
 ) -> Decoding:
     """Predicts the speed of a decoding step and the limit set by memory bandwidth.
 
@@ -73,8 +76,11 @@ def predict_decoding(
     batch_size, prompt_length = element_spec["ids"].shape
     rows = batch_size * task.decoder.num_hyps
     decoding = Decoding(
-        batch_size=batch_size, rows=rows, prompt_length=prompt_length,
-        max_decode_steps=task.decoder.max_decode_steps, first_token_seconds=first_token_seconds,
+        batch_size=batch_size,
+        rows=rows,
+        prompt_length=prompt_length,
+        max_decode_steps=task.decoder.max_decode_steps,
+        first_token_seconds=first_token_seconds,
         tokens_per_second=rows / token_seconds,
     )
     if set(task.required_decode_inputs) != _PROMPTS:
@@ -83,7 +89,10 @@ def predict_decoding(
     cache = cache_bytes(partitioner, rows, cache_length(task.decoder, prompt_length))
     limit = (weights + cache) / chip.hbm_bandwidth
     return dataclasses.replace(
-        decoding, weight_bytes=weights, cache_bytes=cache, limit_seconds=limit,
+        decoding,
+        weight_bytes=weights,
+        cache_bytes=cache,
+        limit_seconds=limit,
         share_of_limit=limit / token_seconds,
     )
 
@@ -95,7 +104,8 @@ def token_loop_body(program: Program) -> str | None:
     several loops of unknown length, the largest one is returned.
     """
     bodies = [
-        callees(instruction, "body")[0] for computation in program.computations.values()
+        callees(instruction, "body")[0]
+        for computation in program.computations.values()
         for instruction in computation.values()
         if instruction.opcode == "while" and trip_count(program, computation, instruction) is None
     ]
@@ -109,7 +119,8 @@ def weight_bytes(partitioner: Partitioner) -> int:
     """
     tables = set(_embedding_tables(partitioner))
     return sum(
-        leaf.bytes_per_device for leaf in partitioner.decode_step.layout.leaves()
+        leaf.bytes_per_device
+        for leaf in partitioner.decode_step.layout.leaves()
         if leaf.path not in tables
     )
 

@@ -21,7 +21,9 @@ from praxis_tools.plan.topology import Topology
 _NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
 _NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
-    "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_SCATTERS,
+    "v5p": _NO_GATHERS,
+    "v6e": _NO_GATHERS,
+    "tpu7x": _NO_GATHERS | _NO_SCATTERS,
 }
 
 # Without a GPU to autotune on, XLA chooses Triton tiles that it then cannot compile.
@@ -58,7 +60,10 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 
 
 def step_specs(
-    job: Job, partitioner: Partitioner, steps: Sequence[Step], batch_sizes: Sequence[int] = (),
+    job: Job,
+    partitioner: Partitioner,
+    steps: Sequence[Step],
+    batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Step, str, dict]]:
     """Returns the batch spec of each step, without reading data.
 

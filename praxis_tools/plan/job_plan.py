@@ -103,9 +103,14 @@ def compiling_for(topology: Topology) -> Iterator[None]:
 
 
 def plan_job(
-    job: Job, topology: Topology, steps: Sequence[str],
-    print_text: Callable[[str], None] = lambda text: None, *, experiment: str = "",
-    batch_sizes: Sequence[int] = (), residuals: Path | None = None,
+    job: Job,
+    topology: Topology,
+    steps: Sequence[str],
+    print_text: Callable[[str], None] = lambda text: None,
+    *,
+    experiment: str = "",
+    batch_sizes: Sequence[int] = (),
+    residuals: Path | None = None,
     expert_load: float = EXPERT_LOAD,
 ) -> Plan:
     """Compiles the steps of a job for a topology and returns their plan.

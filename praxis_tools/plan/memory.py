@@ -44,7 +44,9 @@ class Memory:
     def table(self) -> str:
         """Returns a text table of the breakdown, largest first, then padding and host memory."""
         parts = {
-            "weights": self.weights, "optimizer slots": self.slots, "batch": self.batch,
+            "weights": self.weights,
+            "optimizer slots": self.slots,
+            "batch": self.batch,
             "gradients of scanned layers": self.gradients,
             "saved activations of scanned layers": self.activations,
             "temporaries": self.temporaries,
@@ -57,9 +59,7 @@ class Memory:
             "(padding, within weights and slots)": self.padding,
             "(in addition, in host memory)": self.host,
         }
-        lines += [
-            f"  {name:<36}{format_bytes(size):>12}" for name, size in others.items() if size
-        ]
+        lines += [f"  {name:<36}{format_bytes(size):>12}" for name, size in others.items() if size]
         return "\n".join(lines)
 
 
@@ -91,9 +91,15 @@ def memory_breakdown(
     activations = min(activations, max(0, remaining))
     gradients = min(gradients, max(0, remaining - activations))
     return Memory(
-        peak=planned.peak, weights=weights, slots=slots, batch=batch, gradients=gradients,
-        activations=activations, temporaries=max(0, remaining - gradients - activations),
-        padding=int(padding), host=planned.host,
+        peak=planned.peak,
+        weights=weights,
+        slots=slots,
+        batch=batch,
+        gradients=gradients,
+        activations=activations,
+        temporaries=max(0, remaining - gradients - activations),
+        padding=int(padding),
+        host=planned.host,
     )
 
 
@@ -184,7 +190,8 @@ def memory_advice(memory: Memory | None, layout: StateLayout, available: int) ->
     if memory is None or activations > available / 4 or not changes:
         changes += [
             "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
-            "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
+            "micro-batches (Learner.gradient_accumulation_steps)",
+            "fewer rows per device",
             "a chunked softmax (softmax chunk_size)",
         ]
     return "Change one of: " + "; ".join(changes) + "."

@@ -25,44 +25,61 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
     pairs = [
-        ("fits", f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
-         f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}"),
+        (
+            "fits",
+            f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
+            f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}",
+        ),
     ]
     if plan.step_seconds is not None:
         flops = max(plan.flops_per_device, 1)
         # Simulated devices share this machine's cores, so speeds per device would be meaningless.
-        speed = (
-            ", if each simulated device had a nominal core to itself"
-            if plan.topology.startswith("cpu") else
-            f" ({seconds_text(plan.step_seconds_low)} to {seconds_text(plan.step_seconds_high)}), "
-            f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
-            f"HFU {plan.hfu:.1%}"
-        )
+        if plan.topology.startswith("cpu"):
+            speed = ", if each simulated device had a nominal core to itself"
+        else:
+            low, high = seconds_text(plan.step_seconds_low), seconds_text(plan.step_seconds_high)
+            speed = (
+                f" ({low} to {high}), {plan.tokens_per_second:,.0f} {plan.unit} per second and "
+                f"device, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}"
+            )
         name = "step" if plan.decoding is None else "token"
         pairs.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
         if plan.correction is not None:
             corrected = seconds_text(plan.correction.seconds)
             pairs.append(("corrected", f"{corrected}: {plan.correction}"))
         pairs += [
-            ("time", f"{seconds_text(plan.compute_seconds)} in matmuls, "
-             f"{seconds_text(plan.memory_seconds)} in other work and "
-             f"{seconds_text(plan.exposed_seconds)} waiting for collectives, out of "
-             f"{seconds_text(plan.network_seconds)} in collectives"),
-            ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
-             f"of which remat recomputes {plan.recomputed_flops / flops:.0%}"),
+            (
+                "time",
+                f"{seconds_text(plan.compute_seconds)} in matmuls, "
+                f"{seconds_text(plan.memory_seconds)} in other work and "
+                f"{seconds_text(plan.exposed_seconds)} waiting for collectives, out of "
+                f"{seconds_text(plan.network_seconds)} in collectives",
+            ),
+            (
+                "matmuls",
+                f"{plan.flops_per_device:.4g} flops per device, "
+                f"of which remat recomputes {plan.recomputed_flops / flops:.0%}",
+            ),
         ]
         if plan.expert_turn_seconds is not None:
             rounds = f"{plan.expert_turns} round{'s' if plan.expert_turns > 1 else ''}"
             pairs.append(
-                ("experts", f"{seconds_text(plan.step_seconds)} assumes even loads, in one round "
-                 f"of {seconds_text(plan.expert_turn_seconds)}; a load of {plan.expert_load:g} "
-                 f"times the even load takes {rounds}, {seconds_text(plan.uneven_seconds)} at most")
+                (
+                    "experts",
+                    f"{seconds_text(plan.step_seconds)} assumes even loads, in one round "
+                    f"of {seconds_text(plan.expert_turn_seconds)}; a load of {plan.expert_load:g} "
+                    f"times the even load takes {rounds}, at most "
+                    f"{seconds_text(plan.uneven_seconds)}",
+                )
             )
         if plan.host_bytes:
             pairs.append(
-                ("host", f"{format_bytes(plan.host_bytes)} per device to and from host memory in "
-                 f"{seconds_text(plan.host_seconds)}; the device waits "
-                 f"{seconds_text(plan.host_exposed_seconds)} for it")
+                (
+                    "host",
+                    f"{format_bytes(plan.host_bytes)} per device to and from host memory in "
+                    f"{seconds_text(plan.host_seconds)}; the device waits "
+                    f"{seconds_text(plan.host_exposed_seconds)} for it",
+                )
             )
     if plan.decoding is not None:
         pairs += _decoding_figures(plan.decoding)
@@ -76,17 +93,23 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
 
 def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
     pairs = [
-        ("first", f"token of {decoding.rows:,} rows after "
-         f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
-         f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
-         "second on all devices"),
+        (
+            "first",
+            f"token of {decoding.rows:,} rows after "
+            f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
+            f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
+            "second on all devices",
+        ),
     ]
     if decoding.limit_seconds is not None:
         pairs.append(
-            ("limit", f"{seconds_text(decoding.limit_seconds)} to read "
-             f"{format_bytes(decoding.weight_bytes)} of weights and "
-             f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
-             f"{decoding.share_of_limit:.0%} of the time per token")
+            (
+                "limit",
+                f"{seconds_text(decoding.limit_seconds)} to read "
+                f"{format_bytes(decoding.weight_bytes)} of weights and "
+                f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
+                f"{decoding.share_of_limit:.0%} of the time per token",
+            )
         )
     return pairs
 
@@ -94,8 +117,7 @@ def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
 def decoding_table(plans: Sequence[StepPlan]) -> str:
     """Returns a text table that compares decoding plans, with one line per batch size."""
     rows: list[Sequence[str]] = [
-        ("batch", "token", "limit", "share", "tokens/s", "per device", "first token", "GiB",
-         "fits")
+        ("batch", "token", "limit", "share", "tokens/s", "per device", "first token", "GiB", "fits")
     ]
     for plan in plans:
         decoding, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
@@ -104,13 +126,19 @@ def decoding_table(plans: Sequence[StepPlan]) -> str:
             rows.append((*"-" * 7, gib, fits))
             continue
         has_limit = decoding.limit_seconds is not None
-        rows.append((
-            f"{decoding.batch_size:,}", seconds_text(plan.step_seconds),
-            seconds_text(decoding.limit_seconds) if has_limit else "-",
-            f"{decoding.share_of_limit:.0%}" if has_limit else "-",
-            f"{decoding.tokens_per_second:,.0f}", f"{plan.tokens_per_second:,.0f}",
-            seconds_text(decoding.first_token_seconds), gib, fits,
-        ))
+        rows.append(
+            (
+                f"{decoding.batch_size:,}",
+                seconds_text(plan.step_seconds),
+                seconds_text(decoding.limit_seconds) if has_limit else "-",
+                f"{decoding.share_of_limit:.0%}" if has_limit else "-",
+                f"{decoding.tokens_per_second:,.0f}",
+                f"{plan.tokens_per_second:,.0f}",
+                seconds_text(decoding.first_token_seconds),
+                gib,
+                fits,
+            )
+        )
     return "\n".join(table_lines(rows, right=range(8)))
 
 

@@ -54,9 +54,11 @@ def plan_step(
             raise
         num_bytes, message = out_of_memory
         return StepPlan(
-            **_basic_fields(partitioner, step, element_spec, topology), fits=False,
+            **_basic_fields(partitioner, step, element_spec, topology),
+            fits=False,
             peak_bytes_per_device=max(num_bytes, chip.hbm_bytes + 1),
-            compile_seconds=time.monotonic() - start, notes=(f"compiler error: {message}",),
+            compile_seconds=time.monotonic() - start,
+            notes=(f"compiler error: {message}",),
             why_not=memory_advice(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
@@ -65,8 +67,12 @@ def plan_step(
 
 
 def plan_of_compiled(
-    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
-    compiled: jax.stages.Compiled, compile_seconds: float,
+    partitioner: Partitioner,
+    step: Step,
+    element_spec: PyTree,
+    topology: Topology,
+    compiled: jax.stages.Compiled,
+    compile_seconds: float,
 ) -> StepPlan:
     """Returns the plan of a step that is already compiled for the topology's devices."""
     layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
@@ -90,9 +96,13 @@ def plan_of_compiled(
     if step is not partitioner.decode_step:
         bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
     return StepPlan(
-        **_basic_fields(partitioner, step, element_spec, topology) | fields, fits=fits,
-        peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
-        compiled=compiled, bubble_share=bubbles,
+        **_basic_fields(partitioner, step, element_spec, topology) | fields,
+        fits=fits,
+        peak_bytes_per_device=memory.peak,
+        compile_seconds=compile_seconds,
+        memory=memory,
+        compiled=compiled,
+        bubble_share=bubbles,
         why_not="" if fits else memory_advice(memory, layout, chip.hbm_bytes),
     )
 
@@ -105,7 +115,9 @@ def _basic_fields(
     if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
         unit = "tokens"  # A custom loss that weights each token.
     return {
-        "step": step.kind, "topology": topology.name, "num_devices": partitioner.mesh.size,
+        "step": step.kind,
+        "topology": topology.name,
+        "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": topology.chip.hbm_bytes,
         "parameters": num_parameters(partitioner.layout),
         "unit": "rows" if step is partitioner.decode_step else unit,
@@ -113,8 +125,12 @@ def _basic_fields(
 
 
 def predicted_fields(
-    text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
-    efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
+    text: str,
+    topology: Topology,
+    mesh: PhysicalMesh,
+    num_units: float,
+    efficiencies: Efficiencies = FITTED,
+    loop_body: str | None = None,
 ) -> dict[str, Any]:
     """Simulates a compiled program and returns the StepPlan fields that depend on it.
 
@@ -133,9 +149,10 @@ def predicted_fields(
     notes = []
     if topology.compiled_for == "tpu":
         # The text does not show whether a permute uses one or both links; `high` assumes one.
-        low = efficiencies.step_seconds + schedule(
-            text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
-        ).seconds
+        low = (
+            efficiencies.step_seconds
+            + schedule(text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body).seconds
+        )
         slowdown = 1 + efficiencies.waiting * math.log2(topology.num_slices)
         low, middle, high = low * slowdown, middle * slowdown, high * slowdown
     elif topology.compiled_for == "gpu":
@@ -186,9 +203,7 @@ def predicted_fields(
 def num_parameters(layout: StateLayout) -> int:
     """Returns the number of parameters of a model, excluding padding."""
     leaves = whole_layout(layout).leaves()
-    return sum(
-        math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
-    )
+    return sum(math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params"))
 
 
 def num_units(element_spec: PyTree) -> int:

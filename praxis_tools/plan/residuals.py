@@ -84,7 +84,10 @@ def _parse(line: str, location: str) -> Residual:
 
 
 def apply_residuals(
-    plan: StepPlan, chip: str, axis_sizes: Mapping[str, int], file: Path | None,
+    plan: StepPlan,
+    chip: str,
+    axis_sizes: Mapping[str, int],
+    file: Path | None,
     residuals: Sequence[Residual],
 ) -> StepPlan:
     """Corrects a plan by the median ratio of measured to predicted time.
@@ -106,7 +109,8 @@ def apply_residuals(
         residual for residual in residuals if (residual.chip, residual.step) == (chip, plan.step)
     ]
     same_step = [
-        residual for residual in same_kind
+        residual
+        for residual in same_kind
         if residual.axis_sizes == dict(axis_sizes)
         and residual.flops_per_device == plan.flops_per_device
     ]
@@ -114,7 +118,14 @@ def apply_residuals(
     if not chosen:
         return plan
     ratio = statistics.median(residual.ratio for residual in chosen)
-    return dataclasses.replace(plan, correction=Correction(
-        seconds=plan.step_seconds * ratio, ratio=ratio, count=len(chosen),
-        is_of_step=bool(same_step), chip=chip, file=str(file),
-    ))
+    return dataclasses.replace(
+        plan,
+        correction=Correction(
+            seconds=plan.step_seconds * ratio,
+            ratio=ratio,
+            count=len(chosen),
+            is_of_step=bool(same_step),
+            chip=chip,
+            file=str(file),
+        ),
+    )

@@ -145,7 +145,8 @@ class StepPlan:
         """
         nested = ("memory", "decoding", "correction")
         record = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
             if field.name not in (*nested, "timeline", "compiled")
         }
         for name in nested:
@@ -159,7 +160,8 @@ class StepPlan:
             "notes": list(self.notes),
             "collectives": [
                 {
-                    **_transfer_record(collective), "axes": list(collective.axes),
+                    **_transfer_record(collective),
+                    "axes": list(collective.axes),
                     "crosses_slices": collective.crosses,
                 }
                 for collective in collectives

@@ -119,8 +119,10 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
     """Returns the topology of attached devices, or None if their kind is not in `CHIPS`."""
     kind, platform = devices[0].device_kind.lower(), devices[0].platform
     words = set(re.split(r"[ -]", kind))
-    name = "cpu" if platform == "cpu" else TPUS.get(kind) or next(
-        (gpu for gpu in _GPUS if gpu in words), None
+    name = (
+        "cpu"
+        if platform == "cpu"
+        else TPUS.get(kind) or next((gpu for gpu in _GPUS if gpu in words), None)
     )
     if name is None or words & _LESSER_GPUS:
         return None
@@ -227,8 +229,9 @@ def physical_mesh(
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
     if len(dims) != chip.torus_dims:
         raise _unknown(
-            name, f"the shape has {len(dims)} dims, but the torus of {chip.name} has "
-            f"{chip.torus_dims} dims"
+            name,
+            f"the shape has {len(dims)} dims, but the torus of {chip.name} has "
+            f"{chip.torus_dims} dims",
         )
     require_package("libtpu", f"--topology={name}")
     check_environment()
@@ -265,7 +268,9 @@ def _gpus(name: str, chip: Chip, dims: tuple[int, ...]) -> Sequence[jax.Device] 
 
     num_nodes, gpus_per_node = dims
     return topologies.get_topology_desc(
-        name, "cuda", target_config=chip.cuda.text(chip.hbm_bandwidth),
+        name,
+        "cuda",
+        target_config=chip.cuda.text(chip.hbm_bandwidth),
         topology=f"1x{num_nodes}x{gpus_per_node}",
     ).devices
 

@@ -16,12 +16,30 @@ import numpy as np
 from praxis_tools.explain.hlo import KINDS
 from praxis_tools.explain.hlo_text import Instruction, Program, callees
 
-_WITHOUT_KERNEL = frozenset((
-    "add-dependency", "after-all", "bitcast", "constant", "get-tuple-element",
-    "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
-))
-_CALLS = ("condition", "body", "branch_computations", "true_computation", "false_computation",
-          "to_apply", "calls", "called_computations")
+_WITHOUT_KERNEL = frozenset(
+    (
+        "add-dependency",
+        "after-all",
+        "bitcast",
+        "constant",
+        "get-tuple-element",
+        "optimization-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "tuple",
+    )
+)
+_CALLS = (
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "to_apply",
+    "calls",
+    "called_computations",
+)
 # Scores of an alignment.
 _NAMED = 4  # A kernel named after the fusion.
 _LIKELY, _POSSIBLE = 2, 1  # A kernel that a library call may have launched.

@@ -87,9 +87,13 @@ class Measured:
         if self.topology is None:
             return None
         return Residual(
-            chip=self.topology.chip.name, step="train", axis_sizes=self.facts.axis_sizes,
-            flops_per_device=self.flops_per_device, predicted_seconds=self.predicted_seconds,
-            measured_seconds=self.step_seconds, source="profile",
+            chip=self.topology.chip.name,
+            step="train",
+            axis_sizes=self.facts.axis_sizes,
+            flops_per_device=self.flops_per_device,
+            predicted_seconds=self.predicted_seconds,
+            measured_seconds=self.step_seconds,
+            source="profile",
         )
 
 
@@ -102,12 +106,12 @@ def measure(folder: Path) -> Measured:
     facts, text = read_facts(folder), text_of_step(folder)
     program = parse(text)
     instructions = {
-        name: (instruction, computation) for computation in program.computations.values()
+        name: (instruction, computation)
+        for computation in program.computations.values()
         for name, instruction in computation.items()
     }
     containers = [
-        name for name, (instruction, _) in instructions.items()
-        if instruction.opcode in _CONTAINERS
+        name for name, (instruction, _) in instructions.items() if instruction.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
     module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
@@ -118,10 +122,16 @@ def measure(folder: Path) -> Measured:
     runs = trace.run_seconds
     step_seconds = sum(runs) / len(runs) if runs else trace.span_seconds / steps
     return Measured(
-        facts, len(trace.devices), step_seconds,
+        facts,
+        len(trace.devices),
+        step_seconds,
         max(0.0, step_seconds - trace.busy_seconds / steps),
         {name: seconds / steps for name, seconds in trace.other_seconds.items()},
-        layers, collectives, predicted_seconds, topology, timeline.flops,
+        layers,
+        collectives,
+        predicted_seconds,
+        topology,
+        timeline.flops,
     )
 
 
@@ -152,15 +162,20 @@ def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, 
 
 
 def _rows(
-    trace: Trace, facts: ProfileFacts, program: Program, instructions: _Instructions,
-    timeline: Timeline, is_predicted: bool,
+    trace: Trace,
+    facts: ProfileFacts,
+    program: Program,
+    instructions: _Instructions,
+    timeline: Timeline,
+    is_predicted: bool,
 ) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
     """Returns the rows of layers and the rows of collectives, in descending order of seconds."""
     on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
     # Fusions of a matmul and a collective are treated as matmuls.
     transfers = {
         name: transfer
-        for transfer in timeline.collectives.values() for name in transfer.instructions
+        for transfer in timeline.collectives.values()
+        for name in transfer.instructions
         if not is_matmul(instructions[name][0], program)
     }
     layer_rows: dict[str, Row] = collections.defaultdict(Row)

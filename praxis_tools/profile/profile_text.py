@@ -30,7 +30,8 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
         f"steps {facts.first_step} to {facts.last_step} on {devices}: means per step and device",
         "",
         *_time_table(measured, total, max_rows),
-        "", *_memory_lines(memory, max_rows),
+        "",
+        *_memory_lines(memory, max_rows),
         *(f"note: {note}" for note in _notes(measured, memory)),
     ]
     return printable("\n".join(lines))
@@ -43,7 +44,8 @@ def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
         for (kind, axes, layer), row in measured.collectives.items()
     }
     rows: list[Sequence[str]] = [
-        ("", *_COLUMNS), ("step", *_cells(total, seconds)),
+        ("", *_COLUMNS),
+        ("step", *_cells(total, seconds)),
         *_largest("layers", measured.layers, seconds, max_rows),
         *_largest("collectives", collectives, seconds, max_rows),
         ("no instruction ran", *_cells(Row(0, measured.idle_seconds), seconds)),
@@ -68,7 +70,8 @@ def _largest(
 def _sum(rows: Sequence[Row]) -> Row:
     predicted = [row.predicted for row in rows if row.predicted is not None]
     return Row(
-        sum(row.count for row in rows), sum(row.seconds for row in rows),
+        sum(row.count for row in rows),
+        sum(row.seconds for row in rows),
         sum(predicted) if predicted else None,
     )
 
@@ -78,25 +81,27 @@ def _cells(row: Row, seconds: float) -> Sequence[str]:
     if row.predicted:
         ratio = f"{row.seconds / row.predicted:.3g}"
     return (
-        seconds_text(row.seconds), f"{row.seconds / seconds:.1%}" if seconds else "-",
+        seconds_text(row.seconds),
+        f"{row.seconds / seconds:.1%}" if seconds else "-",
         f"{row.count:.6g}" if row.count else "",
-        "-" if row.predicted is None else seconds_text(row.predicted), ratio,
+        "-" if row.predicted is None else seconds_text(row.predicted),
+        ratio,
     )
 
 
 def _memory_lines(memory: PeakMemory, max_rows: int) -> list[str]:
     rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
     rows += [(f"  {name}", size) for name, size in _first(memory.arrays, max_rows)]
-    rows += [("  batch and other arguments", memory.batch),
-             ("  outputs not in donated arguments", memory.outputs),
-             ("  temporaries", memory.temporaries)]
+    rows += [
+        ("  batch and other arguments", memory.batch),
+        ("  outputs not in donated arguments", memory.outputs),
+        ("  temporaries", memory.temporaries),
+    ]
     rows += [(f"    {name}", size) for name, size in _first(memory.layers, max_rows)]
     if memory.layers:
         rest = memory.temporaries - sum(memory.layers.values())
         rows.append(("    in smaller buffers, or unused", max(0, rest)))
-    cells = [
-        (name, format_bytes(size), f"{size / max(memory.peak, 1):.1%}") for name, size in rows
-    ]
+    cells = [(name, format_bytes(size), f"{size / max(memory.peak, 1):.1%}") for name, size in rows]
     return table_lines(cells, right=(1, 2))
 
 

@@ -44,7 +44,8 @@ def folder_of(files: JobDir, step: int | None) -> Path:
       ConfigError: The profile does not exist.
     """
     steps = sorted(
-        int(path.parent.name) for path in files.profiles.glob("*/profile.json")
+        int(path.parent.name)
+        for path in files.profiles.glob("*/profile.json")
         if path.parent.name.isdecimal()
     )
     if not steps:

@@ -159,8 +159,11 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
     for op, time in ops.items():
         time.count = min(kernels[op].values()) if op != UNNAMED else kernels[op].total()
     return Trace(
-        frozenset(intervals), dict(ops), [(last - first) * 1e-9 for first, last in spans.values()],
-        sum(map(_span, intervals.values())), sum(map(_covered, intervals.values())),
+        frozenset(intervals),
+        dict(ops),
+        [(last - first) * 1e-9 for first, last in spans.values()],
+        sum(map(_span, intervals.values())),
+        sum(map(_covered, intervals.values())),
         dict(other_seconds),
     )
 
@@ -200,9 +203,14 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
                     continue
                 ordinal = stats.get("device_ordinal", int(device[1]) if device else 0)
                 yield Event(
-                    int(ordinal), str(stats.get("hlo_module", "")), stats.get("run_id"),
-                    str(stats["hlo_op"]), event.start_ns, event.start_ns + event.duration_ns,
-                    event.name if device else "", int(stats.get("correlation_id", 0)),
+                    int(ordinal),
+                    str(stats.get("hlo_module", "")),
+                    stats.get("run_id"),
+                    str(stats["hlo_op"]),
+                    event.start_ns,
+                    event.start_ns + event.duration_ns,
+                    event.name if device else "",
+                    int(stats.get("correlation_id", 0)),
                 )
 
 
@@ -218,6 +226,10 @@ def _tpu_events(device: int, ops: Any, modules: Any) -> Iterator[Event]:
         if name is None or index < 0 or event.start_ns > runs[index][1]:
             continue
         yield Event(
-            device, runs[index][2], index, name[1], event.start_ns,
+            device,
+            runs[index][2],
+            index,
+            name[1],
+            event.start_ns,
             event.start_ns + event.duration_ns,
         )

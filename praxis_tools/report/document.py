@@ -107,7 +107,8 @@ def config_differences(
     values = {path: [config.get(path) for config in configs] for path in paths}
     differing = [
         (path, [value and truncated(value, _MAX_VALUE_CHARS) for value in values[path]])
-        for path in paths if len(set(itertools.compress(values[path], known))) > 1
+        for path in paths
+        if len(set(itertools.compress(values[path], known))) > 1
     ]
     return differing, len(paths) - len(differing)
 
@@ -134,7 +135,8 @@ def _job(
     marked["differences"] = np.array(sorted(wrong), float)
     marks = {
         kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MAX_MARKS]))}
-        for kind, steps in marked.items() if len(steps)
+        for kind, steps in marked.items()
+        if len(steps)
     }
     return {
         "name": job.name,
@@ -150,16 +152,19 @@ def _job(
         },
         "last": {
             name: strict_json(job.columns[name][-1], name)
-            for name in names if name in job.columns and buckets.num_lines
+            for name in names
+            if name in job.columns and buckets.num_lines
         },
         "spent": {
             name: _base64(buckets.means(job.columns[name]))
-            for name in SPENT if name in job.columns and buckets.num_lines
+            for name in SPENT
+            if name in job.columns and buckets.num_lines
         },
         "evaluations": {
             dataset: {
                 name: _evaluation(columns["step"], values, axes, num_evaluations)
-                for name, values in columns.items() if name != "step"
+                for name, values in columns.items()
+                if name != "step"
             }
             for dataset, columns in job.evaluations.items()
         },
@@ -188,7 +193,8 @@ def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
     if buckets.are_lines:
         return {"mean": _base64(values)}
     return {
-        "mean": _base64(buckets.means(values)), "min": _base64(buckets.lowest(values)),
+        "mean": _base64(buckets.means(values)),
+        "min": _base64(buckets.lowest(values)),
         "max": _base64(buckets.highest(values)),
     }
 
@@ -198,7 +204,8 @@ def _evaluation(
 ) -> dict[str, Any]:
     indices = with_extremes(values, max_points)
     return {
-        "num": len(values), "axes": _axes(at_steps(axes, steps[indices])),
+        "num": len(values),
+        "axes": _axes(at_steps(axes, steps[indices])),
         "values": _base64(values[indices]),
     }
 
@@ -210,12 +217,18 @@ def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[st
         at = _axes(at_steps(axes, np.array([change.from_step], float)))
     return strict_json(
         {
-            "generation": change.generation, "kind": change.kind, "why": change.why,
-            "from_step": change.from_step, "source": change.source, "lost": change.lost_steps or 0,
+            "generation": change.generation,
+            "kind": change.kind,
+            "why": change.why,
+            "from_step": change.from_step,
+            "source": change.source,
+            "lost": change.lost_steps or 0,
             "devices": change.num_devices,
             "mesh": ", ".join(f"{axis} {size}" for axis, size in (change.mesh or {}).items()),
             "reached": change.reached,
-            "seconds": dict(change.seconds), "total": change.total, "axes": at,
+            "seconds": dict(change.seconds),
+            "total": change.total,
+            "axes": at,
         },
         "hands",
     )
@@ -224,7 +237,8 @@ def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[st
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
     """Returns how the number of devices changed over time, or None for a non-elastic job."""
     known = [
-        change for change in job.changes
+        change
+        for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
     ][-_MAX_MARKS:]
     if not known:
@@ -245,8 +259,11 @@ def _goodput(goodput: Goodput) -> dict[str, Any]:
             "total": goodput.total_seconds,
             "launches": [
                 {
-                    "began": launch.began, "ended": launch.ended, "first_step": launch.first_step,
-                    "last_step": launch.last_step, "ended_by": launch.ended_by,
+                    "began": launch.began,
+                    "ended": launch.ended,
+                    "first_step": launch.first_step,
+                    "last_step": launch.last_step,
+                    "ended_by": launch.ended_by,
                 }
                 for launch in goodput.launches
             ],

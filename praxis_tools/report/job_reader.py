@@ -102,8 +102,10 @@ class JobState:
     def handovers(self) -> Sequence[GenerationRecord]:
         """Generations that completed steps, excluding the first generation of the job."""
         return [
-            change for change in self.changes
-            if change.from_step is not None and change.reached
+            change
+            for change in self.changes
+            if change.from_step is not None
+            and change.reached
             and (change.kind != START or change.from_step)
         ]
 
@@ -154,15 +156,20 @@ class JobReader:
         notes += notes_on_samples
         eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
         return JobState(
-            name=self._name, path=str(files.path), experiment=recorded_experiment(files),
-            is_training=trains, columns=columns,
+            name=self._name,
+            path=str(files.path),
+            experiment=recorded_experiment(files),
+            is_training=trains,
+            columns=columns,
             evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
-            config=config, samples=samples,
+            config=config,
+            samples=samples,
             goodput=read_or_note(lambda: goodput_of(files), None),
             changes=read_or_note(lambda: read_generation_records(elastic_file), []),
             certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
             layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
-            profiles=_profiles(files), notes=notes,
+            profiles=_profiles(files),
+            notes=notes,
         )
 
 
@@ -241,7 +248,8 @@ def _config(files: JobDir) -> dict[str, str]:
 def _profiles(files: JobDir) -> dict[int, str]:
     """Maps the first step of each of a job's newest profiles to its tables."""
     found = [
-        (int(file.parent.name), file) for file in files.profiles.glob("*/profile.txt")
+        (int(file.parent.name), file)
+        for file in files.profiles.glob("*/profile.txt")
         if file.parent.name.isdecimal()
     ]
     texts = {}

@@ -56,8 +56,9 @@ class Report:
             "title": escape(", ".join(job.name for job in self.jobs)),
             "jobs": "".join(losses),
             # Escape "<", because names can contain any text and could end the script element.
-            "document": json.dumps(content, separators=(",", ":"), allow_nan=False)
-                        .replace("<", "\\u003c"),
+            "document": json.dumps(content, separators=(",", ":"), allow_nan=False).replace(
+                "<", "\\u003c"
+            ),
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
@@ -81,8 +82,12 @@ class ReportReader:
 
 
 def print_reports(
-    reader: ReportReader, *, html: Path | None, follow_seconds: float | None,
-    write_line: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep,
+    reader: ReportReader,
+    *,
+    html: Path | None,
+    follow_seconds: float | None,
+    write_line: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Prints a report and writes its HTML page, once or until no job is training.
 

@@ -54,9 +54,7 @@ def summary(certificates: Sequence[StepCertificate]) -> str:
         nearest = f"; largest difference: {leaf}, {share:.1%} of its tolerance"
     result = f"{wrong} found a difference" if wrong else "none found a difference"
     plural = "s" * (len(certificates) > 1)
-    return (
-        f"{len(certificates)} certificate{plural} of {number:,} comparisons, {result}{nearest}"
-    )
+    return f"{len(certificates)} certificate{plural} of {number:,} comparisons, {result}{nearest}"
 
 
 def _step_certificate(text: str) -> StepCertificate | None:
@@ -66,7 +64,8 @@ def _step_certificate(text: str) -> StepCertificate | None:
             return None
         closest = line["closest"]
         return StepCertificate(
-            line["step"], int(line["num_comparisons"]),
+            line["step"],
+            int(line["num_comparisons"]),
             closest and (shown(str(closest["leaf"]), 200), float(closest["share"])),
             "" if line["certified"] is True else _difference(line["difference"] or {}),
         )

@@ -20,8 +20,13 @@ _MAX_CHANGES = 20
 def report_text(jobs: Sequence[JobState]) -> str:
     """Formats tables of jobs, evaluations, differing settings and times, followed by events."""
     parts = [
-        _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
-        *(changes_text(job) for job in jobs), *(_certificates(job) for job in jobs),
+        _jobs(jobs),
+        _evaluations(jobs),
+        _differences(jobs),
+        _times(jobs),
+        _events(jobs),
+        *(changes_text(job) for job in jobs),
+        *(_certificates(job) for job in jobs),
         "\n".join(f"note: {job.name}: {note}" for job in jobs for note in job.notes),
     ]
     return printable("\n\n".join(part for part in parts if part))
@@ -40,23 +45,28 @@ def _jobs(jobs: Sequence[JobState]) -> str:
     for job in jobs:
         axes, unit = progress_axes(job.columns), weight_unit(job.columns)
         loss = job.columns.get("loss", np.empty(0))
-        rows.append([
-            job.name,
-            str(job.last_step),
-            str(job.num_train_steps or ""),
-            metric_text(loss[-1]) if len(loss) else "",
-            f"{count_of(axes[unit][-1])} {unit}" if len(axes.get(unit, ())) else "",
-            f"{axes['hours'][-1]:.3g}" if len(axes.get("hours", ())) else "",
-            f"{job.goodput.share:.1%}" if job.goodput else "",
-            job.state,
-        ])
+        rows.append(
+            [
+                job.name,
+                str(job.last_step),
+                str(job.num_train_steps or ""),
+                metric_text(loss[-1]) if len(loss) else "",
+                f"{count_of(axes[unit][-1])} {unit}" if len(axes.get(unit, ())) else "",
+                f"{axes['hours'][-1]:.3g}" if len(axes.get("hours", ())) else "",
+                f"{job.goodput.share:.1%}" if job.goodput else "",
+                job.state,
+            ]
+        )
     return "\n".join(table_lines(rows, right=range(1, 7)))
 
 
 def _evaluations(jobs: Sequence[JobState]) -> str:
     names = dict.fromkeys(
-        (dataset, metric) for job in jobs for dataset, columns in job.evaluations.items()
-        for metric in columns if metric != "step"
+        (dataset, metric)
+        for job in jobs
+        for dataset, columns in job.evaluations.items()
+        for metric in columns
+        if metric != "step"
     )
     if not names:
         return ""
@@ -65,7 +75,9 @@ def _evaluations(jobs: Sequence[JobState]) -> str:
         of_jobs = [job.evaluations.get(dataset, {}) for job in jobs]
         cells = [
             f"{metric_text(columns[metric][-1])} (step {columns['step'][-1]})"
-            if metric in columns else "" for columns in of_jobs
+            if metric in columns
+            else ""
+            for columns in of_jobs
         ]
         rows.append([f"{dataset}/{metric}", *cells])
     return "\n".join(table_lines(rows))
@@ -107,7 +119,8 @@ def _events(jobs: Sequence[JobState]) -> str:
     lines = []
     for job in jobs:
         for label, column in (
-            ("skipped", "num_skipped_in_a_row"), ("loss spikes", "is_loss_spike"),
+            ("skipped", "num_skipped_in_a_row"),
+            ("loss spikes", "is_loss_spike"),
         ):
             steps = [f"{step:.0f}" for step in job.steps_where(column)]
             if steps:
@@ -130,19 +143,25 @@ def changes_text(job: JobState) -> str:
     rows = [["generation", "from step", "lost", "devices", "seconds", "of which", ""]]
     for change in changes[-_MAX_CHANGES:]:
         longest = sorted(change.seconds.items(), key=lambda item: -item[1])[:3]
-        rows.append([
-            str(change.generation),
-            "" if change.from_step is None else str(change.from_step),
-            str(change.lost_steps or 0), str(change.num_devices or ""), f"{change.total:.1f}",
-            ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
-            shown(f"{change.kind}: {change.why}", 100)
-            + " (no step completed)" * (not change.reached),
-        ])
-    return "\n".join([
-        f"{job.name}: changes of hands: {len(job.handovers)}{unreached}; devices: "
-        f"{' -> '.join([*left_out, *history[-_MAX_CHANGES:]]) or 'unknown'}",
-        *table_lines(rows, right=range(5)),
-    ])
+        rows.append(
+            [
+                str(change.generation),
+                "" if change.from_step is None else str(change.from_step),
+                str(change.lost_steps or 0),
+                str(change.num_devices or ""),
+                f"{change.total:.1f}",
+                ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
+                shown(f"{change.kind}: {change.why}", 100)
+                + " (no step completed)" * (not change.reached),
+            ]
+        )
+    return "\n".join(
+        [
+            f"{job.name}: changes of hands: {len(job.handovers)}{unreached}; devices: "
+            f"{' -> '.join([*left_out, *history[-_MAX_CHANGES:]]) or 'unknown'}",
+            *table_lines(rows, right=range(5)),
+        ]
+    )
 
 
 def _certificates(job: JobState) -> str:

@@ -55,7 +55,11 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, prompts: Sequence[np.ndarray], model: ServedModel, engine: Engine,
+        self,
+        request: Request,
+        prompts: Sequence[np.ndarray],
+        model: ServedModel,
+        engine: Engine,
         seconds: float,
     ):
         self.request, self.created = request, int(time.time())
@@ -72,15 +76,28 @@ class Answer:
                 # If the client sets the seed, the answers to a prompt must not depend on the other
                 # prompts in the request.
                 draw = choice if has_random_seed else sample
-                self._generations.append(Generation(
-                    prompt, model.max_new_tokens(len(prompt), request), request.temperature,
-                    request.top_p, request.top_k, seed, draw, request.num_logprobs or 0,
-                    self._deliver_to(loop, choice),
-                ))
-                self._texts.append(ChoiceText(
-                    model.tokenizer, prompt, request.stop, model.eos_ids,
-                    request.num_logprobs is not None,
-                ))
+                self._generations.append(
+                    Generation(
+                        prompt,
+                        model.max_new_tokens(len(prompt), request),
+                        request.temperature,
+                        request.top_p,
+                        request.top_k,
+                        seed,
+                        draw,
+                        request.num_logprobs or 0,
+                        self._deliver_to(loop, choice),
+                    )
+                )
+                self._texts.append(
+                    ChoiceText(
+                        model.tokenizer,
+                        prompt,
+                        request.stop,
+                        model.eos_ids,
+                        request.num_logprobs is not None,
+                    )
+                )
         engine.submit(self._generations)
 
     @property
@@ -93,16 +110,20 @@ class Answer:
         """The numbers of prompt tokens and generated tokens, as in OpenAI's API."""
         num_new = sum(text.num_tokens for text in self._texts)
         return {
-            "prompt_tokens": self._num_prompt_tokens, "completion_tokens": num_new,
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_new,
             "total_tokens": self._num_prompt_tokens + num_new,
         }
 
     def cancel(self) -> None:
         """Cancels the generations that have not finished."""
-        self._engine.cancel([
-            generation for generation, text in zip(self._generations, self._texts, strict=True)
-            if text.finish_reason is None
-        ])
+        self._engine.cancel(
+            [
+                generation
+                for generation, text in zip(self._generations, self._texts, strict=True)
+                if text.finish_reason is None
+            ]
+        )
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yields new text of the choices as it is generated, until all choices are complete.
@@ -118,8 +139,10 @@ class Answer:
             except TimeoutError:
                 if not has_begun:
                     raise ApiError(
-                        504, f"The server was busy for {self._seconds:g} s, the time limit of a "
-                        "request. Try again later.", code="timeout",
+                        504,
+                        f"The server was busy for {self._seconds:g} s, the time limit of a "
+                        "request. Try again later.",
+                        code="timeout",
                     ) from None
                 self.cancel()
                 for choice, text in enumerate(self._texts):

@@ -5,8 +5,12 @@ from typing import Any
 
 # Maps an HTTP status to the type of the error; all others are "invalid_request_error".
 _TYPES = {
-    401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error",
-    500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
+    401: "authentication_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -22,7 +26,12 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
@@ -34,6 +43,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {
-                "message": str(self), "type": kind, "param": self._param, "code": self._code,
+                "message": str(self),
+                "type": kind,
+                "param": self._param,
+                "code": self._code,
             }
         }

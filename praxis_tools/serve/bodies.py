@@ -17,10 +17,14 @@ def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
         text = "".join(delta.text for delta in pieces)
         tokens = [token for delta in pieces for token in delta.tokens]
         message = {"role": "assistant", "content": text, "refusal": None}
-        choices.append({
-            "index": choice, **({"message": message} if is_chat else {"text": text}),
-            "logprobs": _logprobs(answer, tokens), "finish_reason": pieces[-1].finish_reason,
-        })
+        choices.append(
+            {
+                "index": choice,
+                **({"message": message} if is_chat else {"text": text}),
+                "logprobs": _logprobs(answer, tokens),
+                "finish_reason": pieces[-1].finish_reason,
+            }
+        )
     kind = "chat.completion" if is_chat else "text_completion"
     return {**_head(answer, model, kind), "choices": choices, "usage": answer.usage}
 
@@ -31,8 +35,11 @@ def first_chunks(answer: Answer, model: str) -> list[Json]:
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
     return [
-        _chunk(answer, model, {"index": choice, "delta": delta, "logprobs": None,
-                               "finish_reason": None})
+        _chunk(
+            answer,
+            model,
+            {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None},
+        )
         for choice in range(answer.num_choices)
     ]
 
@@ -43,9 +50,16 @@ def chunk(answer: Answer, model: str, delta: Delta) -> Json:
     if answer.request.is_chat:
         text = {"delta": {"content": delta.text} if delta.text else {}}
     logprobs = _logprobs(answer, delta.tokens) if delta.tokens else None
-    return _chunk(answer, model, {
-        "index": delta.choice, **text, "logprobs": logprobs, "finish_reason": delta.finish_reason,
-    })
+    return _chunk(
+        answer,
+        model,
+        {
+            "index": delta.choice,
+            **text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        },
+    )
 
 
 def usage_chunk(answer: Answer, model: str) -> Json:
@@ -83,7 +97,9 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
         "top_logprobs": [
             {other.text: other.logprob for other in reversed([*token.likeliest, token])}
             for token in tokens
-        ] if answer.request.num_logprobs else None,
+        ]
+        if answer.request.num_logprobs
+        else None,
         "text_offset": [token.offset for token in tokens],
     }
 

@@ -63,8 +63,12 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: np.ndarray, stop: Sequence[str],
-        eos_ids: Collection[int], has_logprobs: bool,
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: np.ndarray,
+        stop: Sequence[str],
+        eos_ids: Collection[int],
+        has_logprobs: bool,
     ):
         self._tokenizer, self._eos_ids, self._has_logprobs = tokenizer, eos_ids, has_logprobs
         self._text = ContinuationText(tokenizer, prompt_ids, stop)
@@ -101,14 +105,19 @@ class ChoiceText:
         if self._text.is_stopped:  # Remove the tokens of the stop string.
             self._tokens = [
                 token._replace(text=token.text[: end - token.offset])
-                for token in self._tokens if token.offset < end
+                for token in self._tokens
+                if token.offset < end
             ]
         num_taken = len(self._tokens)
         if self.finish_reason is None:  # Hold back incomplete characters.
-            num_taken = max((
-                count for count, token in enumerate(self._tokens, 1)
-                if token.text and token.offset + len(token.text) <= end
-            ), default=0)
+            num_taken = max(
+                (
+                    count
+                    for count, token in enumerate(self._tokens, 1)
+                    if token.text and token.offset + len(token.text) <= end
+                ),
+                default=0,
+            )
         taken, self._tokens = self._tokens[:num_taken], self._tokens[num_taken:]
         return text, taken
 

@@ -37,7 +37,8 @@ class _DeadlineProtocol(AutoHTTPProtocol):
         super().connection_made(transport)
         self._state, self._since, self._writable_at = None, self.loop.time(), self.loop.time()
         waiting = [
-            connection for connection in self.connections
+            connection
+            for connection in self.connections
             if connection.is_waiting() and not connection.transport.is_closing()
         ]
         if len(waiting) > MAX_WAITING_CONNECTIONS:

@@ -40,11 +40,16 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
     answers = prometheus_client.Counter(
         f"{_PREFIX}_answers", "Answers by path and status.", ["path", "status"], registry=registry
     )
-    card = {"id": model.name, "object": "model", "created": 0, "owned_by": "praxis_lite",
-            "max_model_len": model.max_length}
+    card = {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "praxis_lite",
+        "max_model_len": model.max_length,
+    }
 
     def generation_endpoint(
-        parse: Callable[[bytes], requests.Request]
+        parse: Callable[[bytes], requests.Request],
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def endpoint(http: HttpRequest) -> Response:
             request = parse(await _body(http))
@@ -60,8 +65,12 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
     async def named_model(http: HttpRequest) -> Response:
         if http.path_params["name"] != model.name:
-            raise ApiError(404, f"There is no such model; this server only serves {model.name}.",
-                           param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"There is no such model; this server only serves {model.name}.",
+                param="model",
+                code="model_not_found",
+            )
         return _json(card)
 
     async def health(http: HttpRequest) -> Response:
@@ -83,10 +92,14 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
     }
 
     async def unknown_url(http: HttpRequest, error: HTTPException) -> Response:
-        return _error(ApiError(
-            error.status_code, f"{http.method} {http.url.path}: {error.detail}. Available are "
-            f"{', '.join(map(' '.join, routes))}.", code="unknown_url",
-        ))
+        return _error(
+            ApiError(
+                error.status_code,
+                f"{http.method} {http.url.path}: {error.detail}. Available are "
+                f"{', '.join(map(' '.join, routes))}.",
+                code="unknown_url",
+            )
+        )
 
     async def failed(http: HttpRequest, error: Exception) -> Response:
         return _error(
@@ -103,7 +116,9 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
 
 def _checked(
-    path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
+    path: str,
+    endpoint: Callable[[HttpRequest], Awaitable[Response]],
+    limits: Limits,
     answers: prometheus_client.Counter,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Wraps an endpoint to check the host and the API key, and to count answers."""
@@ -113,7 +128,8 @@ def _checked(
             hosts = http.headers.getlist("host")
             if limits.hosts is not None and not has_allowed_host(hosts, limits.hosts):
                 raise ApiError(
-                    403, f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
+                    403,
+                    f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
                     "only answers requests from its own machine. Set --host to allow others.",
                 )
             _check_key(http, limits.api_key)
@@ -152,7 +168,8 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
     given = http.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise ApiError(
-            401, "The API key is missing or wrong. Send Authorization: Bearer KEY.",
+            401,
+            "The API key is missing or wrong. Send Authorization: Bearer KEY.",
             code="invalid_api_key",
         )
 
@@ -163,7 +180,8 @@ async def _body(http: HttpRequest) -> bytes:
     if kind != "application/json":
         # Browsers let websites send other types across origins without a preflight request.
         raise ApiError(
-            415, f"The Content-Type is {kind!a:.80}; expected application/json.",
+            415,
+            f"The Content-Type is {kind!a:.80}; expected application/json.",
         )
     body = bytearray()
     try:
@@ -172,7 +190,8 @@ async def _body(http: HttpRequest) -> bytes:
                 body += piece
                 if len(body) > MAX_BODY_BYTES:
                     raise ApiError(
-                        413, f"The body exceeds {MAX_BODY_BYTES} bytes. Send a shorter prompt.",
+                        413,
+                        f"The body exceeds {MAX_BODY_BYTES} bytes. Send a shorter prompt.",
                         code="body_too_large",
                     )
     except TimeoutError:

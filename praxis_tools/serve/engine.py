@@ -89,7 +89,10 @@ class Engine:
     """
 
     def __init__(
-        self, batching: ContinuousBatching, mdl_vars: Any, prompt_lengths: Sequence[int],
+        self,
+        batching: ContinuousBatching,
+        mdl_vars: Any,
+        prompt_lengths: Sequence[int],
         max_waiting: int,
     ):
         self._batching, self._mdl_vars = batching, mdl_vars
@@ -142,10 +145,12 @@ class Engine:
             room = self.max_waiting + num_free - len(self._waiting)
             if len(generations) > room:
                 raise ApiError(
-                    429, f"The queue is full: {len(self._waiting)} answers are waiting, the limit "
+                    429,
+                    f"The queue is full: {len(self._waiting)} answers are waiting, the limit "
                     f"is {self.max_waiting}, and this request needs {len(generations)}. Try "
                     "again later.",
-                    code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)},
+                    code="queue_full",
+                    headers={"Retry-After": str(RETRY_SECONDS)},
                 )
             self._waiting.extend(generations)
             self._changed.notify()
@@ -176,8 +181,9 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._decode_steps()
-            error = ApiError(503, "The server shut down before the answer was complete.",
-                             code="draining")
+            error = ApiError(
+                503, "The server shut down before the answer was complete.", code="draining"
+            )
         finally:
             with self._changed:
                 self._deadline = self._deadline or time.monotonic()
@@ -229,8 +235,13 @@ class Engine:
         padded = next(size for size in self._prompt_lengths if size >= length)
         key = jax.random.fold_in(jax.random.key(generation.seed), generation.choice)
         return Prompt(
-            np.pad(generation.ids, (0, padded - length)), length, key, generation.temperature,
-            generation.max_tokens, generation.top_k, generation.top_p,
+            np.pad(generation.ids, (0, padded - length)),
+            length,
+            key,
+            generation.temperature,
+            generation.max_tokens,
+            generation.top_k,
+            generation.top_p,
             wants_likeliest=generation.num_likeliest > 0,
         )
 

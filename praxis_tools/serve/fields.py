@@ -87,13 +87,18 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
             continue
         if name not in known:
             raise ApiError(
-                400, f"{path} is not a known field; known fields are {', '.join(known)}."
-                f"{did_you_mean(name, known)} Remove it.", param=path, code="unknown_field",
+                400,
+                f"{path} is not a known field; known fields are {', '.join(known)}."
+                f"{did_you_mean(name, known)} Remove it.",
+                param=path,
+                code="unknown_field",
             )
         values[name] = known[name].check(value)
         if values[name] is None:
             raise ApiError(
-                400, f"{path} is {_json(value)}; expected {known[name].expected}.", param=path,
+                400,
+                f"{path} is {_json(value)}; expected {known[name].expected}.",
+                param=path,
                 code="invalid_value",
             )
     return values

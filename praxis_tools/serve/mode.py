@@ -34,40 +34,61 @@ class Serve(Mode):
             "--hf", metavar="DIR", help="Hugging Face model directory to serve instead of a job"
         )
         options.add_argument(
-            "--model_name", metavar="NAME",
+            "--model_name",
+            metavar="NAME",
             help="model name in requests; default: the name of the directory",
         )
         options.add_argument(
-            "--host", metavar="ADDRESS", default=LOOPBACK,
+            "--host",
+            metavar="ADDRESS",
+            default=LOOPBACK,
             help=f"address to listen on; default: {LOOPBACK}, reachable from this machine only",
         )
         options.add_argument(
-            "--port", metavar="N", type=int, default=8000,
+            "--port",
+            metavar="N",
+            type=int,
+            default=8000,
             help="port to listen on, or 0 for any free port; default: 8000",
         )
         options.add_argument(
-            "--api_key_variable", metavar="NAME",
+            "--api_key_variable",
+            metavar="NAME",
             help="environment variable with the API key that clients must send",
         )
         options.add_argument(
-            "--num_rows", metavar="N", type=int, default=8,
+            "--num_rows",
+            metavar="N",
+            type=int,
+            default=8,
             help="number of answers that are decoded at the same time; default: 8",
         )
         options.add_argument(
-            "--max_length", metavar="N", type=int,
+            "--max_length",
+            metavar="N",
+            type=int,
             help="maximum total number of tokens in a prompt and its answer; default: the model's "
             "number of positions, at most 4096",
         )
         options.add_argument(
-            "--max_queue", metavar="N", type=int, default=256,
+            "--max_queue",
+            metavar="N",
+            type=int,
+            default=256,
             help="maximum number of answers in the queue; default: 256",
         )
         options.add_argument(
-            "--request_seconds", metavar="S", type=float, default=600.0,
+            "--request_seconds",
+            metavar="S",
+            type=float,
+            default=600.0,
             help="time limit of a request in seconds; default: 600",
         )
         options.add_argument(
-            "--drain_seconds", metavar="S", type=float, default=30.0,
+            "--drain_seconds",
+            metavar="S",
+            type=float,
+            default=30.0,
             help="after a signal, seconds to finish the requests in progress; default: 30",
         )
 
@@ -106,7 +127,8 @@ def _serve_huggingface(
 
     use_compilation_cache()
     model = load_on_devices(
-        directory, "job" if any(s.startswith("mesh.") for s in command.settings) else "attached",
+        directory,
+        "job" if any(s.startswith("mesh.") for s in command.settings) else "attached",
         settings=command.settings,
     )
     _serve(model.partitioner, model.mdl_vars, directory, listening, **options)
@@ -128,9 +150,19 @@ def _serve_job(
 
 
 def _serve(
-    partitioner: "Partitioner", mdl_vars: Any, directory: str, listening: "socket.socket", *,
-    model_name: str | None, host: str, api_key_variable: str | None, num_rows: int,
-    max_length: int | None, max_queue: int, request_seconds: float, drain_seconds: float,
+    partitioner: "Partitioner",
+    mdl_vars: Any,
+    directory: str,
+    listening: "socket.socket",
+    *,
+    model_name: str | None,
+    host: str,
+    api_key_variable: str | None,
+    num_rows: int,
+    max_length: int | None,
+    max_queue: int,
+    request_seconds: float,
+    drain_seconds: float,
 ) -> None:
     from praxis_tools.serve.requests import Limits
     from praxis_tools.serve.served_model import create_served_model
@@ -140,17 +172,25 @@ def _serve(
     if api_key_variable is not None:
         api_key = os.environ.get(api_key_variable)
         require(
-            bool(api_key), f"The environment variable {api_key_variable}", api_key, "the API key",
+            bool(api_key),
+            f"The environment variable {api_key_variable}",
+            api_key,
+            "the API key",
             "Set it, or remove --api_key_variable.",
         )
     model, engine = create_served_model(
-        partitioner, mdl_vars, model_name or Path(directory).absolute().name,
-        max_length=max_length, num_rows=num_rows, max_waiting=max_queue,
+        partitioner,
+        mdl_vars,
+        model_name or Path(directory).absolute().name,
+        max_length=max_length,
+        num_rows=num_rows,
+        max_waiting=max_queue,
     )
     if not is_loopback(host) and api_key is None:
         print(
             f"warning: --host={host} is reachable from other machines without an API key. Set "
-            "--api_key_variable=NAME to require one.", flush=True,
+            "--api_key_variable=NAME to require one.",
+            flush=True,
         )
     if model.tokenizer.chat is None:
         print(

@@ -77,8 +77,11 @@ def completion(body: bytes) -> Request:
     given = read(body, _COMPLETION)
     prompts = _required(given, "prompt")
     return Request(
-        is_chat=False, prompts=prompts, max_tokens=given.get("max_tokens"),
-        num_logprobs=given.get("logprobs"), **_common(given, len(prompts)),
+        is_chat=False,
+        prompts=prompts,
+        max_tokens=given.get("max_tokens"),
+        num_logprobs=given.get("logprobs"),
+        **_common(given, len(prompts)),
     )
 
 
@@ -88,13 +91,17 @@ def chat(body: bytes) -> Request:
     num_logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if num_logprobs is None and "top_logprobs" in given:
         raise ApiError(
-            400, "top_logprobs requires logprobs. Set logprobs: true.",
-            param="top_logprobs", code="invalid_value",
+            400,
+            "top_logprobs requires logprobs. Set logprobs: true.",
+            param="top_logprobs",
+            code="invalid_value",
         )
     if given.get("tools") and "tool_choice" not in given:
         raise ApiError(
-            400, "tools without tool_choice are not supported. Set tool_choice: none; the prompt "
-            "then describes the tools, and calls are part of the answer's text.", param="tools",
+            400,
+            "tools without tool_choice are not supported. Set tool_choice: none; the prompt "
+            "then describes the tools, and calls are part of the answer's text.",
+            param="tools",
             code="invalid_value",
         )
     _required(given, "messages")
@@ -103,7 +110,8 @@ def chat(body: bytes) -> Request:
         is_chat=True,
         prompts=[_api_errors(lambda: conversation_of(row, "The request"), "messages")],
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-        num_logprobs=num_logprobs, **_common(given, 1),
+        num_logprobs=num_logprobs,
+        **_common(given, 1),
     )
 
 
@@ -111,18 +119,23 @@ def _common(given: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
         raise ApiError(
-            400, "stream_options requires stream. Set stream: true, or remove stream_options.",
-            param="stream_options", code="invalid_value",
+            400,
+            "stream_options requires stream. Set stream: true, or remove stream_options.",
+            param="stream_options",
+            code="invalid_value",
         )
     if num_prompts * given.get("n", 1) > MAX_CHOICES:
         raise ApiError(
-            400, f"{num_prompts} prompts with n = {given.get('n', 1)} exceed the limit of "
-            f"{MAX_CHOICES} answers. Split them into several requests.", param="n",
+            400,
+            f"{num_prompts} prompts with n = {given.get('n', 1)} exceed the limit of "
+            f"{MAX_CHOICES} answers. Split them into several requests.",
+            param="n",
             code="invalid_value",
         )
     names = ("temperature", "top_p", "top_k", "n", "seed", "stop")
     return {
-        "model": _required(given, "model"), "stream": stream,
+        "model": _required(given, "model"),
+        "stream": stream,
         "include_usage": options.get("include_usage", False),
         **{name: given[name] for name in names if name in given},
     }
@@ -166,8 +179,10 @@ def _api_errors(parse: Callable[[], Any], param: str) -> Any:
 
 def _stops(x: Any) -> Sequence[str] | None:
     stops = [x] if isinstance(x, str) else x
-    is_valid = isinstance(stops, list) and len(stops) <= MAX_STOPS and all(
-        isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops
+    is_valid = (
+        isinstance(stops, list)
+        and len(stops) <= MAX_STOPS
+        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops)
     )
     return tuple(stops) if is_valid else None
 
@@ -211,7 +226,8 @@ _SAMPLING = {
 _CONTEXT = ("tools", "documents", "chat_template_kwargs")
 _COMPLETION = {
     "prompt": Field(
-        f"a text, token ids, or at most {MAX_CHOICES} of either", _prompts,
+        f"a text, token ids, or at most {MAX_CHOICES} of either",
+        _prompts,
     ),
     "logprobs": integer(0, MAX_LOGPROBS),
     **_SAMPLING,
@@ -222,7 +238,8 @@ _COMPLETION = {
 _CHAT = {
     "messages": Field(
         'a non-empty list of {"role": TEXT, "content": TEXT}, where content may be a list of '
-        '{"type": "text"} parts', _messages,
+        '{"type": "text"} parts',
+        _messages,
     ),
     **{name: Field("a value as in a row of training data", lambda x: x) for name in _CONTEXT},
     "max_completion_tokens": integer(1, 2**31 - 1),

@@ -50,8 +50,10 @@ class ServedModel:
         """
         if request.model != self.name:
             raise ApiError(
-                404, f"There is no model {request.model!a:.80}; this server serves {self.name}.",
-                param="model", code="model_not_found",
+                404,
+                f"There is no model {request.model!a:.80}; this server serves {self.name}.",
+                param="model",
+                code="model_not_found",
             )
         param = "messages" if request.is_chat else "prompt"
         try:
@@ -75,26 +77,38 @@ class ServedModel:
     def _check(self, ids: np.ndarray, request: Request, param: str) -> None:
         if not len(ids):
             raise ApiError(
-                400, f"{param} is empty; expected at least one token.", param=param,
+                400,
+                f"{param} is empty; expected at least one token.",
+                param=param,
                 code="invalid_value",
             )
         if self.num_ids is not None and int(ids.max()) >= self.num_ids:
             raise ApiError(
-                400, f"{param} has the token {int(ids.max())}, but the model only has "
-                f"{self.num_ids} tokens.", param=param, code="invalid_value",
+                400,
+                f"{param} has the token {int(ids.max())}, but the model only has "
+                f"{self.num_ids} tokens.",
+                param=param,
+                code="invalid_value",
             )
         num_new = request.max_tokens or 1
         if len(ids) + num_new > self.max_length:
             raise ApiError(
-                400, f"{param} has {len(ids)} tokens and at least {num_new} tokens have to be "
+                400,
+                f"{param} has {len(ids)} tokens and at least {num_new} tokens have to be "
                 f"generated, {len(ids) + num_new} in total, but this server's limit is "
-                f"{self.max_length}. Shorten the prompt or request fewer tokens.", param=param,
+                f"{self.max_length}. Shorten the prompt or request fewer tokens.",
+                param=param,
                 code="context_length_exceeded",
             )
 
 
 def create_served_model(
-    partitioner: Partitioner, mdl_vars: Any, name: str, *, max_length: int | None, num_rows: int,
+    partitioner: Partitioner,
+    mdl_vars: Any,
+    name: str,
+    *,
+    max_length: int | None,
+    num_rows: int,
     max_waiting: int,
 ) -> tuple[ServedModel, Engine]:
     """Returns a served model and the engine that decodes it, without compiling anything.
@@ -125,19 +139,27 @@ def create_served_model(
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (
-            "num_speculative_tokens", "prompt_lookup_max", "prefill_chunk_size",
+            "num_speculative_tokens",
+            "prompt_lookup_max",
+            "prefill_chunk_size",
             "num_cached_prefixes",
         )
     }
     # Each row has room for max_length tokens, independent of the prompt's length.
     decoder = SampleByRow(
-        max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
+        max_decode_steps=max_length - 1,
+        seqlen=max_length,
+        eos_id=task.decoder.eos_id,
         num_likeliest=min(MAX_LOGPROBS, task.num_ids().get("ids", MAX_LOGPROBS)),
-        num_kept_steps=STEPS_BETWEEN_CHECKS * (1 + settings["num_speculative_tokens"]), **settings,
+        num_kept_steps=STEPS_BETWEEN_CHECKS * (1 + settings["num_speculative_tokens"]),
+        **settings,
     )
     lengths = all_length_classes(max_length)
     batching = ContinuousBatching(
-        decoder, task.module, num_rows, lengths,
+        decoder,
+        task.module,
+        num_rows,
+        lengths,
         wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
         compiler_options=partitioner.decode_options,
         advice="Reduce --num_rows or --max_length.",

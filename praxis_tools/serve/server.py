@@ -43,7 +43,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits,
+    model: ServedModel,
+    engine: Engine,
+    listening: socket.socket,
+    limits: Limits,
     drain_seconds: float,
 ) -> None:
     """Serves until a signal arrives, and then finishes running requests.
@@ -63,7 +66,8 @@ def serve(
     ):
         print(
             f"ready: {running.url}/v1 serves {model.name}: {engine.num_rows} answers at a time, of "
-            f"{model.max_length} tokens with their prompts", flush=True,
+            f"{model.max_length} tokens with their prompts",
+            flush=True,
         )
         engine.run()
 
@@ -88,13 +92,19 @@ class Running:
         self._engine, self._socket = engine, listening
         host, port = listening.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._server = uvicorn.Server(uvicorn.Config(
-            application(model, engine, limits),
-            log_level="warning", access_log=False, server_header=False, lifespan="off",
-            http=limited(limits.seconds, BODY_SECONDS), ws="none",
-            timeout_graceful_shutdown=LAST_SECONDS,
-            limit_concurrency=engine.num_rows + engine.max_waiting + MORE_CONNECTIONS,
-        ))
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                application(model, engine, limits),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                http=limited(limits.seconds, BODY_SECONDS),
+                ws="none",
+                timeout_graceful_shutdown=LAST_SECONDS,
+                limit_concurrency=engine.num_rows + engine.max_waiting + MORE_CONNECTIONS,
+            )
+        )
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def __enter__(self) -> "Running":

@@ -90,9 +90,7 @@ class StuckBeats(Beats):
         for progress in stuck.processes:
             if not self._asked.get(progress.process):
                 is_own = progress.process == processes.index()
-                self._asked[progress.process] = (
-                    stacks() if is_own else read_stacks(progress) or ""
-                )
+                self._asked[progress.process] = stacks() if is_own else read_stacks(progress) or ""
         self._num_asked += 1
         if not all(self._asked.values()) and self._num_asked <= _MAX_BEATS_FOR_STACKS:
             return None

@@ -64,7 +64,8 @@ class Decision:
         for item in progress:
             self._histories[item.process].add(item, self._now)
         stopped = [
-            history for history in self._started()
+            history
+            for history in self._started()
             if history.last.state == "T" and self._now - history.state_since >= STOPPED_SECONDS
         ]
         if stopped:
@@ -107,19 +108,19 @@ class Decision:
             return None
         on_devices = all(phase.endswith(ON_DEVICES) for phase in phases)
         hint = (
-            "a device, or a link between devices, is stuck" if on_devices
+            "a device, or a link between devices, is stuck"
+            if on_devices
             else "look for a file system or a service that all of them wait for"
         )
         if len(phases) == len(self._histories) == 1 and not on_devices:
             return self._stuck(self._histories, self._histories[0].changed_at, "no progress")
-        return Stuck((), silent, tuple(history.last for history in self._histories), (
+        why = (
             f"all processes have reached the same point ({' and '.join(sorted(phases))}), and none "
             f"makes progress; {hint}"
-        ))
+        )
+        return Stuck((), silent, tuple(history.last for history in self._histories), why)
 
     def _stuck(self, stuck: Sequence[ProcessHistory], since: float, why: str) -> Stuck:
         progress = tuple(history.last for history in stuck)
-        waiting = tuple(
-            history.last for history in self._started() if history.last not in progress
-        )
+        waiting = tuple(history.last for history in self._started() if history.last not in progress)
         return Stuck(progress, self._now - since, waiting, why)

@@ -11,8 +11,11 @@ from praxis_tools.stuck.progress import Progress, progress_recorder
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STATES = {
-    "R": "runs", "S": "sleeps", "D": "waits for a disk or a network file system",
-    "T": "is stopped by a signal", "t": "is stopped by a debugger",
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or a network file system",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
 }
 
 
@@ -33,10 +36,14 @@ def progress_of_pid(
       unheard_seconds: Time since the last report, or since the process was started.
     """
     progress = Progress(**{"doing": "import", **report, "process": process})
-    return _with_counters(dataclasses.replace(
-        progress, unheard_seconds=unheard_seconds,
-        silent_seconds=progress.silent_seconds + unheard_seconds,
-    ), pid)
+    return _with_counters(
+        dataclasses.replace(
+            progress,
+            unheard_seconds=unheard_seconds,
+            silent_seconds=progress.silent_seconds + unheard_seconds,
+        ),
+        pid,
+    )
 
 
 def describe_state(pid: int) -> str:
@@ -61,8 +68,11 @@ def _with_counters(progress: Progress, pid: int) -> Progress:
         cpu_seconds += _stat(child)[1]
         ready_seconds += child_ready_seconds
     return dataclasses.replace(
-        progress, state=state, cpu_seconds=round(cpu_seconds, 2),
-        ready_seconds=round(ready_seconds, 2), io_bytes=_io_bytes(pid),
+        progress,
+        state=state,
+        cpu_seconds=round(cpu_seconds, 2),
+        ready_seconds=round(ready_seconds, 2),
+        io_bytes=_io_bytes(pid),
     )
 
 

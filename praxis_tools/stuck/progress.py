@@ -114,9 +114,13 @@ class ProgressRecorder(Listener):
         doing = self._doing
         is_known = self._num_times[doing] >= _MIN_TIMES
         return Progress(
-            process=process, doing=doing, step=self._step, dispatched=self._dispatched,
+            process=process,
+            doing=doing,
+            step=self._step,
+            dispatched=self._dispatched,
             usual_seconds=self._longest[doing] if is_known else None,
-            arrived=self._arrived, silent_seconds=self._now() - self._last_sign,
+            arrived=self._arrived,
+            silent_seconds=self._now() - self._last_sign,
         )
 
 

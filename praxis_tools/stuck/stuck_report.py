@@ -10,7 +10,9 @@ _HEARD_SECONDS = 5.0
 
 
 def paragraph(
-    stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
+    stuck: Stuck,
+    name: Callable[[int], str],
+    first_collective: Callable[[int], str],
 ) -> str:
     """Describes which processes are stuck, for how long, and where other processes wait for them.
 
@@ -28,7 +30,9 @@ def paragraph(
 
 
 def details(
-    stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
+    stuck: Stuck,
+    name: Callable[[int], str],
+    first_collective: Callable[[int], str],
 ) -> str:
     """Describes the progress of the stuck processes, and where other processes wait for them.
 

@@ -32,8 +32,15 @@ from praxis_tools.sweep.trial_job import TrialJob
 
 
 def sweep(
-    command: CommandLine, directory: str, *, parallel: int, prints: bool, num_trials: int | None,
-    metric: str | None, topology: str | None = None, **chosen: Any,
+    command: CommandLine,
+    directory: str,
+    *,
+    parallel: int,
+    prints: bool,
+    num_trials: int | None,
+    metric: str | None,
+    topology: str | None = None,
+    **chosen: Any,
 ) -> int | None:
     """Runs the trials of a sweep, or prints their commands; returns 1 if no trial is complete.
 
@@ -105,8 +112,13 @@ def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
 
 
 def _settings(
-    command: CommandLine, num_trials: int | None, metric: str | None, note: Callable[[str], None],
-    *, search: str, **chosen: Any,
+    command: CommandLine,
+    num_trials: int | None,
+    metric: str | None,
+    note: Callable[[str], None],
+    *,
+    search: str,
+    **chosen: Any,
 ) -> SweepSettings:
     """Returns the settings of a sweep after checking every value in the experiment's config."""
     packages = registry.allowed_packages(command.packages)
@@ -143,8 +155,13 @@ def _settings(
                 "set run.evaluation.every_steps"
             )
     return SweepSettings(
-        experiment=callable_name(experiment), packages=sorted(command.packages), space=space,
-        search=search, num_trials=num_trials, metric=metric, num_steps=run.num_train_steps,
+        experiment=callable_name(experiment),
+        packages=sorted(command.packages),
+        space=space,
+        search=search,
+        num_trials=num_trials,
+        metric=metric,
+        num_steps=run.num_train_steps,
         **chosen,
     )
 
@@ -156,7 +173,7 @@ def _check_trial(command: CommandLine, settings: list[str], space: Space) -> Any
         check_required(config)
         build(config)
     except ConfigError as error:
-        values = " ".join(settings[len(space.fixed):])
+        values = " ".join(settings[len(space.fixed) :])
         raise ConfigError(f"The trial with {values}: {error}") from error
     return config
 
@@ -214,11 +231,16 @@ def _table(study: Study, directory: Path) -> str:
     rows = [["", "trial", *names, sweep.metric, "step", "status"]]
     for record in records:
         value = "" if record.value is None else f"{record.value:.6g}"
-        rows.append([
-            "*" if record == best else "", str(record.number),
-            *(_shorten(record.values.get(path, "")) for path in paths), value,
-            "" if record.step is None else str(record.step), record.status,
-        ])
+        rows.append(
+            [
+                "*" if record == best else "",
+                str(record.number),
+                *(_shorten(record.values.get(path, "")) for path in paths),
+                value,
+                "" if record.step is None else str(record.step),
+                record.status,
+            ]
+        )
     lines = table_lines(rows, right={1, len(paths) + 2, len(paths) + 3})
     lines += [f"trial {x.number} {x.status}: {x.reason}" for x in records if x.reason]
     if best is None:

@@ -99,8 +99,11 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
 
 
 def run_trials(
-    study: Study, job_of: Callable[[OpenTrial], TrialJob], parallel: int,
-    topology: str | None, note: Callable[[str], None],
+    study: Study,
+    job_of: Callable[[OpenTrial], TrialJob],
+    parallel: int,
+    topology: str | None,
+    note: Callable[[str], None],
 ) -> str | None:
     """Runs all trials without a result.
 
@@ -233,7 +236,10 @@ def check_parallel(parallel: int) -> None:
     )
     platform = process.stdout.strip()
     require(
-        platform == "cpu", "--parallel", parallel, f"1 on devices of the platform {platform!r}",
+        platform == "cpu",
+        "--parallel",
+        parallel,
+        f"1 on devices of the platform {platform!r}",
         "Every process reserves all accelerators of a machine. Run one trial at a time, or submit "
         "the commands from --print to a scheduler.",
     )

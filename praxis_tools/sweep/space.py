@@ -40,8 +40,10 @@ class Space:
         """Yields all combinations as {path: value}; raises ConfigError if a setting is a range."""
         for path, distribution in self.searched.items():
             require(
-                hasattr(distribution, "choices"), f"{path} of --search=grid",
-                describe(path, distribution), "a list of values",
+                hasattr(distribution, "choices"),
+                f"{path} of --search=grid",
+                describe(path, distribution),
+                "a list of values",
                 "Ranges require --search=random or --search=tpe.",
             )
         choices = (distribution.choices for distribution in self.searched.values())
@@ -178,7 +180,11 @@ def _all_accepted(
 
 
 def _range(
-    path: str, low: str, high: str, scale: str | None, before: Sequence[str],
+    path: str,
+    low: str,
+    high: str,
+    scale: str | None,
+    before: Sequence[str],
     value_after: ValueAfter,
 ) -> Distribution:
     ends = [value_after([*before, f"{path}={end}"], path) for end in (low, high)]
@@ -186,12 +192,16 @@ def _range(
         is_number = isinstance(end, int | float) and math.isfinite(end)
         require(is_number, f"--set {path}: the range end {text}", end, "a number")
     require(
-        ends[0] < ends[1], f"--set {path}={low}..{high}: the lower end", ends[0],
+        ends[0] < ends[1],
+        f"--set {path}={low}..{high}: the lower end",
+        ends[0],
         f"a number below the upper end {ends[1]}",
     )
     is_log = scale == "log" or (scale is None and 0 < _LOG_FROM * ends[0] <= ends[1])
     require(
-        not is_log or ends[0] > 0, f"--set {path}={low}..{high}:log: the lower end", ends[0],
+        not is_log or ends[0] > 0,
+        f"--set {path}={low}..{high}:log: the lower end",
+        ends[0],
         "a number above 0",
     )
     distributions = optional_module("optuna.distributions", "--mode=sweep")

@@ -66,7 +66,9 @@ class Study:
                 self._study = optuna.load_study(storage=storage, study_name="sweep")
             else:
                 self._study = optuna.create_study(
-                    storage=storage, study_name="sweep", direction=f"{settings.better}imize",
+                    storage=storage,
+                    study_name="sweep",
+                    direction=f"{settings.better}imize",
                     load_if_exists=True,
                 )
             recorded = self._study.user_attrs.get("settings")
@@ -157,7 +159,8 @@ class Study:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna warns about experimental features.
             self._study.sampler = (
-                samplers.TPESampler(seed=seed % 2**32) if self.settings.search == "tpe"
+                samplers.TPESampler(seed=seed % 2**32)
+                if self.settings.search == "tpe"
                 else samplers.RandomSampler(seed=seed % 2**32)
             )
             yield
@@ -225,7 +228,10 @@ def _cut_torn_line(journal: Path) -> None:
 
 
 _STATUS = {
-    "WAITING": "waits", "RUNNING": "runs", "COMPLETE": "complete", "PRUNED": "pruned",
+    "WAITING": "waits",
+    "RUNNING": "runs",
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
     "FAIL": "failed",
 }
 
@@ -240,8 +246,10 @@ def _record(trial: Any) -> TrialRecord:
     status = _STATUS[trial.state.name]
     step = attributes.get("step", max(reported, default=None))
     return TrialRecord(
-        trial.number, {path: text_of(value) for path, value in values.items()},
+        trial.number,
+        {path: text_of(value) for path, value in values.items()},
         attributes.get("status", status) if status == "failed" else status,
-        trial.value if status == "complete" else reported.get(step), step,
+        trial.value if status == "complete" else reported.get(step),
+        step,
         attributes.get("reason", ""),
     )

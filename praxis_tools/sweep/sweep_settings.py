@@ -82,8 +82,11 @@ class SweepSettings:
         """Returns {option: value} for the settings that must not change when a sweep is resumed."""
         searched = itertools.starmap(describe, self.space.searched.items())
         return {
-            "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
-            "--search": self.search, "--metric": self.metric, "--better": self.better,
+            "--exp": self.experiment,
+            "--set": "; ".join([*self.space.fixed, *searched]),
+            "--search": self.search,
+            "--metric": self.metric,
+            "--better": self.better,
             "--seed": self.seed,
         }
 
@@ -108,8 +111,11 @@ def metric_of(metric: str | None, eval_sets: Sequence[str]) -> str:
     dataset, slash, _ = metric.rpartition("/")
     choices = [f"{name}/loss" for name in eval_sets]
     require(
-        dataset in eval_sets if slash else metric == "loss", "--metric", metric,
+        dataset in eval_sets if slash else metric == "loss",
+        "--metric",
+        metric,
         "a metric on an evaluation dataset or loss for the training loss, such as "
-        f"{', '.join([*choices, 'loss'])}", did_you_mean(metric, choices).strip(),
+        f"{', '.join([*choices, 'loss'])}",
+        did_you_mean(metric, choices).strip(),
     )
     return metric

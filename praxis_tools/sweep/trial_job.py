@@ -58,9 +58,15 @@ class TrialJob:
     def _main(self, mode: str, option: str) -> list[str]:
         packages = self._sweep.packages
         return [
-            sys.executable, "-m", "praxis_lite.main", f"--mode={mode}",
-            f"--exp={self._sweep.experiment}", option,
-            *([f"--packages={','.join(packages)}"] if packages else []), "--set", *self._settings,
+            sys.executable,
+            "-m",
+            "praxis_lite.main",
+            f"--mode={mode}",
+            f"--exp={self._sweep.experiment}",
+            option,
+            *([f"--packages={','.join(packages)}"] if packages else []),
+            "--set",
+            *self._settings,
         ]
 
     def plan_command(self, topology: str) -> list[str]:
@@ -78,10 +84,14 @@ class TrialJob:
             if sys.platform == "linux":
                 command = [sys.executable, "-S", "-c", _END_WITH_PARENT, *command]
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
                 # Ctrl-C signals the entire process group, so start a new one: the sweep itself
                 # forwards the signal once.
-                env=environment, start_new_session=True,
+                env=environment,
+                start_new_session=True,
             )
 
     def is_training(self) -> bool:
@@ -134,20 +144,25 @@ class TrialJob:
             columns = self._metrics.columns()
             steps, losses = columns["step"], columns.get(name, np.empty(0))
             return [
-                (int(step), float(loss)) for step, loss in zip(steps, losses, strict=False)
+                (int(step), float(loss))
+                for step, loss in zip(steps, losses, strict=False)
                 if step % every == 0
             ]
         return sorted(
-            (step, metrics[name]) for step, evaluated, metrics in evaluations(self.files)
+            (step, metrics[name])
+            for step, evaluated, metrics in evaluations(self.files)
             if evaluated == dataset and name in metrics
         )
 
     def lacks_metric(self) -> str:
         """Returns the error message for a missing metric, listing the available metrics."""
-        names = sorted({
-            f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
-            for name in metrics
-        })
+        names = sorted(
+            {
+                f"{dataset}/{name}"
+                for _, dataset, metrics in evaluations(self.files)
+                for name in metrics
+            }
+        )
         return f"no metric {self.metric}; its evaluations report {', '.join(names) or 'no metrics'}"
 
     def last_error(self) -> str:

@@ -115,17 +115,19 @@ def _convolution(eqn: core.JaxprEqn) -> int:
     batch, features = numbers.out_spec[:2]
     flops = 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
     for dim in range(len(params["window_strides"])):
-        sizes = (
-            shape[spec[dim + 2]] for shape, spec in
-            zip((lhs, rhs, out), numbers, strict=True)
-        )
+        sizes = (shape[spec[dim + 2]] for shape, spec in zip((lhs, rhs, out), numbers, strict=True))
         flops *= window_hits(
-            *sizes, params["window_strides"][dim], params["padding"][dim][0],
-            params["lhs_dilation"][dim], params["rhs_dilation"][dim],
+            *sizes,
+            params["window_strides"][dim],
+            params["padding"][dim][0],
+            params["lhs_dilation"][dim],
+            params["rhs_dilation"][dim],
         )
     return flops
 
 
 _MATMULS = {
-    "dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
 }

@@ -81,9 +81,7 @@ class Utilization(Hook):
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, float]:
         seconds = metrics.line[STEP_TIME]
-        return {
-            name: flops / seconds / self._chip.peak() for name, flops in self._flops.items()
-        }
+        return {name: flops / seconds / self._chip.peak() for name, flops in self._flops.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,8 @@ SPECS = TrainState(
         "non_trainable": {},
     },
     {
-        "num_updates": P(), "flags": P("replica"),
+        "num_updates": P(),
+        "flags": P("replica"),
         "slots": {"unstacked": [{"count": P()}, {}, {"mu": P("data", None)}]},
     },
 )
@@ -46,7 +47,8 @@ def true_state() -> TrainState:
     slots = {"unstacked": [{"count": np.int32(3)}, {}, {"mu": draw(37, 7).astype(np.float16)}]}
     flags = np.array([True, False, True, True, False])
     return TrainState(
-        np.int32(0), {"params": params, "non_trainable": {}},
+        np.int32(0),
+        {"params": params, "non_trainable": {}},
         {"num_updates": np.uint32(2**32 - 5), "flags": flags, "slots": slots},
     )
 

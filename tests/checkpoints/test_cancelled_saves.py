@@ -16,15 +16,23 @@ from tests.support.job_runs import CHECKOUT
 )
 def test_a_signal_cancels_the_save_of_two_processes_and_nothing_is_left(tmp_path, interrupted):
     command = [
-        sys.executable, "-m", "tests.support.cancelled_saves", f"127.0.0.1:{pairs.free_port()}"
+        sys.executable,
+        "-m",
+        "tests.support.cancelled_saves",
+        f"127.0.0.1:{pairs.free_port()}",
     ]
-    pairs.ended([
-        subprocess.Popen(
-            [*command, str(k), str(tmp_path), interrupted], cwd=CHECKOUT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for k in range(2)
-    ])
+    pairs.ended(
+        [
+            subprocess.Popen(
+                [*command, str(k), str(tmp_path), interrupted],
+                cwd=CHECKOUT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for k in range(2)
+        ]
+    )
     seen = [json.loads((tmp_path / f"{k}.json").read_text()) for k in range(2)]
     for k in range(2):
         assert seen[k]["seconds"] < 30, seen  # Of the minute that the write would take.

@@ -96,9 +96,7 @@ def assert_same_true_values(state, true_state):
     ("saved_on", "optimizer", "meshes"),
     [
         ((1, 4, 2), "adafactor", [(1, 3, 2), (1, 1, 1)]),
-        pytest.param(
-            (1, 1, 1), "adamw", [(1, 3, 2), (1, 4, 2), (2, 2, 2)], marks=pytest.mark.slow
-        ),
+        pytest.param((1, 1, 1), "adamw", [(1, 3, 2), (1, 4, 2), (2, 2, 2)], marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(
@@ -225,8 +223,13 @@ def test_parts_of_the_opt_states_are_restored_and_the_rest_is_not_read(tmp_path,
     other = partitioner_on(mesh_of(1, 2, 4), *settings)
     read = {}
     # On the mesh that saved, every stored chunk that is wanted is read once.
-    for item, keys in [(first, ("num_skipped_steps",)), (first, ("ema",)), (first, ("slots",)),
-                      (other, ()), (other, ("ema", "slots"))]:
+    for item, keys in [
+        (first, ("num_skipped_steps",)),
+        (first, ("ema",)),
+        (first, ("slots",)),
+        (other, ()),
+        (other, ("ema", "slots")),
+    ]:
         before = bytes_read()
         with Checkpoints(tmp_path) as checkpoints:
             restored = checkpoints.restore(item.layout, item.mesh, opt_states_keys=keys)
@@ -270,7 +273,8 @@ def large_layout(mesh_shape):
     step = jax.ShapeDtypeStruct((), np.int32)
     layout = StateLayout(
         TrainState(step, {"params": weights}, {"count": step}),
-        TrainState(P(), {"params": specs}, {"count": P()}), dict(mesh.shape),
+        TrainState(P(), {"params": specs}, {"count": P()}),
+        dict(mesh.shape),
     )
     return layout, mesh
 
@@ -282,7 +286,10 @@ def test_restoring_on_another_mesh_needs_at_most_twice_the_targets_memory(tmp_pa
     save(tmp_path, 3, placed(random_true_state(layout), layout, item.mesh), layout)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RESTORES_A_LARGE_STATE), tmp_path],
-        capture_output=True, text=True, check=True, cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     assert 0.9 < float(done.stdout) < 2.2, done.stdout
@@ -348,9 +355,8 @@ def small_state(mesh, number):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "best_step"), [
-        ("min", [2, 7, 8], 2), pytest.param("max", [1, 5, 7, 8], 5, marks=pytest.mark.slow)
-    ],
+    ("mode", "kept", "best_step"),
+    [("min", [2, 7, 8], 2), pytest.param("max", [1, 5, 7, 8], 5, marks=pytest.mark.slow)],
 )
 def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, best_step):
     mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, max_to_keep=2)
@@ -449,7 +455,8 @@ def test_single_arrays_are_restored_onto_any_layout(saved_folder, mesh_of):
         leaves = checkpoints.leaves()
         assert {path: (x.shape, x.dtype) for path, x in leaves.items()} == {
             leaf.path: (leaf.shape, leaf.dtype)
-            for leaf in partitioner.layout.leaves() if leaf.path != "step"
+            for leaf in partitioner.layout.leaves()
+            if leaf.path != "step"
         }
         actual = checkpoints.restore_leaves({nu: vector, SOFTMAX: expected}, mesh)
         with pytest.raises(ConfigError, match=rf"{SOFTMAX}.*\[7, 257\] .*, \[7\]"):

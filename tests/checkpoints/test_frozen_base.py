@@ -55,13 +55,16 @@ def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
     check_frozen_base(groups, base - other, may_be_new=False)
 
 
-@pytest.mark.parametrize("settings, is_refused", [
-    ("task.learner.bprop_variable_exclusion=transformer/.*", True),  # The head alone.
-    ("task.learner.bprop_variable_inclusion=.*/(b|bias)", True),
-    ("task.learner.bprop_variable_inclusion=.*/scale", True),
-    ("task.learner.bprop_variable_exclusion=softmax/.*", False),  # Most is trained.
-    ("task.learner.bprop_variable_exclusion=.*/scale", False),
-])
+@pytest.mark.parametrize(
+    "settings, is_refused",
+    [
+        ("task.learner.bprop_variable_exclusion=transformer/.*", True),  # The head alone.
+        ("task.learner.bprop_variable_inclusion=.*/(b|bias)", True),
+        ("task.learner.bprop_variable_inclusion=.*/scale", True),
+        ("task.learner.bprop_variable_exclusion=softmax/.*", False),  # Most is trained.
+        ("task.learner.bprop_variable_exclusion=.*/scale", False),
+    ],
+)
 def test_little_over_much_that_is_new_is_refused_whatever_it_is(settings, is_refused):
     groups = groups_of("lm.Synthetic", settings)
     if is_refused:

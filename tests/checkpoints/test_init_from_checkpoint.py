@@ -114,7 +114,9 @@ def test_what_no_rule_matches_stays_as_it_is_drawn(source):
     swapped = "(.*/self_attention)/(?:query)/w"
     item = rules(
         load_rules=[(swapped, "{}.key.w"), (r"params/transformer/(.*)", "params/transformer/{}")],
-        ignore_rules=[r".*/b$", ".*layer_norm"], directory=str(job), step=13,
+        ignore_rules=[r".*/b$", ".*layer_norm"],
+        directory=str(job),
+        step=13,
     )
     actual, plan = init({"pretrained": item}, target)
     expected = new_state(target)
@@ -128,7 +130,9 @@ def test_what_no_rule_matches_stays_as_it_is_drawn(source):
     text = "\n".join(plan.summary())
     assert re.search(
         rf"^mdl_vars: 1 from step 13 in \S+ by .*: params/{BLOCKS}/self_attention/query/w <- "
-        rf"params/{BLOCKS}/self_attention/key/w$", text, re.M,
+        rf"params/{BLOCKS}/self_attention/key/w$",
+        text,
+        re.M,
     )
     assert re.search(r"^mdl_vars: 5 from step 13 in .* and 2 more$", text, re.M)
     assert re.search(r"^mdl_vars: 7 new, drawn: params/final_ln/scale, .* and 4 more$", text, re.M)
@@ -233,8 +237,11 @@ def test_named_variables_are_cast_and_told(half_source):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, rf"params/{SOFTMAX}.*float32\[7, 257\].*params/{SOFTMAX}.*"
-             r"bfloat16\[7, 257\].*cast_rules"),
+        (
+            {},
+            rf"params/{SOFTMAX}.*float32\[7, 257\].*params/{SOFTMAX}.*"
+            r"bfloat16\[7, 257\].*cast_rules",
+        ),
         ({"cast_rules": ["params/final_ln/.*"]}, rf"{SOFTMAX}.*float32.*cast_rules"),
         ({"cast_rules": [".*", "params/sofmax/.*"]}, r"'params/sofmax/\.\*'"),
     ],
@@ -285,38 +292,56 @@ def test_a_lora_starts_as_its_base(source):
     [
         ({}, (POSITIONS,), r"params/position_emb/\S+, .*params/position_emb/\S+,"),
         (
-            {"load_rules": [(r"params/(softmax.*)", "params/lm/{}")]}, (),
+            {"load_rules": [(r"params/(softmax.*)", "params/lm/{}")]},
+            (),
             rf"params/lm/{SOFTMAX}, .* params/{SOFTMAX}",
         ),
         (
             # 7 and 8 are both stored as 8: the shapes on disk tell nothing.
-            {"load_rules": [(r"params/(softmax.*)", "params/{}")]}, ("task.model.model_dims=8",),
+            {"load_rules": [(r"params/(softmax.*)", "params/{}")]},
+            ("task.model.model_dims=8",),
             rf"params/{SOFTMAX}.*float32\[8, 257\].*params/{SOFTMAX}.*float32\[7, 257\]",
         ),
         (
-            {"load_rules": [LOAD_ALL, ("params/sofmax/(.*)", "params/{}")]}, (),
+            {"load_rules": [LOAD_ALL, ("params/sofmax/(.*)", "params/{}")]},
+            (),
             r"'params/sofmax/\(\.\*\)'.*params/final_ln",
         ),
         (
-            {"load_rules": [(r"softmax/(.*)", "params/softmax/{}")]}, (),
+            {"load_rules": [(r"softmax/(.*)", "params/softmax/{}")]},
+            (),
             r"'softmax/\(\.\*\)'.*'params/'",
         ),
         (
-            {"load_rules": [LOAD_ALL, (r"params/softmax/(.*)", "params/{}")]}, (),
+            {"load_rules": [LOAD_ALL, (r"params/softmax/(.*)", "params/{}")]},
+            (),
             rf"params/softmax/.*\(params/{SOFTMAX}\)",
         ),
         ({"ignore_rules": [".*lora_"]}, (), r"'\.\*lora_'"),
         (
-            {"load_opt_states": True}, (),
+            {"load_opt_states": True},
+            (),
             "opt_states/ema/final_ln/scale",
         ),
         (
-            {"step": 14}, (), "14.*13, 17",
+            {"step": 14},
+            (),
+            "14.*13, 17",
         ),
         ({"step": "best"}, (), "best.*13, 17"),
     ],
-    ids=["missing", "renamed", "shape", "typo", "collection", "shadowed", "ignored", "slots",
-         "step", "best"],
+    ids=[
+        "missing",
+        "renamed",
+        "shape",
+        "typo",
+        "collection",
+        "shadowed",
+        "ignored",
+        "slots",
+        "step",
+        "best",
+    ],
 )
 def test_rules_that_do_not_fit_are_refused(source, settings, model, words):
     job, _ = source

@@ -149,7 +149,10 @@ def test_a_step_has_its_number_last(tmp_path, monkeypatch):
     assert below <= set(synced[:num_synced])
     saving = f"{tmp_path}/3.saving"
     assert synced[num_synced:] == [
-        f"{saving}/manifest.json", f"{saving}/commit.json", saving, str(tmp_path)
+        f"{saving}/manifest.json",
+        f"{saving}/commit.json",
+        saving,
+        str(tmp_path),
     ]
     assert num_committed == len(synced) - 1
 
@@ -157,13 +160,14 @@ def test_a_step_has_its_number_last(tmp_path, monkeypatch):
 def test_the_manifest_says_what_a_step_is_made_of(tmp_path):
     config = '{"experiment": "a.B", "overrides": [], "config": {"x": 1}}'
     best = BestCheckpoints(metric="heldout/loss")
-    with Checkpoints(
-        tmp_path, saving=SaveSettings(best=best), config_json=config
-    ) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(best=best), config_json=config) as checkpoints:
         save(checkpoints, 3, metrics={"heldout/loss": np.float32(0.5)})
     manifest = manifest_of(tmp_path / "3")
     assert manifest["leaves"]["mdl_vars/params/w"] == {
-        "shape": [7, 5], "padded_shape": [8, 6], "dtype": "float32", "spec": ["data", "mdl"]
+        "shape": [7, 5],
+        "padded_shape": [8, 6],
+        "dtype": "float32",
+        "spec": ["data", "mdl"],
     }
     assert sorted(manifest["leaves"]) == ["mdl_vars/params/w", "opt_states/count"]
     files = {
@@ -552,7 +556,10 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
     """In a process of its own, where the system refuses to write; every line it prints is ours."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SAVES_ON_A_FULL_DISK), tmp_path],
-        cwd=CHECKOUT, capture_output=True, text=True, check=False,
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     assert (done.returncode, done.stderr) == (0, "")

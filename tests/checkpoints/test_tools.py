@@ -119,8 +119,11 @@ def test_padding_that_is_not_zero_is_found(tmp_path, capsys):
     save_steps(tmp_path, {4: true_state()}, padding=1)
     assert digest_of(tmp_path / "4") == digest_of(step_dir)
     code, out, err = run(capsys, "verify", tmp_path)
-    padded = [path for path, leaf in manifest_of(step_dir)["leaves"].items()
-              if leaf["shape"] != leaf["padded_shape"]]
+    padded = [
+        path
+        for path, leaf in manifest_of(step_dir)["leaves"].items()
+        if leaf["shape"] != leaf["padded_shape"]
+    ]
     assert code == 1 and err == "" and len(padded) >= 3
     assert out.splitlines() == ["step 3: good"] + [
         f"step 4: {path} has a padding that is not zero" for path in sorted(padded)
@@ -138,7 +141,8 @@ def test_diff_counts_what_differs_to_the_bit(job, capsys):
     ]
     # The newest and the one before; and to itself by way of another step.
     assert run(capsys, "diff", folder)[1].splitlines()[:2] == [
-        f"first:  {folder}/checkpoints/6", f"second: {folder}/checkpoints/9"
+        f"first:  {folder}/checkpoints/6",
+        f"second: {folder}/checkpoints/9",
     ]
     assert run(capsys, "diff", folder, "--step=3") == (0, "", "")
 
@@ -186,8 +190,10 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
     assert (code, err) == (0, "")
     states = {line.split()[0]: line for line in out.splitlines()[1:]}
     for name, words in {
-        "1.deleting": "deleting, or left by an interrupted deletion", "3.damaged": "quarantined",
-        "6": "damaged: mdl_vars/", "9": "good",
+        "1.deleting": "deleting, or left by an interrupted deletion",
+        "3.damaged": "quarantined",
+        "6": "damaged: mdl_vars/",
+        "9": "good",
         "12.saving": "saving, or left by an interrupted save",
         "15": "damaged: it is an empty directory",
     }.items():
@@ -206,7 +212,9 @@ def test_verify_exits_with_1_where_a_step_is_damaged(job, tmp_path, capsys):
     assert code == 1 and "step 6: damaged: mdl_vars/" in out and "step 9: good" in out
     (copy / "9" / COMMIT_JSON).unlink()
     assert run(capsys, "verify", copy, "--step=9") == (
-        1, "step 9: damaged: commit.json is missing\n", ""
+        1,
+        "step 9: damaged: commit.json is missing\n",
+        "",
     )
 
 
@@ -285,7 +293,9 @@ def test_nothing_of_jax_is_imported(job):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "diff", str(job[0]), "--step=3"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -293,8 +303,10 @@ def test_nothing_of_jax_is_imported(job):
 def test_a_reader_that_has_seen_enough_is_no_error(job):
     code = "import sys; from praxis_lite.checkpoints.__main__ import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-c", code, "show", str(job[0])], cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", code, "show", str(job[0])],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0

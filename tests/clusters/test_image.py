@@ -114,8 +114,10 @@ def wheel_of(distribution: importlib.metadata.Distribution, folder: Path) -> Non
         for file in distribution.files:
             if is_large and file.name not in ("METADATA", "WHEEL"):
                 continue
-            is_left = ".." in file.parts or file.suffix == ".pyc" or file.name in (
-                "RECORD", "INSTALLER", "REQUESTED", "direct_url.json"
+            is_left = (
+                ".." in file.parts
+                or file.suffix == ".pyc"
+                or file.name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
             )
             if not is_left and file.locate().is_file():
                 wheel.write(file.locate(), str(file))
@@ -152,27 +154,49 @@ def test_its_packages_install_without_an_index_and_train(tmp_path):
         wheel_of(distribution, wheelhouse)
     source = tmp_path / "source"
     shutil.copytree(
-        ROOT, source, symlinks=True,
+        ROOT,
+        source,
+        symlinks=True,
         ignore=shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "tests", "docs"),
     )
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         f"--wheel-dir={wheelhouse}", source], check=True,
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            f"--wheel-dir={wheelhouse}",
+            source,
+        ],
+        check=True,
     )
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     python = venv / "bin/python"
     words = [
         word.replace("/wheelhouse", str(wheelhouse)).replace("${EXTRAS}", "plots")
-        for word in pip_words() if word != "${MORE}"
+        for word in pip_words()
+        if word != "${MORE}"
     ]
     # Of a machine without any setting of pip's.
     subprocess.run([python, "-m", "pip", "--isolated", *words], check=True, cwd=tmp_path)
     job = tmp_path / "job"
     entry = json.loads(values("ENTRYPOINT")[0])
     done = subprocess.run(
-        [python, *entry[1:], "--exp=lm.Synthetic", f"--job_log_dir={job}", "--set",
-         "run.num_train_steps=2"], cwd=tmp_path, capture_output=True, text=True,
+        [
+            python,
+            *entry[1:],
+            "--exp=lm.Synthetic",
+            f"--job_log_dir={job}",
+            "--set",
+            "run.num_train_steps=2",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr

@@ -17,14 +17,22 @@ from tests.clusters.recipes import (
 SCRIPT = CLUSTERS / "queued_resources.sh"
 # Of Google Cloud SDK 528: gcloud compute tpus ...
 _OF_ALL = {
-    "zone": r"[a-z]+-[a-z]+\d-[a-z]", "quiet": "", "format": r"value\([\w.]+\)", "project": ".+",
+    "zone": r"[a-z]+-[a-z]+\d-[a-z]",
+    "quiet": "",
+    "format": r"value\([\w.]+\)",
+    "project": ".+",
 }
 GCLOUD = {
     ("queued-resources", "create"): {
-        "node-id": r"[a-z][-a-z0-9]*", "accelerator-type": r"v\w+-\d+",
+        "node-id": r"[a-z][-a-z0-9]*",
+        "accelerator-type": r"v\w+-\d+",
         "runtime-version": r"[\w.-]+",
-        "spot": "", "metadata-from-file": r"startup-script=/.+", "reserved": "", "network": r".+",
-        "internal-ips": "", "valid-until-duration": r"\d+[smhd]",
+        "spot": "",
+        "metadata-from-file": r"startup-script=/.+",
+        "reserved": "",
+        "network": r".+",
+        "internal-ips": "",
+        "valid-until-duration": r"\d+[smhd]",
     },
     ("queued-resources", "delete"): {"force": "", "async": ""},
     ("queued-resources", "describe"): {},
@@ -32,8 +40,13 @@ GCLOUD = {
 }
 # Of docker run(1).
 DOCKER = {
-    "name": r"\w+", "init": "",
-    "stop-timeout": r"\d+", "user": r"\w+", "privileged": "", "network": "host", "ipc": "host",
+    "name": r"\w+",
+    "init": "",
+    "stop-timeout": r"\d+",
+    "user": r"\w+",
+    "privileged": "",
+    "network": "host",
+    "ipc": "host",
     "volume": r"/[^:]+:/[^:]+",
 }
 
@@ -42,10 +55,18 @@ def run(folder, *argv, gcloud="exit 0", **env):
     """Runs the script with a program in place of gcloud."""
     program(folder, "gcloud", gcloud)
     return subprocess.run(
-        ["bash", SCRIPT, *argv], capture_output=True, text=True, timeout=60,
+        ["bash", SCRIPT, *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=environment(
-            folder, NAME="train", ZONE="us-west4-a", IMAGE="eu/praxis_lite:1", SHARE="10.0.0.2:/s",
-            POLL_SECONDS="0", **env,
+            folder,
+            NAME="train",
+            ZONE="us-west4-a",
+            IMAGE="eu/praxis_lite:1",
+            SHARE="10.0.0.2:/s",
+            POLL_SECONDS="0",
+            **env,
         ),
     )
 
@@ -92,9 +113,14 @@ def test_create_asks_for_a_slice_whose_hosts_train(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "num_tries"),
-    [(0, 1), (1, 100), (2, 1), (3, 1), (127, 1), *(
-        pytest.param(status, 100, marks=pytest.mark.slow) for status in (125, 137)
-    )],
+    [
+        (0, 1),
+        (1, 100),
+        (2, 1),
+        (3, 1),
+        (127, 1),
+        *(pytest.param(status, 100, marks=pytest.mark.slow) for status in (125, 137)),
+    ],
 )
 def test_a_host_starts_its_container_again_unless_the_status_is_final(tmp_path, status, num_tries):
     kept = tmp_path / "startup.sh"

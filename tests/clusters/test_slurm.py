@@ -29,20 +29,43 @@ SCRIPT = CLUSTERS / "slurm.sbatch"
 TEXT = SCRIPT.read_text()
 # Options of sbatch(1) and the forms of their values, as SLURM 22.05 has them.
 SBATCH = {
-    "account": r"\S+", "chdir": r"\S+", "constraint": r"\S+", "cpus-per-task": r"\d+",
-    "error": r"\S+", "exclude": r"\S+", "exclusive": "|user|mcs",
-    "gpus-per-node": r"(\w+:)?\d+", "gres": r"\S+",
-    "job-name": r"\S+", "mail-type": r"[A-Z_0-9,]+", "mail-user": r"\S+", "mem": r"\d+[KMGT]?",
-    "nice": r"(-?\d+)?", "no-kill": "|off", "nodes": r"\d+(-\d+)?", "no-requeue": "",
-    "ntasks": r"\d+", "ntasks-per-node": r"\d+", "open-mode": "append|truncate", "output": r"\S+",
-    "partition": r"\S+", "qos": r"\S+", "requeue": "", "reservation": r"\S+",
+    "account": r"\S+",
+    "chdir": r"\S+",
+    "constraint": r"\S+",
+    "cpus-per-task": r"\d+",
+    "error": r"\S+",
+    "exclude": r"\S+",
+    "exclusive": "|user|mcs",
+    "gpus-per-node": r"(\w+:)?\d+",
+    "gres": r"\S+",
+    "job-name": r"\S+",
+    "mail-type": r"[A-Z_0-9,]+",
+    "mail-user": r"\S+",
+    "mem": r"\d+[KMGT]?",
+    "nice": r"(-?\d+)?",
+    "no-kill": "|off",
+    "nodes": r"\d+(-\d+)?",
+    "no-requeue": "",
+    "ntasks": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "open-mode": "append|truncate",
+    "output": r"\S+",
+    "partition": r"\S+",
+    "qos": r"\S+",
+    "requeue": "",
+    "reservation": r"\S+",
     "signal": r"([RB]{1,2}:)?([A-Z]+\d?|\d+)(@\d{1,5})?",
-    "time": r"\d+|(\d+-)?\d+(:\d\d){0,2}", "wait-all-nodes": "[01]",
+    "time": r"\d+|(\d+-)?\d+(:\d\d){0,2}",
+    "wait-all-nodes": "[01]",
 }
 # And of srun(1).
 SRUN = {
-    "nodes": r"\d+(-\d+)?", "ntasks": r"\d+", "nodelist": r"\S+", "no-kill": "|off",
-    "cpus-per-task": r"\d+", "kill-on-bad-exit": "|[01]",
+    "nodes": r"\d+(-\d+)?",
+    "ntasks": r"\d+",
+    "nodelist": r"\S+",
+    "no-kill": "|off",
+    "cpus-per-task": r"\d+",
+    "kill-on-bad-exit": "|[01]",
 }
 
 
@@ -62,8 +85,12 @@ def cluster(folder, srun):
 def script(folder, *argv, hosts, **env):
     """Starts the script as sbatch does."""
     return subprocess.Popen(
-        ["bash", SCRIPT, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env=environment(
+        ["bash", SCRIPT, *argv],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(
             folder, SLURM_JOB_ID="4711", SLURM_JOB_NODELIST=" ".join("x" * hosts), **env
         ),
     )
@@ -101,9 +128,16 @@ def test_each_host_has_a_step_whose_command_line_is_ours(tmp_path):
         command, options = our_options(step[at + 2 :])
         assert command.elastic and command.min_processes == 2
         settings, _ = find_others(
-            command.coordinator, command.num_processes, command.process_id,
-            {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "x", "SLURM_LOCALID": "0",
-             "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+            command.coordinator,
+            command.num_processes,
+            command.process_id,
+            {
+                "SLURM_JOB_ID": "4711",
+                "SLURM_STEP_NODELIST": "x",
+                "SLURM_LOCALID": "0",
+                "SLURM_NTASKS": "1",
+                "SLURM_PROCID": "0",
+            },
         )
         assert settings["coordinator_address"] == "127.0.0.1:8476"
         assert (settings["num_processes"], settings["process_id"]) == (3, number)
@@ -126,16 +160,18 @@ def test_a_step_that_fails_is_tried_again_unless_the_user_has_to_mend_it(
     assert len(calls(tmp_path / "bin", "srun")) == num_tries
 
 
-@pytest.mark.parametrize(
-    ("failures", "status", "num_steps"), [(0, 0, 2), (5, 0, 2), (100, 1, 0)]
-)
+@pytest.mark.parametrize(("failures", "status", "num_steps"), [(0, 0, 2), (5, 0, 2), (100, 1, 0)])
 def test_the_hosts_are_asked_for_again_and_never_none(tmp_path, failures, status, num_steps):
     folder = tmp_path / "bin"
     program(folder, "sleep", "exit 0")
     cluster(folder, "exit 0")
-    program(folder, "scontrol", f"""
+    program(
+        folder,
+        "scontrol",
+        f"""
 [[ $(grep -ao END "{folder}/scontrol.calls" | wc -l) -gt {failures} ]] || exit 1
-printf "127.0.0.1\\n%.0s" $3""")
+printf "127.0.0.1\\n%.0s" $3""",
+    )
     run = script(folder, "--exp=a", hosts=2, PYTHON="py")
     run.communicate(timeout=60)
     assert run.returncode == status and len(calls(folder, "srun")) == num_steps
@@ -146,8 +182,10 @@ def test_before_the_limit_a_job_is_put_back_unless_it_would_fail_again(
     tmp_path, status, is_put_back
 ):
     folder = tmp_path / "bin"
-    cluster(folder, f"touch {folder}/runs; while [[ ! -e {folder}/asked ]]; do sleep 0.05; done; "
-                    f"exit {status}")
+    cluster(
+        folder,
+        f"touch {folder}/runs; while [[ ! -e {folder}/asked ]]; do sleep 0.05; done; exit {status}",
+    )
     # Busy at first: both are asked again.
     busy = "[[ -e $0.busy ]] || { touch $0.busy; exit 1; }"
     program(folder, "scancel", f"{busy}; touch {folder}/asked")
@@ -193,12 +231,19 @@ def job_of_lines(folder, **env):
     import tests.support.line_jobs  # noqa: F401  Makes the experiment.
 
     env = {
-        "PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{home()}", "JAX_NUM_CPU_DEVICES": "2",
-        "XDG_CACHE_HOME": str(home() / "cache"), **env,
+        "PORT": str(free_port()),
+        "PYTHONPATH": f"{ROOT}:{home()}",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "XDG_CACHE_HOME": str(home() / "cache"),
+        **env,
     }
     return [
-        "--exp=jobzoo.lines.Line", "--packages=jobzoo", f"--job_log_dir={folder}", "--set",
-        "run.checkpoints.every_steps=None", "run.loss_spikes.action='report'",
+        "--exp=jobzoo.lines.Line",
+        "--packages=jobzoo",
+        f"--job_log_dir={folder}",
+        "--set",
+        "run.checkpoints.every_steps=None",
+        "run.loss_spikes.action='report'",
         "run.num_train_steps=1000000",
     ], env
 

@@ -1,6 +1,5 @@
 """`--set` with names: functions, classes, what they return, and the settings below them."""
 
-
 import fiddle as fdl
 import jax
 import optax
@@ -48,8 +47,10 @@ def test_a_schedule_is_what_a_function_returns():
 def test_a_template_that_defaults_to_a_class_takes_settings_and_gives_way_to_another():
     block = "model.transformer_layer_tpl"
     model = task_with(
-        "model.softmax_tpl.scale_sqrt_depth=true", f"{block}.tr_fflayer_tpl.has_bias=false",
-        "model.final_ln_tpl=RmsNorm", "model.final_ln_tpl.epsilon=0.5",
+        "model.softmax_tpl.scale_sqrt_depth=true",
+        f"{block}.tr_fflayer_tpl.has_bias=false",
+        "model.final_ln_tpl=RmsNorm",
+        "model.final_ln_tpl.epsilon=0.5",
         f"{block}.tr_atten_tpl.proj_tpl.params_init=jax.nn.initializers.zeros",
     ).model
     assert model.softmax_tpl == fdl.Partial(layers.SharedEmbeddingSoftmax, scale_sqrt_depth=True)

@@ -57,8 +57,9 @@ def test_attributes_of_an_experiments_class_are_set_before_it_makes_its_config()
     # A field is set after the attribute that it was made of, whatever the order.
     assert config.task.learner.learning_rate == 0.5
     # What is recorded makes the same again, without the class.
-    again = load_config(dump_config(config, "tests.Wider", local, packages=["tests"]),
-                        packages=["tests"])
+    again = load_config(
+        dump_config(config, "tests.Wider", local, packages=["tests"]), packages=["tests"]
+    )
     assert (again.config, list(again.overrides)) == (config, local)
     # One job's settings reach no other.
     assert (Wider.BATCH_SIZE, Sized.corpus.path) == (32, "a.txt")
@@ -91,7 +92,6 @@ def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
     actual = configured(Sized, ["SHARDING_PRESET=fsdp+tensor", given]).mesh.compiler_options
     assert actual == {"tpu": {}}
     assert not configured(Sized, []).mesh.compiler_options
-
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,22 @@ def test_what_acts_is_refused(symbol):
         json_nodes.read({"name": symbol}, ())
 
 
-@pytest.mark.parametrize("symbol", [
-    "optax:adamw", "optax:warmup_cosine_decay_schedule", "optax.contrib:dog", "jax.nn:gelu",
-    "builtins:dict", "jax.nn.initializers:normal", "praxis_lite.layers:WeightInit.Xavier",
-    "jax.numpy:tanh", "numpy:float32", "praxis_lite.tasks.language_model:LanguageModelTask",
-    "praxis_lite.experiments.functions:init",
-])
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        "optax:adamw",
+        "optax:warmup_cosine_decay_schedule",
+        "optax.contrib:dog",
+        "jax.nn:gelu",
+        "builtins:dict",
+        "jax.nn.initializers:normal",
+        "praxis_lite.layers:WeightInit.Xavier",
+        "jax.numpy:tanh",
+        "numpy:float32",
+        "praxis_lite.tasks.language_model:LanguageModelTask",
+        "praxis_lite.experiments.functions:init",
+    ],
+)
 def test_what_computes_may_be_named_and_called(symbol):
     json_nodes.read({"Config": symbol, "arguments": {}}, ())
 
@@ -48,8 +58,15 @@ def test_a_name_in_other_letters_is_the_first_that_may_be_meant():
     assert suggestion("JsonLine", None, None).startswith(" Did you mean JsonLines,")
 
 
-@pytest.mark.parametrize("source, name", [(JsonLines, "a.jsonl"), (JsonLines, "a.jsonl.gz"),
-                                          (JsonLines, "a.jsonl.zst"), (Parquet, "a.parquet")])
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        (JsonLines, "a.jsonl"),
+        (JsonLines, "a.jsonl.gz"),
+        (JsonLines, "a.jsonl.zst"),
+        (Parquet, "a.parquet"),
+    ],
+)
 def test_the_examples_that_a_function_returns_are_the_files(tmp_path, source, name):
     def make(folder):
         return ({"text": f"number {i}"} for i in range(137))

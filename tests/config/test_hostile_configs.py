@@ -70,13 +70,19 @@ def test_a_damaged_node_is_named(case):
         load_config(config_text(DAMAGED[case]))
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: "", lambda text: text[: len(text) // 2], lambda text: "[]",
-    lambda text: "[" * 100_000, lambda text: text.replace('"format": 3', '"format": 1'),
-    lambda text: text.replace(SPIRALS, "\\u001b[2J"),
-    lambda text: text.replace('"overrides": []', '"overrides": {"a": 1}'),
-    lambda text: json.dumps({**json.loads(text), "config": {"list": []}}),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"format": 3', '"format": 1'),
+        lambda text: text.replace(SPIRALS, "\\u001b[2J"),
+        lambda text: text.replace('"overrides": []', '"overrides": {"a": 1}'),
+        lambda text: json.dumps({**json.loads(text), "config": {"list": []}}),
+    ],
+)
 def test_a_damaged_text_is_refused_in_printable_words(change):
     with pytest.raises(ConfigError, match=r"^config\.json[ -~]*$"):
         load_config(change(spirals()))

@@ -281,12 +281,23 @@ def test_required_fields_of_configs_are_asked_for_those_of_partials_are_not():
     check_required(config)
 
 
-@pytest.mark.parametrize("setting", [
-    "task.__class__=1", "task.__init__.__globals__=1", "decode_datasets.p.__arguments__=7",
-    "datasets[train].__dict__=7", "task.activation=os.system", "task.activation=numpy.save()",
-    "task=os", "run.seed=__import__('os').system('touch canary')", "run.seed=" + "(" * 9_999,
-    "task.color=__class__", "run.seed\x1b[2J=1", "run.seed=\x1b[2J",
-])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "task.__class__=1",
+        "task.__init__.__globals__=1",
+        "decode_datasets.p.__arguments__=7",
+        "datasets[train].__dict__=7",
+        "task.activation=os.system",
+        "task.activation=numpy.save()",
+        "task=os",
+        "run.seed=__import__('os').system('touch canary')",
+        "run.seed=" + "(" * 9_999,
+        "task.color=__class__",
+        "run.seed\x1b[2J=1",
+        "run.seed=\x1b[2J",
+    ],
+)
 def test_a_setting_reaches_only_fields_and_names_only_what_is_allowed(setting):
     config, untouched = hostile_job(), hostile_job()
     with pytest.raises(ConfigError, match=r"^[^\x1b]*$"):

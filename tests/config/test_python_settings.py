@@ -44,15 +44,41 @@ class Fields:
     anything: Any = None
 
 
-@pytest.mark.parametrize("name, value", [
-    ("number", 7), ("number", np.int64(7)), ("share", 0.1), ("share", 3), ("share", math.inf),
-    ("share", np.float32(0.1)), ("flag", True), ("text", "7"), ("text", "none"), ("text", "a,b"),
-    ("text", " a "), ("text", ""), ("text", "it's = 'so'"), ("text", "two\nlines"),
-    ("some_text", "none"), ("some_text", None), ("text_or_number", "7"), ("text_or_number", 7),
-    ("text_or_number", "inf"), ("word", "none"), ("shape", (1, 4, 2)), ("shape", [1, 4]),
-    ("shape", ()), ("names", ["1", "none"]), ("fixed", (3, 4)), ("table", {"a": [1, None]}),
-    ("colour", Colour.RED), ("rate", 0.5), ("anything", {"a": (1, "b")}), ("anything", "7"),
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("number", 7),
+        ("number", np.int64(7)),
+        ("share", 0.1),
+        ("share", 3),
+        ("share", math.inf),
+        ("share", np.float32(0.1)),
+        ("flag", True),
+        ("text", "7"),
+        ("text", "none"),
+        ("text", "a,b"),
+        ("text", " a "),
+        ("text", ""),
+        ("text", "it's = 'so'"),
+        ("text", "two\nlines"),
+        ("some_text", "none"),
+        ("some_text", None),
+        ("text_or_number", "7"),
+        ("text_or_number", 7),
+        ("text_or_number", "inf"),
+        ("word", "none"),
+        ("shape", (1, 4, 2)),
+        ("shape", [1, 4]),
+        ("shape", ()),
+        ("names", ["1", "none"]),
+        ("fixed", (3, 4)),
+        ("table", {"a": [1, None]}),
+        ("colour", Colour.RED),
+        ("rate", 0.5),
+        ("anything", {"a": (1, "b")}),
+        ("anything", "7"),
+    ],
+)
 def test_a_value_is_what_is_set(name, value):
     config = fdl.Config(Fields)
     (text,) = as_texts({name: value})
@@ -63,11 +89,14 @@ def test_a_value_is_what_is_set(name, value):
 
 def test_functions_classes_dtypes_and_configs_are_those_of_their_names():
     config = fdl.Config(Fields)
-    schedule = fdl.Config(
-        optax.linear_schedule, init_value=1.0, end_value=0.0, transition_steps=7
-    )
-    values = {"optimizer": optax.lion, "optimizer.b1": 0.8, "dtype": jnp.bfloat16,
-              "rate": schedule, "decoder": Sample(temperature=0.5, stop_strings=("none",))}
+    schedule = fdl.Config(optax.linear_schedule, init_value=1.0, end_value=0.0, transition_steps=7)
+    values = {
+        "optimizer": optax.lion,
+        "optimizer.b1": 0.8,
+        "dtype": jnp.bfloat16,
+        "rate": schedule,
+        "decoder": Sample(temperature=0.5, stop_strings=("none",)),
+    }
     texts = as_texts(values)
     assert texts[:3] == ("optimizer=optax.lion", "optimizer.b1=0.8", "dtype=bfloat16")
     apply_overrides(config, texts)
@@ -81,16 +110,19 @@ def test_texts_are_taken_as_they_are():
     assert as_texts(()) == as_texts({}) == ()
 
 
-@pytest.mark.parametrize("settings, words", [
-    ("run.seed=1", "'run.seed=1'; expected a dict"),
-    ([("run.seed", 1)], "expected a dict"),
-    (7, "settings is 7"),
-    ({7: 1}, "the key 7"),
-    ({"a": np.ones(3)}, r"a: array\(\[1"),
-    ({"a": lambda x: x}, "a: <function"),
-    ({"a": fdl.Partial(optax.lion)}, r"a: <Partial\[lion"),
-    ({"a": [object()]}, r"a: \[<object"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ("run.seed=1", "'run.seed=1'; expected a dict"),
+        ([("run.seed", 1)], "expected a dict"),
+        (7, "settings is 7"),
+        ({7: 1}, "the key 7"),
+        ({"a": np.ones(3)}, r"a: array\(\[1"),
+        ({"a": lambda x: x}, "a: <function"),
+        ({"a": fdl.Partial(optax.lion)}, r"a: <Partial\[lion"),
+        ({"a": [object()]}, r"a: \[<object"),
+    ],
+)
 def test_what_has_no_text_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         as_texts(settings)

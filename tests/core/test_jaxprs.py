@@ -79,8 +79,7 @@ def test_a_program_that_is_called_twice_is_rewritten_once():
     seen = [0, 0]
     for place, jaxpr in enumerate((program, rewrite_jaxpr(program, to_cosines))):
         eqns = [
-            eqn for eqn in map(expand_high_level, jaxpr.eqns)
-            if eqn.primitive is primitives.jit_p
+            eqn for eqn in map(expand_high_level, jaxpr.eqns) if eqn.primitive is primitives.jit_p
         ]
         calls = [eqn.params["jaxpr"] for eqn in eqns]
         seen[place] = len({id(getattr(inner, "jaxpr", inner)) for inner in calls}), len(calls)
@@ -97,7 +96,9 @@ def test_values_of_a_users_own_go_where_a_programs_numbers_go():
     args = (2.0, 3.0, 5.0)
     traced = jax.make_jaxpr(program)(*args)
     depends = evaluate_jaxpr(
-        traced, map(frozenset, "abc"), lambda eqn, reads: [frozenset().union(*reads)],
+        traced,
+        map(frozenset, "abc"),
+        lambda eqn, reads: [frozenset().union(*reads)],
         lambda value, aval: frozenset(),
     )
     assert depends == [{"a", "b"}, {"c"}, {"a"}]
@@ -106,8 +107,10 @@ def test_values_of_a_users_own_go_where_a_programs_numbers_go():
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("bfloat16", "float32", True), ("float16", "bfloat16", False),
-        ("float32", "bfloat16", False), ("int32", "float32", False),
+        ("bfloat16", "float32", True),
+        ("float16", "bfloat16", False),
+        ("float32", "bfloat16", False),
+        ("int32", "float32", False),
     ],
 )
 def test_a_cast_widens_that_loses_no_number(old, new, expected):

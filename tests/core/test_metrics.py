@@ -56,7 +56,9 @@ def summed_itself(outputs, inputs):
 
 
 METRICS = {
-    "largest": per_row, "share": per_token, "scaled": functools.partial(scaled, factor=3.0),
+    "largest": per_row,
+    "share": per_token,
+    "scaled": functools.partial(scaled, factor=3.0),
     "itself": summed_itself,
 }
 
@@ -94,7 +96,8 @@ def task_of(metrics=METRICS, num_micro_batches=1, loss=loss):
 @pytest.mark.parametrize(
     ("partitioner_class", "num_devices", "num_micro_batches"),
     [
-        (Partitioner, 8, 1), (explicit_partitioner, 8, 7),
+        (Partitioner, 8, 1),
+        (explicit_partitioner, 8, 7),
         pytest.param(Partitioner, 1, 7, marks=pytest.mark.slow),
         pytest.param(Partitioner, 8, 7, marks=pytest.mark.slow),
         pytest.param(explicit_partitioner, 8, 1, marks=pytest.mark.slow),
@@ -166,7 +169,9 @@ def test_the_outputs_of_the_librarys_own_tasks():
     assert weight == weights.sum()
     classes = ClassificationTask(FunctionModel(init), **settings)
     inputs = {
-        "inputs": logits[:, 0], "labels": labels[:, 0], "weights": weights[:, 0].astype(np.float32)
+        "inputs": logits[:, 0],
+        "labels": labels[:, 0],
+        "weights": weights[:, 0].astype(np.float32),
     }
     value, _ = metrics_of(classes, inputs, lambda x: x)["entropy"]
     np.testing.assert_allclose(value, entropies[:, 0].mean(), rtol=1e-6)
@@ -201,9 +206,10 @@ def test_a_metric_that_returns_or_reads_something_else_is_named(name, metric, wo
     spec = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch().items()}
     with pytest.raises(ConfigError, match=words):
         jax.eval_shape(
-            lambda inputs: task.outputs(
-                task.compute_loss, init(jax.random.key(0)), inputs, None
-            )[0], spec,
+            lambda inputs: task.outputs(task.compute_loss, init(jax.random.key(0)), inputs, None)[
+                0
+            ],
+            spec,
         )
 
 
@@ -215,9 +221,13 @@ def test_values_of_another_number_of_rows_are_no_metric():
 def test_a_batch_of_scalars_alone_has_metrics_of_scalars():
     inputs = {"temperature": jnp.float32(2)}
     assert weights_of(inputs).shape == ()
-    pairs = compute_metrics("Task", {"half": lambda outputs, inputs: (
-        inputs["temperature"] / 2, jnp.float32(3)
-    )}, {}, inputs, {})
+    pairs = compute_metrics(
+        "Task",
+        {"half": lambda outputs, inputs: (inputs["temperature"] / 2, jnp.float32(3))},
+        {},
+        inputs,
+        {},
+    )
     assert tuple(map(float, pairs["half"])) == (1, 3)
     with pytest.raises(ConfigError, match="half"):
         compute_metrics("Task", {"half": lambda outputs, inputs: jnp.ones(2)}, {}, inputs, {})

@@ -14,8 +14,9 @@ class Cached(BaseLayer):
     def __init__(self, input_dim, num_heads=1, *, dim_per_head=None, rngs):
         self.w = self.weight((input_dim, input_dim), init=nnx.initializers.normal(1.0), rngs=rngs)
 
-    def __call__(self, inputs, *, positions=None, segment_ids=None, paddings=None, key=None,
-                 cache=None):
+    def __call__(
+        self, inputs, *, positions=None, segment_ids=None, paddings=None, key=None, cache=None
+    ):
         start = self.init_cache(len(inputs), 16, inputs.dtype) if cache is None else cache
         new, outputs = jax.lax.scan(self.step, start, jnp.swapaxes(inputs @ self.w[...], 0, 1))
         return jnp.swapaxes(outputs, 0, 1), None if cache is None else new

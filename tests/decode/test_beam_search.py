@@ -161,7 +161,10 @@ def test_a_search_that_is_decided_ends_with_the_same_texts(alpha):
     for ends in (False, True):
         model.calls = []
         decoder = BeamSearch(
-            max_decode_steps=num_steps, eos_id=EOS, beam_size=3, length_norm_alpha=alpha,
+            max_decode_steps=num_steps,
+            eos_id=EOS,
+            beam_size=3,
+            length_norm_alpha=alpha,
             ends_when_decided=ends,
         )
         run = jax.jit(functools.partial(decoder, model))

@@ -34,19 +34,30 @@ SPEC = {
 def partitioner_of(dtype, layers, shape=(1, 1, 1)):
     """Returns the partitioner of a model with a layer for each of `layers`."""
     pattern = [
-        fdl.Partial(Transformer, tr_atten_tpl=fdl.Partial(
-            MultiHeadLatentAttention if "kv_lora_rank" in settings else DotProductAttention,
-            **settings,
-        ))
+        fdl.Partial(
+            Transformer,
+            tr_atten_tpl=fdl.Partial(
+                MultiHeadLatentAttention if "kv_lora_rank" in settings else DotProductAttention,
+                **settings,
+            ),
+        )
         for settings in layers
     ]
     lm = fdl.Partial(
-        TransformerLm, V, D, H, num_heads=N, num_layers=len(layers), dim_per_head=K,
-        transformer_layer_tpl=pattern, fprop_dtype=dtype,
+        TransformerLm,
+        V,
+        D,
+        H,
+        num_heads=N,
+        num_layers=len(layers),
+        dim_per_head=K,
+        transformer_layer_tpl=pattern,
+        fprop_dtype=dtype,
     )
     batch = SHARDING_PRESETS["megatron"]["batch"]
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm, "megatron")), Learner(optax.sgd, 0.1),
+        fdl.build(set_sharding_params(lm, "megatron")),
+        Learner(optax.sgd, 0.1),
         decoder=Greedy(max_decode_steps=M, eos_id=()),
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
@@ -77,14 +88,18 @@ def made_in_loops(text, num_places):
     return result
 
 
-@pytest.mark.parametrize("dtype, layers", [
-    (jnp.bfloat16, [{"num_kv_heads": 1, "window": W}, {"num_kv_heads": 2}]),
-    pytest.param(
-        jnp.float32, [{"num_kv_heads": 1}, {"num_kv_heads": 2, "window": W}, {}],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.nightly),
-])
+@pytest.mark.parametrize(
+    "dtype, layers",
+    [
+        (jnp.bfloat16, [{"num_kv_heads": 1, "window": W}, {"num_kv_heads": 2}]),
+        pytest.param(
+            jnp.float32,
+            [{"num_kv_heads": 1}, {"num_kv_heads": 2, "window": W}, {}],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.nightly),
+    ],
+)
 def test_the_loop_makes_no_array_of_a_caches_size_but_writes_into_it(dtype, layers):
     text = partitioner_of(dtype, layers).decode_step.lower(SPEC).compile().as_text()
     for num_places in (S, W + SPARE_PLACES):

@@ -28,8 +28,11 @@ def filled(num_rows, seed=0):
 
 DIMS = {"scanned": 1, "plain": 0, "last": 1, "shared": -1, "none": None}
 ROWS = {
-    "scanned": lambda x, rows: x[:, rows], "plain": lambda x, rows: x[rows],
-    "last": lambda x, rows: x[:, rows], "shared": lambda x, rows: x, "none": lambda x, rows: x,
+    "scanned": lambda x, rows: x[:, rows],
+    "plain": lambda x, rows: x[rows],
+    "last": lambda x, rows: x[:, rows],
+    "shared": lambda x, rows: x,
+    "none": lambda x, rows: x,
 }
 
 

@@ -38,13 +38,17 @@ def library(kind):
         result.decoder = decoders.Metaspace(prepend_scheme=scheme)
     elif name == "llama":
         result = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-        result.normalizer = normalizers.Sequence([
-            normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-        ])
-        result.decoder = decoders.Sequence([
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ])
+        result.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        result.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
         settings["special_tokens"] = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
         settings["vocab_size"] += 256
     else:
@@ -64,7 +68,11 @@ def library(kind):
 
 
 KINDS = [
-    "byte level", "metaspace, always", "metaspace, first", "metaspace, never", "llama",
+    "byte level",
+    "metaspace, always",
+    "metaspace, first",
+    "metaspace, never",
+    "llama",
     "wordpiece",
 ]
 
@@ -204,7 +212,8 @@ def test_a_token_with_a_space_and_one_without_are_two_entries():
     choice.add(Piece([plain], [-1.0], [[(plain, -1.0), (spaced, -2.0)]], done=True))
     (token,) = choice.take()[1]
     assert [(x.text, x.content) for x in token.likeliest] == [
-        (name, name.encode()), (f" {name}", f" {name}".encode())
+        (name, name.encode()),
+        (f" {name}", f" {name}".encode()),
     ]
 
 

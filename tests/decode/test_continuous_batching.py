@@ -17,9 +17,9 @@ from tests.decode.toy_models import Recurrent, num_compiled, row_keys
 V, P, M, EOS, NUM_PROMPTS, NUM_ROWS = 23, 4, 20, 0, 17, 5
 RNG = np.random.default_rng(5)
 LENGTHS = RNG.integers(1, P + 1, NUM_PROMPTS).astype(np.int32)
-PROMPTS = np.where(
-    np.arange(P) < LENGTHS[:, None], RNG.integers(1, V, (NUM_PROMPTS, P)), 9
-).astype(np.int32)
+PROMPTS = np.where(np.arange(P) < LENGTHS[:, None], RNG.integers(1, V, (NUM_PROMPTS, P)), 9).astype(
+    np.int32
+)
 # The token after t is t - 1: a prompt that ends in t goes on for t steps, down to the end, 0.
 COUNTDOWN = Recurrent(V, table=9.0 * np.roll(np.eye(V), -1, axis=1).astype(np.float32))
 RECURRENT = Recurrent(V, dims=7, seed=1)
@@ -53,21 +53,19 @@ def gathered(stream, num_rows):
 
 DECODERS = {
     "greedy": Greedy(max_decode_steps=M, eos_id=EOS),
-    "sample": Sample(max_decode_steps=M, eos_id=EOS, k=5, temperature=1.3, num_samples=2,
-                     sort_samples=False),
-    "penalties": Sample(max_decode_steps=M, eos_id=EOS, k=0, p=0.9, repetition_penalty=1.7,
-                        presence_penalty=0.4),
-    "short and stepwise": Greedy(
-        max_decode_steps=M, eos_id=EOS, seqlen=11, fprop_for_prefix=False
+    "sample": Sample(
+        max_decode_steps=M, eos_id=EOS, k=5, temperature=1.3, num_samples=2, sort_samples=False
     ),
+    "penalties": Sample(
+        max_decode_steps=M, eos_id=EOS, k=0, p=0.9, repetition_penalty=1.7, presence_penalty=0.4
+    ),
+    "short and stepwise": Greedy(max_decode_steps=M, eos_id=EOS, seqlen=11, fprop_for_prefix=False),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "greedy")) for name in DECODERS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "greedy")) for name in DECODERS],
 )
 def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):
     decoder = DECODERS[name]
@@ -136,9 +134,7 @@ def test_skewed_lengths_take_the_steps_of_list_scheduling_and_fewer_than_batches
     ids, _ = gathered(batching.stream(None, queue(decoder)), NUM_PROMPTS)
     expected = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
     assert [len(row) for row in ids] == expected.tolist()
-    of_batches = sum(
-        expected[i : i + NUM_ROWS].max() for i in range(0, NUM_PROMPTS, NUM_ROWS)
-    )
+    of_batches = sum(expected[i : i + NUM_ROWS].max() for i in range(0, NUM_PROMPTS, NUM_ROWS))
     assert batching.latest.num_steps == steps_of_rows(expected, NUM_ROWS)
     assert batching.latest.num_steps < of_batches
     assert batching.latest.num_prefills == NUM_PROMPTS
@@ -177,7 +173,9 @@ def test_a_prompt_that_is_told_to_stop_leaves_its_row_to_the_next():
 
     numbers = itertools.count()
     stream = batching.stream(
-        None, queue(decoder), num_steps=1,
+        None,
+        queue(decoder),
+        num_steps=1,
         text_of=lambda prompt: StopsAfter(M if next(numbers) % 2 else 3),
     )
     ids, _ = gathered(stream, NUM_PROMPTS)
@@ -191,7 +189,9 @@ def test_a_stopped_row_keeps_no_step_going():
     batching, key = batching_of(COUNTDOWN, DECODERS["greedy"]), row_keys(1)[0]
     prompts = [Prompt(np.asarray([token, 9, 9, 9]), 1, key) for token in (20, 6)]
     stream = batching.stream(
-        None, prompts, num_steps=4,
+        None,
+        prompts,
+        num_steps=4,
         text_of=lambda prompt: StopsAfter(1 if prompt is prompts[0] else M),
     )
     ids, _ = gathered(stream, 2)

@@ -50,8 +50,15 @@ def partitioner_of(decoder="greedy", shape=(1, 1, 1), num_layers=L, **model):
 
 def new_partitioner(decoder, shape, num_layers, **model):
     lm = fdl.Partial(
-        TransformerLm, V, D, H, num_heads=3, num_layers=num_layers, dim_per_head=4,
-        position_emb_tpl=None, **model,
+        TransformerLm,
+        V,
+        D,
+        H,
+        num_heads=3,
+        num_layers=num_layers,
+        dim_per_head=4,
+        position_emb_tpl=None,
+        **model,
     )
     task = LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=DECODERS[decoder])
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
@@ -74,13 +81,18 @@ def decoded(partitioner, mdl_vars):
     return jax.device_get(program(partitioner)(mdl_vars, inputs, jax.random.key(0)))
 
 
-@pytest.mark.parametrize("decoder, shape, model", [
-    pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
-    pytest.param(
-        "sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4},
-        marks=pytest.mark.nightly,
-    ),
-])
+@pytest.mark.parametrize(
+    "decoder, shape, model",
+    [
+        pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
+        pytest.param(
+            "sample",
+            (1, 1, 1),
+            {"transformer_layer_tpl": PATTERN, "num_layers": 4},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_layers_apart_give_the_same_bits_as_the_stack(decoder, shape, model):
     partitioner = partitioner_of(decoder, shape, **model)
     mdl_vars = weights_of(partitioner)
@@ -126,14 +138,21 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
     assert partitioner.for_decoding(mdl_vars) is mdl_vars
 
 
-@pytest.mark.parametrize("pipelined, shape", [
-    pytest.param(None, (1, 2, 1), marks=pytest.mark.nightly),
-    pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
-    pytest.param(True, (1, 1, 1), marks=pytest.mark.nightly),
-])
+@pytest.mark.parametrize(
+    "pipelined, shape",
+    [
+        pytest.param(None, (1, 2, 1), marks=pytest.mark.nightly),
+        pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
+        pytest.param(True, (1, 1, 1), marks=pytest.mark.nightly),
+    ],
+)
 def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipelined, shape):
     pipeline = fdl.Partial(
-        Pipeline, num_stages=2, num_microbatches=1, pipelined=pipelined, stage_axis="replica",
+        Pipeline,
+        num_stages=2,
+        num_microbatches=1,
+        pipelined=pipelined,
+        stage_axis="replica",
     )
     partitioner = partitioner_of(shape=shape, num_layers=4, stacked_transformer_tpl=pipeline)
     mdl_vars = weights_of(partitioner)
@@ -159,7 +178,9 @@ def test_weights_in_the_activations_dtype_are_those_that_the_model_casts():
     # Norms compute in float32 with their scales, and biases are cast after they are broadcast.
     kept = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
     assert {path.split("/layers/")[0].split("/")[-2] for path in kept} == {
-        "final_ln", "layer_norm", "per_dim_scale"
+        "final_ln",
+        "layer_norm",
+        "per_dim_scale",
     }
     assert dtypes["softmax/logits_ffn/linear/w"] == jnp.bfloat16
     actual = decoded(partitioner, weights)
@@ -191,7 +212,11 @@ def rounded_by_numpy(mdl_vars, summed):
 
 
 SUMMED = {
-    "query/w": (-3,), "key/w": (-3,), "value/w": (-3,), "post/w": (-2, -1), "linear/w": (-2,),
+    "query/w": (-3,),
+    "key/w": (-3,),
+    "value/w": (-3,),
+    "post/w": (-2, -1),
+    "linear/w": (-2,),
 }
 
 
@@ -212,11 +237,14 @@ def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape, tr_atten_tpl", [
-    ((1, 2, 2), {}),
-    pytest.param((1, 1, 1), {"combine_qkv": True}, marks=pytest.mark.nightly),
-    pytest.param((1, 1, 1), {"output_proj_use_nhd_shape": True}, marks=pytest.mark.nightly),
-])
+@pytest.mark.parametrize(
+    "shape, tr_atten_tpl",
+    [
+        ((1, 2, 2), {}),
+        pytest.param((1, 1, 1), {"combine_qkv": True}, marks=pytest.mark.nightly),
+        pytest.param((1, 1, 1), {"output_proj_use_nhd_shape": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_weights_with_their_outputs_first_give_the_same_tokens(shape, tr_atten_tpl):
     attention = fdl.Partial(DotProductAttention, **tr_atten_tpl)
     layer = fdl.Partial(Transformer, tr_atten_tpl=attention)
@@ -247,7 +275,7 @@ def test_a_product_reads_a_weight_with_its_outputs_first_as_its_first_factor():
 def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():
     text = partitioner_of("int8").decode_step.lower(SPEC).as_text()
     assert f"tensor<{D}x{H}xi8>" in text
-    body = text[text.index("stablehlo.while"):]
+    body = text[text.index("stablehlo.while") :]
     assert "optimization_barrier" in body
 
 

@@ -185,7 +185,8 @@ def sharded(shape: tuple[int, ...], name: str):
 def partitioner_and_vars(shape: tuple[int, ...], decoder: Decoder):
     batch = ("replica", "data")
     task = lm_task(
-        "learned", decoder=decoder,
+        "learned",
+        decoder=decoder,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
@@ -202,7 +203,8 @@ def assert_same(actual, expected):
 
 
 MESHES = [
-    ((1, 3, 2), "greedy"), pytest.param((1, 4, 2), "sample", marks=pytest.mark.slow),
+    ((1, 3, 2), "greedy"),
+    pytest.param((1, 4, 2), "sample", marks=pytest.mark.slow),
     pytest.param((1, 4, 2), "beam", marks=pytest.mark.slow),
 ]
 

@@ -61,8 +61,10 @@ def lm(layer, slot="tr_atten_tpl", **settings):
 
 
 MODELS = {
-    **{layer.__name__: functools.partial(lm, layer)
-       for layer in (GatedConv, StateSpace, Mean, Memory)},
+    **{
+        layer.__name__: functools.partial(lm, layer)
+        for layer in (GatedConv, StateSpace, Mean, Memory)
+    },
     "feed-forward": functools.partial(lm, ShiftedFeedForward, "tr_fflayer_tpl"),
     "block": functools.partial(lm, Block, "block"),
     "model": functools.partial(WholeModel, rngs=nnx.Rngs(0)),
@@ -91,9 +93,9 @@ def by_hand(name, num_steps=M):
 
 # Every way below reads prompts with "Mean", and continuous batches with "Memory". As in
 # "StateSpace", the batch is not the first dim in a cache of tests/decode/toy_models.py.
-@pytest.mark.parametrize("name", slow_or_nightly(
-    {"block", "model"}, {"GatedConv", "feed-forward"}, MODELS
-))
+@pytest.mark.parametrize(
+    "name", slow_or_nightly({"block", "model"}, {"GatedConv", "feed-forward"}, MODELS)
+)
 def test_ragged_prompts_are_continued_as_by_hand(name):
     run = jax.jit(functools.partial(Greedy(max_decode_steps=M), model_of(name)))
     actual = run(PROMPTS, LENGTHS, row_keys(len(LENGTHS)))
@@ -133,11 +135,18 @@ def test_continuous_batches_and_their_kept_prefixes_leave_padding_out():
         model = model_of("Memory")
         batching = ContinuousBatching(decoder, lambda mdl_vars, model=model: model, 4, P)
         ids = [[] for _ in prompts]
-        for new in batching.stream(None, [
-            Prompt(*given) for given in zip(
-                prompts, np.concatenate([LENGTHS[ROWS]] * 2), row_keys(len(prompts)), strict=True
-            )
-        ]):
+        for new in batching.stream(
+            None,
+            [
+                Prompt(*given)
+                for given in zip(
+                    prompts,
+                    np.concatenate([LENGTHS[ROWS]] * 2),
+                    row_keys(len(prompts)),
+                    strict=True,
+                )
+            ],
+        ):
             ids[new.index] += new.ids.tolist()
         assert ids == by_hand("Memory") * 2
 

@@ -25,12 +25,20 @@ LONGEST = 12  # Tokens of a row in every case after a forward pass.
 def lm(rotary: bool = False) -> NnxModel:
     """Returns the language model of the goldens."""
     atten = functools.partial(
-        layers.DotProductAttention, combine_qkv=True, use_bias=False, atten_logit_cap=50.0,
+        layers.DotProductAttention,
+        combine_qkv=True,
+        use_bias=False,
+        atten_logit_cap=50.0,
         use_rotary_position_emb=rotary,
     )
     return NnxModel(
         functools.partial(
-            layers.TransformerLm, 13, 8, 12, num_heads=2, num_layers=2,
+            layers.TransformerLm,
+            13,
+            8,
+            12,
+            num_heads=2,
+            num_layers=2,
             position_emb_tpl=None if rotary else layers.PositionalEmbedding,
             softmax_tpl=functools.partial(
                 layers.SharedEmbeddingSoftmax, scale_sqrt_depth=True, soft_cap_logits=30.0
@@ -136,15 +144,14 @@ CASES = json.loads(str(options()["cases"][""]))
 def test_further_settings_give_what_pax_gives(name):
     case, arrays = CASES[name], options()
     ids, lengths = arrays["in"]["ids"], arrays["in"]["prefix_lengths"]
-    decoder, seqlen = decoder_of(
-        case["decoder"], case["hparams"], len(ids), arrays["keys"][""]
-    )
+    decoder, seqlen = decoder_of(case["decoder"], case["hparams"], len(ids), arrays["keys"][""])
     inputs = {key: jnp.asarray(value) for key, value in case["inputs"].items()}
     outputs = decode(lm(), arrays["w"], decoder, ids, lengths, inputs)
     length = None if decoder.fprop_for_prefix else seqlen
     actual = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
     expected = {
-        key.removeprefix(f"{name}/"): value for key, value in arrays["out"].items()
+        key.removeprefix(f"{name}/"): value
+        for key, value in arrays["out"].items()
         if key.startswith(f"{name}/")
     }
     assert set(expected) >= {"output_ids", "decode_lengths", "logprobs"}

@@ -52,10 +52,21 @@ def model_and_vars():
         layer(DotProductAttention, use_rotary_position_emb=True),
         layer(RgLruBlock),
     ]
-    model = NnxModel(fdl.build(fdl.Partial(
-        TransformerLm, V, 12, 17, num_heads=3, num_layers=3, dim_per_head=4,
-        position_emb_tpl=None, transformer_layer_tpl=pattern,
-    )))
+    model = NnxModel(
+        fdl.build(
+            fdl.Partial(
+                TransformerLm,
+                V,
+                12,
+                17,
+                num_heads=3,
+                num_layers=3,
+                dim_per_head=4,
+                position_emb_tpl=None,
+                transformer_layer_tpl=pattern,
+            )
+        )
+    )
     rng = np.random.default_rng(13)
     mdl_vars = jax.tree.map(
         lambda w: rng.normal(scale=0.3, size=w.shape).astype(np.float32),
@@ -79,9 +90,9 @@ def whole():
     return lambda ids: np.asarray(run(mdl_vars, np.pad(ids, (0, P + M - len(ids)))[None])[0])
 
 
-@pytest.mark.parametrize("name", slow_or_nightly(
-    {"chunks"}, {"one pass", "tokens", "beam"}, DECODERS
-))
+@pytest.mark.parametrize(
+    "name", slow_or_nightly({"chunks"}, {"one pass", "tokens", "beam"}, DECODERS)
+)
 def test_continuations_have_the_log_probs_of_the_whole_sequence_without_a_cache(name):
     actual = decoded(name)
     for row in np.flatnonzero(LENGTHS):

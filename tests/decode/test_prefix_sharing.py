@@ -77,9 +77,10 @@ ATTENTION = fdl.Partial(
 )
 BLOCKS = {
     # A ring of 5 + 16 places, fewer than a row has.
-    "windows": [fdl.Partial(
-        layers.Transformer, tr_atten_tpl=fdl.copy_with(ATTENTION, window=window)
-    ) for window in (5, None)],
+    "windows": [
+        fdl.Partial(layers.Transformer, tr_atten_tpl=fdl.copy_with(ATTENTION, window=window))
+        for window in (5, None)
+    ],
     "recurrent": [
         fdl.Partial(layers.Transformer, tr_atten_tpl=layers.RgLruBlock),
         fdl.Partial(layers.Transformer, tr_atten_tpl=ATTENTION),
@@ -90,11 +91,19 @@ BLOCKS = {
 @pytest.mark.parametrize("name", slow_or_nightly((), {"windows"}, BLOCKS))
 def test_transformers_with_windows_or_states_share_on_a_mesh_too(name):
     lm = fdl.Partial(
-        layers.TransformerLm, V, 12, 17, num_heads=2, num_layers=2, dim_per_head=4,
-        position_emb_tpl=None, transformer_layer_tpl=BLOCKS[name],
+        layers.TransformerLm,
+        V,
+        12,
+        17,
+        num_heads=2,
+        num_layers=2,
+        dim_per_head=4,
+        position_emb_tpl=None,
+        transformer_layer_tpl=BLOCKS[name],
     )
     batch = {
-        "ids": PROMPTS, "prefix_lengths": np.maximum(LENGTHS, 1),
+        "ids": PROMPTS,
+        "prefix_lengths": np.maximum(LENGTHS, 1),
         "weights": (LENGTHS > 0).astype(np.float32),
     }
     prompts = [
@@ -155,9 +164,16 @@ def test_prefixes_are_cached_at_the_second_prompt_and_the_least_recently_used_is
     assert prefixes.num_read == 3 + 3 + 3 + 3
 
 
-@pytest.mark.parametrize("max_decode_steps, chunk, expected", [
-    (64, None, 32), (20, None, 29), (1, None, 26), (64, 16, 16), (128, 128, 128),
-])
+@pytest.mark.parametrize(
+    "max_decode_steps, chunk, expected",
+    [
+        (64, None, 32),
+        (20, None, 29),
+        (1, None, 26),
+        (64, 16, 16),
+        (128, 128, 128),
+    ],
+)
 def test_no_block_ends_behind_the_cache(max_decode_steps, chunk, expected):
     decoder = Greedy(max_decode_steps=max_decode_steps, prefill_chunk_size=chunk)
     size = block_size(decoder, 129)
@@ -175,6 +191,10 @@ def test_what_a_batch_begins_with_leaves_each_prompt_a_token():
     ids = jnp.asarray([[1, 2, 3, 4], [1, 2, 3, 9], [7, 7, 7, 7], [1, 2, 3, 4]])
     run = jax.jit(common_prefix_length)
     for lengths, expected in (
-        ([4, 4, 0, 4], 3), ([4, 3, 0, 4], 2), ([4, 4, 1, 4], 0), ([0, 0, 4, 0], 3), ([0] * 4, 0),
+        ([4, 4, 0, 4], 3),
+        ([4, 3, 0, 4], 2),
+        ([4, 4, 1, 4], 0),
+        ([0, 0, 4, 0], 3),
+        ([0] * 4, 0),
     ):
         assert run(ids, jnp.asarray(lengths)) == expected

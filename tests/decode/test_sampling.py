@@ -69,7 +69,10 @@ def test_the_candidates_have_the_probabilities_that_numpy_gives(name):
 @pytest.mark.parametrize("name", slow_but({"all"}, ["temperature", "p before temperature", "all"]))
 def test_tokens_are_drawn_as_often_as_they_are_likely(name):
     decoder = Sample(
-        max_decode_steps=1, eos_id=NEVER, num_samples=NUM_DRAWS, sort_samples=False,
+        max_decode_steps=1,
+        eos_id=NEVER,
+        num_samples=NUM_DRAWS,
+        sort_samples=False,
         **SETTINGS[name],
     )
     prompts = np.arange(5, dtype=np.int32)[:, None]
@@ -124,7 +127,7 @@ def assert_each_row(actual, **by_hand):
 
 @pytest.mark.parametrize("fprop_for_prefix", [True, False], ids=["fprop", "stepwise"])
 def test_greedy_is_what_a_pass_per_token_gives_and_a_row_of_length_zero_stays_empty(
-    fprop_for_prefix
+    fprop_for_prefix,
 ):
     decoder = Greedy(max_decode_steps=M, eos_id=NEVER, fprop_for_prefix=fprop_for_prefix)
     actual = decoded(decoder)
@@ -184,9 +187,7 @@ def test_penalties_lower_what_occurred():
     assert_each_row(actual, choose_from=penalized)
     none = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
     only_presence = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, presence_penalty=0.7))
-    assert_each_row(
-        only_presence, choose_from=lambda *args: penalized(*args, repetition=1.0)
-    )
+    assert_each_row(only_presence, choose_from=lambda *args: penalized(*args, repetition=1.0))
     assert (actual["output_ids"] != none["output_ids"]).any()
 
 
@@ -286,13 +287,30 @@ def test_stop_strings_become_tokens():
 
 
 OUT_OF_RANGE = [
-    ("temperature", -0.1), ("temperature", float("nan")), ("k", -1), ("p", 0.0), ("p", 1.1),
-    ("min_p", -0.1), ("min_p", 1.5), ("num_samples", 0), ("repetition_penalty", 0.0),
-    ("presence_penalty", float("inf")), ("stop_sequences", ((),)), ("stop_strings", ("",)),
-    ("stop_strings", "stop"), ("num_cache_slots", -1), ("max_decode_steps", 0),
-    ("min_decode_steps", -1), ("min_decode_steps", 128), ("seqlen", 0), ("eos_id", -1),
-    ("eos_id", "eos"), ("num_cached_prefixes", -1), ("num_speculative_tokens", -1),
-    ("prompt_lookup_max", 0), ("prefill_chunk_size", 0),
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("k", -1),
+    ("p", 0.0),
+    ("p", 1.1),
+    ("min_p", -0.1),
+    ("min_p", 1.5),
+    ("num_samples", 0),
+    ("repetition_penalty", 0.0),
+    ("presence_penalty", float("inf")),
+    ("stop_sequences", ((),)),
+    ("stop_strings", ("",)),
+    ("stop_strings", "stop"),
+    ("num_cache_slots", -1),
+    ("max_decode_steps", 0),
+    ("min_decode_steps", -1),
+    ("min_decode_steps", 128),
+    ("seqlen", 0),
+    ("eos_id", -1),
+    ("eos_id", "eos"),
+    ("num_cached_prefixes", -1),
+    ("num_speculative_tokens", -1),
+    ("prompt_lookup_max", 0),
+    ("prefill_chunk_size", 0),
 ]
 
 

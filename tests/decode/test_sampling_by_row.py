@@ -50,7 +50,9 @@ def alone(row):
         decoder = Sample(**general, k=0, p=given.get("top_p"))
     ids = np.pad(PROMPTS[row], (0, max(LENGTHS) - len(PROMPTS[row])))[None]
     outputs = program_of(decoder)(
-        ids, np.asarray([len(PROMPTS[row])]), row_keys(len(PROMPTS))[row : row + 1],
+        ids,
+        np.asarray([len(PROMPTS[row])]),
+        row_keys(len(PROMPTS))[row : row + 1],
         np.asarray([temperature], np.float32),
     )
     return outputs["output_ids"][0, 0, : int(outputs["decode_lengths"][0, 0])].tolist()

@@ -127,8 +127,15 @@ def test_a_row_of_a_continuous_batch_gets_the_tokens_that_it_gets_alone():
 
 def lm_task(decoder, **layer):
     lm = fdl.Partial(
-        layers.TransformerLm, V, 12, 17, num_heads=3, num_layers=1, dim_per_head=4,
-        max_seq_length=P + M, **layer,
+        layers.TransformerLm,
+        V,
+        12,
+        17,
+        num_heads=3,
+        num_layers=1,
+        dim_per_head=4,
+        max_seq_length=P + M,
+        **layer,
     )
     return LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=decoder)
 
@@ -137,16 +144,21 @@ BATCH = {"ids": PROMPTS, "prefix_lengths": np.maximum(LENGTHS, 1), "weights": np
 
 
 # Its cache is a ring, which is shorter than a row.
-WINDOW = {"transformer_layer_tpl": fdl.Partial(
-    layers.Transformer, tr_atten_tpl=fdl.Partial(layers.DotProductAttention, window=3)
-)}
+WINDOW = {
+    "transformer_layer_tpl": fdl.Partial(
+        layers.Transformer, tr_atten_tpl=fdl.Partial(layers.DotProductAttention, window=3)
+    )
+}
 
 
-@pytest.mark.parametrize("shape, most, layer", [
-    ((1, 1, 1), 3, {}),
-    pytest.param((1, 4, 2), 3, {}, marks=pytest.mark.slow),
-    pytest.param((1, 1, 1), 16, WINDOW, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "shape, most, layer",
+    [
+        ((1, 1, 1), 3, {}),
+        pytest.param((1, 4, 2), 3, {}, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), 16, WINDOW, marks=pytest.mark.slow),
+    ],
+)
 def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most, layer):
     """Its positions are learned and as many as there are tokens."""
     results, weights = [], None
@@ -169,30 +181,40 @@ def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most
     assert [record["model_steps"] for record in records] == actual["num_model_steps"][:, 0].tolist()
 
 
-RECURRENT = {"transformer_layer_tpl": fdl.Partial(
-    layers.Transformer, tr_atten_tpl=layers.RgLruBlock
-)}
-EXPERTS = {"transformer_layer_tpl": fdl.Partial(
-    layers.Transformer, tr_fflayer_tpl=fdl.Partial(layers.TransformerFeedForwardMoe, num_experts=3)
-)}
+RECURRENT = {
+    "transformer_layer_tpl": fdl.Partial(layers.Transformer, tr_atten_tpl=layers.RgLruBlock)
+}
+EXPERTS = {
+    "transformer_layer_tpl": fdl.Partial(
+        layers.Transformer,
+        tr_fflayer_tpl=fdl.Partial(layers.TransformerFeedForwardMoe, num_experts=3),
+    )
+}
 
 
-GROWING = {"transformer_layer_tpl": fdl.Partial(
-    layers.Transformer, tr_atten_tpl=fdl.Partial(
-        layers.DotProductAttention, use_rotary_position_emb=True,
-        rotary_position_emb_tpl=fdl.Partial(
-            layers.DynamicRotary, factor=2.0, original_max_positions=4
+GROWING = {
+    "transformer_layer_tpl": fdl.Partial(
+        layers.Transformer,
+        tr_atten_tpl=fdl.Partial(
+            layers.DotProductAttention,
+            use_rotary_position_emb=True,
+            rotary_position_emb_tpl=fdl.Partial(
+                layers.DynamicRotary, factor=2.0, original_max_positions=4
+            ),
         ),
-    ),
-)}
+    )
+}
 
 
-@pytest.mark.parametrize("layer, most, message", [
-    (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
-    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*but h, window in the model.*to 0"),
-    (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
-    (WINDOW, 17, r"num_speculative_tokens is 17; expected at most 16.*self_attention.*window"),
-])
+@pytest.mark.parametrize(
+    "layer, most, message",
+    [
+        (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
+        (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*but h, window in the model.*to 0"),
+        (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
+        (WINDOW, 17, r"num_speculative_tokens is 17; expected at most 16.*self_attention.*window"),
+    ],
+)
 def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(
     layer, most, message
 ):

@@ -56,9 +56,7 @@ def logprobs_after(model, ids):
 
 def row_keys(num_rows, seed=0):
     """Returns a key per row, as the language-model task folds them."""
-    return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(
-        jnp.arange(num_rows)
-    )
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.arange(num_rows))
 
 
 def num_compiled():

@@ -40,14 +40,29 @@ MODULES = {path.stem for path in FILES} | {
 }
 # Of pip, pytest, tensorboard, XLA, of modules with command lines of their own, and of an example.
 OTHERS_FLAGS = {
-    "--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir",
+    "--largest",
+    "--no-deps",
+    "--wheel-dir",
+    "--dist",
+    "--logdir",
     # lm_eval's.
-    "--model", "--model_args", "--tasks", "--apply_chat_template", "--include_path",
+    "--model",
+    "--model_args",
+    "--tasks",
+    "--apply_chat_template",
+    "--include_path",
     # vLLM's.
-    "--served-model-name", "--dtype", "--max-model-len", "--max-num-seqs", "--generation-config",
-    "--api-key", "--enable-lora", "--lora-modules",
+    "--served-model-name",
+    "--dtype",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--generation-config",
+    "--api-key",
+    "--enable-lora",
+    "--lora-modules",
     # pip's.
-    "--no-build-isolation", "--target",
+    "--no-build-isolation",
+    "--target",
 }
 
 
@@ -144,7 +159,8 @@ def test_every_file_that_the_architecture_names_exists():
 def test_every_file_of_ours_that_a_page_names_exists():
     folders = "praxis_lite|praxis_tools|tests|tasks|experiments|examples|benchmarks|docs"
     named = {
-        (page, name) for page in OF_OURS
+        (page, name)
+        for page in OF_OURS
         for name in re.findall(rf"`((?:{folders})/[\w./]*)`", PAGES[page])
     }
     assert len(named) > 20 and not {pair for pair in named if not (ROOT / pair[1]).exists()}
@@ -185,8 +201,9 @@ def test_the_python_page_has_each_argument_and_each_member_of_a_trained_model():
 
 def test_the_table_of_hugging_face_has_every_family():
     rows = re.findall(r"^\| ([A-Z][^|]*) \| [\d.]+e-6 \|", PAGES["huggingface.md"], re.MULTILINE)
-    tables = [x for x in (Path(family.__file__).parent / "families").glob("*.toml")
-              if x.stem != "common"]
+    tables = [
+        x for x in (Path(family.__file__).parent / "families").glob("*.toml") if x.stem != "common"
+    ]
     assert len(rows) == len(tables) == len(list((GOLDENS / "hf").iterdir()))
 
 
@@ -199,9 +216,12 @@ def test_the_serving_page_has_each_field_of_a_request_and_the_numbers_of_the_cod
     for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
         assert f"`--{name}={parser.get_default(name):g}`" in page
     for words in (
-        f"at most {served_model.DEFAULT_MAX_LENGTH})", f"powers? of two from {SHORTEST} on",
-        f"up to {requests.MAX_CHOICES} of either", f"up to {requests.MAX_STOPS} texts",
-        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MAX_LOGPROBS} tokens",
+        f"at most {served_model.DEFAULT_MAX_LENGTH})",
+        f"powers? of two from {SHORTEST} on",
+        f"up to {requests.MAX_CHOICES} of either",
+        f"up to {requests.MAX_STOPS} texts",
+        f"has {requests.COMPLETION_TOKENS} unless",
+        f"up to {requests.MAX_LOGPROBS} tokens",
         f"at most {engine.STEPS_BETWEEN_CHECKS} steps",
         f"{endpoints.MAX_BODY_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
     ):

@@ -101,10 +101,7 @@ def exists(name):
         assert name.strip('"') in known
     else:
         owner, _, setting = name.partition(".")
-        actual = [
-            getattr(place, owner) for place in PLACES
-            if hasattr(place, owner)
-        ]
+        actual = [getattr(place, owner) for place in PLACES if hasattr(place, owner)]
         assert actual, f"no module has {owner}"
         assert not setting or any(has(item, setting) for item in actual), name
 
@@ -119,7 +116,9 @@ def test_every_setting_of_paxs_learner_and_optimizers_is_in_a_table(of_pax):
 
 def test_a_setting_of_paxs_learner_that_is_absent_is_an_error_that_names_it():
     absent = [
-        name for row in rows() if row[1] == "none" and "learner." in row[0]
+        name
+        for row in rows()
+        if row[1] == "none" and "learner." in row[0]
         for name in re.findall(r"[a-z_]+", row[0].replace("learner.", ""))
     ]
     assert "scale_update_by_var_norm" in absent
@@ -136,9 +135,7 @@ def test_the_pages_block_runs(tmp_path):
     names = {"pax_job_log_dir": tmp_path, "build": model.build}
     exec(block, names)
     assert isinstance(names["module"], nnx.Module)
-    assert names["back"].keys() == {
-        path.replace("/lm/", "/") for path in names["pax_vars"]
-    }
+    assert names["back"].keys() == {path.replace("/lm/", "/") for path in names["pax_vars"]}
 
 
 def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
@@ -156,9 +153,10 @@ def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
     feed_forward = 2 * 3072 * 12288 + 12288 + 3072
     a_layer = attention + feed_forward + 2 * 2 * 3072
     softmax = 32000 * 3072 + 32000
-    assert sum(
-        math.prod(leaf.shape) for leaf in result.layout.select("mdl_vars").leaves()
-    ) == 18 * a_layer + softmax + 2 * 3072
+    assert (
+        sum(math.prod(leaf.shape) for leaf in result.layout.select("mdl_vars").leaves())
+        == 18 * a_layer + softmax + 2 * 3072
+    )
     assert not any(leaf.shape != leaf.padded_shape for leaf in result.layout.leaves())
 
 
@@ -179,8 +177,10 @@ def test_the_words_of_paxs_experiments_and_functions_are_found():
         (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "The name is from Pax"),
         (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax. In praxis_lite it is --exp=NAME"),
         (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax; in praxis_lite it is decode"),
-        (["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],
-         "In praxis_lite it is BATCH_SIZE, for all devices together"),
+        (
+            ["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],
+            "In praxis_lite it is BATCH_SIZE, for all devices together",
+        ),
     ],
 )
 def test_names_of_pax_are_said_as_that(argv, words, tmp_path, monkeypatch, capsys):

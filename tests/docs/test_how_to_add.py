@@ -92,9 +92,10 @@ def test_presets_lora_int8_and_muon_know_a_layer_that_is_one_einsum(mesh_of):
     build = fdl.Partial(module("projections").ToHeads, 5, 3, 4)
     set_sharding_params(build, "megatron")
     adapted = layers.lora(fdl.build(build), rank=2)
-    for model in (adapted, functools.partial(
-        layers.quantized, model=adapted, rules=(layers.QuantizationRule(""),)
-    )):
+    for model in (
+        adapted,
+        functools.partial(layers.quantized, model=adapted, rules=(layers.QuantizationRule(""),)),
+    ):
         layer = model(rngs=nnx.Rngs(0))
         assert layer.w.get_metadata()["split_dims_mapping"] == (None, "mdl", None)
         assert layer.lora_a.shape == (5, 2) and layer.lora_b.shape == (2, 3, 4)
@@ -180,9 +181,16 @@ def test_the_family_has_llamas_tensors_but_one_and_its_own_fields(tmp_path, monk
     family.families.cache_clear()
     try:
         config = {
-            "architectures": ["TernForCausalLM"], "vocab_size": 11, "width": 8, "ffn_width": 16,
-            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+            "architectures": ["TernForCausalLM"],
+            "vocab_size": 11,
+            "width": 8,
+            "ffn_width": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
         }
         tern = family.family_of(config)
         settings = tern.decoder_settings(config)
@@ -216,13 +224,22 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
 
     local = {"entropy": module("metrics").entropy, "long": module("metrics").accuracy_of_long_rows}
     splits = {"map_2d": (("replica", "data"), None)}
-    task = LossTask(model, loss, Learner(module("optimizers").signed_mean, learning_rate=0.5),
-                    inputs_split_mapping=splits, metrics=local)
+    task = LossTask(
+        model,
+        loss,
+        Learner(module("optimizers").signed_mean, learning_rate=0.5),
+        inputs_split_mapping=splits,
+        metrics=local,
+    )
     random = np.random.default_rng(0)
     weights = np.ones((5, 9), np.float32)
     weights[1, 3:] = 0
-    batch = {"ids": random.integers(0, 3, (5, 9)), "labels": random.integers(0, 3, (5, 9)),
-             "x": random.normal(size=(5, 4)).astype(np.float32), "weights": weights}
+    batch = {
+        "ids": random.integers(0, 3, (5, 9)),
+        "labels": random.integers(0, 3, (5, 9)),
+        "x": random.normal(size=(5, 4)).astype(np.float32),
+        "weights": weights,
+    }
     partitioner = Partitioner(task, mesh_of(1, 4, 2))
     state = partitioner.init(partitioner.key(0))
     w = partitioner.layout.unpad(state).mdl_vars["params"]
@@ -246,8 +263,13 @@ def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path
     _, words = [x for x in PAGE.commands("python main.py") if "LoggedSpirals" in " ".join(x)]
 
     def train(num_steps, every=2):
-        return launch(*words, "--set", f"run.num_train_steps={num_steps}",
-                      f"hooks[0].every={every}", "run.log_every_steps=1")
+        return launch(
+            *words,
+            "--set",
+            f"run.num_train_steps={num_steps}",
+            f"hooks[0].every={every}",
+            "run.log_every_steps=1",
+        )
 
     assert train(4).code == 0
     assert train(6).code == 0
@@ -277,8 +299,11 @@ def test_each_method_of_a_hook_and_a_tracker_is_in_the_pages_table(base):
             _, *parameters = inspect.signature(member).parameters.values()
             assert rows.pop(name) == ", ".join(str(item).partition(":")[0] for item in parameters)
     assert list(rows) == ["__enter__"] * (base is Hook)
-    for named, argument in (("DispatchedStep", DispatchedStep), ("StepMetrics", StepMetrics),
-                            ("TrackedRun", TrackedRun)):
+    for named, argument in (
+        ("DispatchedStep", DispatchedStep),
+        ("StepMetrics", StepMetrics),
+        ("TrackedRun", TrackedRun),
+    ):
         if named in section:
             fields = re.search(rf"`{named}`: ((?:`\w+`(?:, )?)+)", section)[1]
             assert re.findall(r"\w+", fields) == [x.name for x in dataclasses.fields(argument)]

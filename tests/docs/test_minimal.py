@@ -72,8 +72,17 @@ def test_it_is_short_and_needs_the_core_and_checkpoints_alone():
     loaded = set(ran.stdout.decode().split())
     assert {"praxis_lite.core.partitioner.partitioner", "praxis_lite.checkpoints"} <= loaded
     of_an_experiment = (
-        "experiment", "trainer", "job.command", "config.build", "config.configurable"
+        "experiment",
+        "trainer",
+        "job.command",
+        "config.build",
+        "config.configurable",
     )
-    assert not loaded & {"fiddle", "tensorflow", "grain", "praxis_tools",
-                         *(f"praxis_lite.{name}" for name in of_an_experiment)}
+    assert not loaded & {
+        "fiddle",
+        "tensorflow",
+        "grain",
+        "praxis_tools",
+        *(f"praxis_lite.{name}" for name in of_an_experiment),
+    }
     assert "examples/minimal.py" in (ROOT / "docs/reading_order.md").read_text(encoding="utf-8")

@@ -13,14 +13,14 @@ from tests.test_public_names import private
 
 NOTEBOOKS = sorted((CHECKOUT / "docs/notebooks").glob("*.ipynb"))
 # Cells are run in `__main__`, which has no file, as in a notebook's kernel.
-RUN = '''
+RUN = """
 import json, sys
 names = vars(sys.modules["__main__"])
 for number, cell in enumerate(json.load(open(sys.argv[1], encoding="utf-8"))["cells"]):
     if cell["cell_type"] == "code":
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
         print(f"cell {number} has run", flush=True)
-'''
+"""
 
 
 def cells_of(path: Path) -> list[dict]:
@@ -37,8 +37,12 @@ def run(name: str, folder: Path) -> tuple[list[str], str]:
     }
     environment |= {"PYTHONPATH": str(CHECKOUT), "XDG_CACHE_HOME": str(home() / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(path)], cwd=folder, env=environment, text=True,
-        capture_output=True, timeout=600,
+        [sys.executable, "-c", RUN, str(path)],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     code = [number for number, cell in enumerate(cells_of(path)) if cell["cell_type"] == "code"]

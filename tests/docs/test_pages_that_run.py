@@ -135,8 +135,12 @@ def run_alone(source: str, folder: Path) -> str:
     }
     environment |= {"PYTHONPATH": str(CHECKOUT), "XDG_CACHE_HOME": str(home() / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", source], cwd=folder, env=environment, text=True,
-        capture_output=True, timeout=300,
+        [sys.executable, "-c", source],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -156,8 +160,12 @@ def test_the_data_page_runs(folder, capsys):
     (train,) = page("data").commands("python main.py")
     train = [item.replace("/tmp/docs_and_code", f"{folder}/job") for item in train]
     finished(
-        *train, "--set", "run.num_train_steps=2", "datasets.train.batch_size=4",
-        "run.evaluation.every_steps=None", "mesh.ici_mesh_shape=1,1,1",
+        *train,
+        "--set",
+        "run.num_train_steps=2",
+        "datasets.train.batch_size=4",
+        "run.evaluation.every_steps=None",
+        "mesh.ici_mesh_shape=1,1,1",
     )
     digests = page("data").commands("python -m praxis_lite.inputs")
     (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
@@ -176,11 +184,10 @@ def test_the_tokenizers_page_runs(folder):
     words = [item.replace("~/texts/**", "texts").replace("8192", "280") for item in training]
     assert tokenizers(words) == 0 and tokenizers(shown) == 0
     (train,) = page("tokenizers").commands("python main.py")
-    train = [item.replace("~/texts/**", "texts").replace("/tmp/mine", f"{folder}/job")
-             for item in train]
-    succeed(
-        *train, "run.num_train_steps=1", "corpus.heldout_percent=50", "task.model.num_layers=1"
-    )
+    train = [
+        item.replace("~/texts/**", "texts").replace("/tmp/mine", f"{folder}/job") for item in train
+    ]
+    succeed(*train, "run.num_train_steps=1", "corpus.heldout_percent=50", "task.model.num_layers=1")
     actual = {}
     for block in page("tokenizers").blocks():
         block.run(actual)
@@ -252,8 +259,14 @@ def test_the_serving_page_runs_and_the_exported_model_answers_as_the_job(folder,
 
 
 SMALL_PLAN = [
-    "--set", "ROWS=8", "SEQ_LEN=64", "MODEL_DIMS=32", "HIDDEN_DIMS=48", "NUM_LAYERS=2",
-    "NUM_HEADS=4", "VOCAB_SIZE=61",
+    "--set",
+    "ROWS=8",
+    "SEQ_LEN=64",
+    "MODEL_DIMS=32",
+    "HIDDEN_DIMS=48",
+    "NUM_LAYERS=2",
+    "NUM_HEADS=4",
+    "VOCAB_SIZE=61",
 ]
 
 
@@ -263,7 +276,8 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
     Path("my_pods.py").write_text(experiment.text, "utf-8")
     plan, of_7b, search, again, measured, corrected = (
         [re.sub(r"v5e:\w+", "cpu:8", item).replace("minutes=8", "minutes=0.02") for item in words]
-        for words in page("plan").commands("python main.py") if "--steps=decode" not in words
+        for words in page("plan").commands("python main.py")
+        if "--steps=decode" not in words
     )
     assert "--topology=cpu:8" in plan
     finished(*of_7b, *SMALL_PLAN)
@@ -277,9 +291,9 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
     finished(*measured, *SMALL_PLAN, "mesh.ici_mesh_shape=(1,8,1)")
     done = finished(*corrected, *SMALL_PLAN)
     assert "times the planned time (median of 1 in residuals.jsonl)" in done.out
-    names = mesh_for.run({
-        "Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig
-    })
+    names = mesh_for.run(
+        {"Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig}
+    )
     assert names["Llama7B"]().mesh_for(7) is None
     assert names["Llama7B"]().mesh_for(16).ici_mesh_shape == (1, 2, 8)
     budgets.run(names)["test_what_my_step_sends"]()

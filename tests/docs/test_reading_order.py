@@ -12,14 +12,16 @@ PAGE = (ROOT / "docs/reading_order.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## Reading order")[1].split("\n## ")[0]
 ROWS = [
     [re.findall(r"`([\w/.]+)`", cell) for cell in line.split(" | ")[:2]]
-    for line in SECTION.splitlines() if line.startswith("| `")
+    for line in SECTION.splitlines()
+    if line.startswith("| `")
 ]
 
 
 def files_of(names):
     """Returns the files of the core that names in a cell stand for: files, or all of a folder."""
     return {
-        path for name in names
+        path
+        for name in names
         for path in ([CORE / name] if name.endswith(".py") else (CORE / name).glob("*.py"))
         if path.name != "__init__.py"
     }

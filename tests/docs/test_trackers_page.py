@@ -18,8 +18,14 @@ RECIPE = page("how_to_add").files()["your_package/trackers.py"]
 
 
 def classes(block):
-    return block.run({"fdl": fdl, "RunConfig": RunConfig, "TensorBoard": TensorBoard,
-                      "WeightsAndBiases": WeightsAndBiases})
+    return block.run(
+        {
+            "fdl": fdl,
+            "RunConfig": RunConfig,
+            "TensorBoard": TensorBoard,
+            "WeightsAndBiases": WeightsAndBiases,
+        }
+    )
 
 
 def record(tracker, folder):

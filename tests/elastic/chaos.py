@@ -34,16 +34,21 @@ MOST_STEPS = 1_000_000
 _STEPS_TO_THE_END = 20
 
 
-def settings_of(
-    folder: Path, members: int, devices: int, least: int = 1, *more: str
-) -> Settings:
+def settings_of(folder: Path, members: int, devices: int, least: int = 1, *more: str) -> Settings:
     """Returns the job in DIR/job, which trains until it is asked to stop."""
     return Settings(
-        job=folder / "job", num_hosts=members, num_devices=devices, cache=folder / "cache",
-        least=least, settings=(
-            f"NUM_DEVICES={members * devices}", f"hooks[0].seconds={PAUSE_SECONDS}",
-            f"run.checkpoints.every_steps={DISK_STEPS}", f"run.num_train_steps={MOST_STEPS}",
-            f"run.peer_save_every_steps={PEER_STEPS}", *more,
+        job=folder / "job",
+        num_hosts=members,
+        num_devices=devices,
+        cache=folder / "cache",
+        least=least,
+        settings=(
+            f"NUM_DEVICES={members * devices}",
+            f"hooks[0].seconds={PAUSE_SECONDS}",
+            f"run.checkpoints.every_steps={DISK_STEPS}",
+            f"run.num_train_steps={MOST_STEPS}",
+            f"run.peer_save_every_steps={PEER_STEPS}",
+            *more,
         ),
     )
 
@@ -75,7 +80,7 @@ class Chaos:
             time.sleep(self._rng.uniform(0.5, 5.0))
             losses, returns = self.events.losses(), self.events.returns()
             kinds = returns if returns and self._rng.random() < 0.5 else losses
-            (_, act), = self._rng.choices(
+            ((_, act),) = self._rng.choices(
                 list(kinds.values()), [weight for weight, _ in kinds.values()]
             )
             self.happens(act)
@@ -87,8 +92,13 @@ class Chaos:
         line = self._followed(act(), before, step)
         if (trigger := self.events.trigger) is not None:
             # Both are survived by the same step.
-            first = {"what": trigger.what, "who": list(trigger.who), "at": trigger.at,
-                     "during": trigger.during, "seconds": None}
+            first = {
+                "what": trigger.what,
+                "who": list(trigger.who),
+                "at": trigger.at,
+                "during": trigger.during,
+                "seconds": None,
+            }
             self._add({**line, **first})
         self._add({**line, "event": len(self.done) + 1})
         if not line["survived"]:
@@ -99,19 +109,28 @@ class Chaos:
     def _followed(self, happened: Happened, before: int, step: int) -> dict[str, Any]:
         """Returns the line of an event, once the next step was made, or the time is up."""
         if happened.changes_hands:
-            first = wait_for(lambda: self.hosts.first_step_at(
-                self._last_before(before, happened), happened.needed, happened.allowed
-            ), SURVIVE_SECONDS)
+            first = wait_for(
+                lambda: self.hosts.first_step_at(
+                    self._last_before(before, happened), happened.needed, happened.allowed
+                ),
+                SURVIVE_SECONDS,
+            )
         else:
             wait_for(lambda: self.hosts.step() > step + 1, SURVIVE_SECONDS)
             first = time.time() if self.hosts.step() > step + 1 else None
         generation = self.hosts.generation()
         failures = [*happened.failures, *([] if first else ["no step was made after it"])]
         return {
-            "event": len(self.done) + 1, "what": happened.what, "who": list(happened.who),
-            "during": happened.during, "at": happened.at, "survived": not failures,
-            "generation": generation["number"], "members": list(generation["members"]),
-            "step": self.hosts.step(), "seconds": round(first - happened.at, 2) if first else None,
+            "event": len(self.done) + 1,
+            "what": happened.what,
+            "who": list(happened.who),
+            "during": happened.during,
+            "at": happened.at,
+            "survived": not failures,
+            "generation": generation["number"],
+            "members": list(generation["members"]),
+            "step": self.hosts.step(),
+            "seconds": round(first - happened.at, 2) if first else None,
             "failures": failures,
         }
 
@@ -122,9 +141,7 @@ class Chaos:
         return generation["number"] - is_later
 
     def _steps_after(self, before: int, needed: set[int]) -> float | None:
-        return wait_for(
-            lambda: self.hosts.first_step_at(before, needed, needed), SURVIVE_SECONDS
-        )
+        return wait_for(lambda: self.hosts.first_step_at(before, needed, needed), SURVIVE_SECONDS)
 
     def _add(self, line: dict[str, Any]) -> None:
         self.done.append(line)
@@ -148,7 +165,8 @@ class Chaos:
     def _said(self) -> str:
         return "\n".join(
             f"host {host.number}: {host.log.read_text(errors='replace')[-1500:]}"
-            for host in self.hosts.hosts if host.log.exists()
+            for host in self.hosts.hosts
+            if host.log.exists()
         )
 
     def end(self) -> Row:
@@ -173,7 +191,8 @@ class Chaos:
         return [
             f"host {host.number}, {what}, has status {host.status}: "
             f"{host.log.read_text(errors='replace')[-500:]}"
-            for host in hosts if host.status != 0
+            for host in hosts
+            if host.status != 0
         ]
 
 
@@ -187,8 +206,11 @@ def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
     log = job.with_name(f"{job.name}.log")
     with log.open("ab") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "praxis_lite.main", *argv], cwd=CHECKOUT,
-            env=alone.env(settings.num_hosts * settings.num_devices), stdout=file, stderr=file,
+            [sys.executable, "-m", "praxis_lite.main", *argv],
+            cwd=CHECKOUT,
+            env=alone.env(settings.num_hosts * settings.num_devices),
+            stdout=file,
+            stderr=file,
         )
     if done.returncode:
         raise SystemExit(f"the undisturbed run: status {done.returncode}, {log}")
@@ -207,7 +229,9 @@ def judged(folder: Path, chaos: Chaos) -> list[Row]:
     tables = report_lines(rows, events, seconds)
     print("\n".join(tables), flush=True)
     result = {
-        "events": events, "steps": last_step(job), "seconds": seconds,
+        "events": events,
+        "steps": last_step(job),
+        "seconds": seconds,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     (folder / "verdict.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -218,16 +242,24 @@ def judged(folder: Path, chaos: Chaos) -> list[Row]:
 def _page(args: argparse.Namespace, folder: Path) -> str:
     """Returns the report as a page."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "orbax-checkpoint"))
-    return "\n".join([
-        "# A job that lost its hosts", "",
-        "Written by `python -m tests.elastic.chaos` (`make chaos`): a job with a mixture, packing, "
-        "dropout,", "an average of the weights and accumulated gradients, its hosts killed, "
-        "stopped and started again at", "random, compared with an undisturbed run on one process.",
-        "", f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes of "
-        f"{args.devices} simulated devices on {os.cpu_count()} cores (at the end "
-        f"{os.getloadavg()[2]:.0f} processes wanted them), Python {platform.python_version()}, "
-        f"{versions}.", "", (folder / "verdict.md").read_text(),
-    ])
+    return "\n".join(
+        [
+            "# A job that lost its hosts",
+            "",
+            "Written by `python -m tests.elastic.chaos` (`make chaos`): a job with a mixture, "
+            "packing, dropout,",
+            "an average of the weights and accumulated gradients, its hosts killed, "
+            "stopped and started again at",
+            "random, compared with an undisturbed run on one process.",
+            "",
+            f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes of "
+            f"{args.devices} simulated devices on {os.cpu_count()} cores (at the end "
+            f"{os.getloadavg()[2]:.0f} processes wanted them), Python {platform.python_version()}, "
+            f"{versions}.",
+            "",
+            (folder / "verdict.md").read_text(),
+        ]
+    )
 
 
 def _lines(path: Path) -> list[str]:

@@ -73,17 +73,28 @@ class Mixed(Experiment):
 
     def task(self):
         lm = rotary_lm(
-            vocab_size=257, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=4,
-            num_layers=2, residual_dropout_prob=0.1,
+            vocab_size=257,
+            model_dims=13,
+            hidden_dims=29,
+            num_heads=3,
+            dim_per_head=4,
+            num_layers=2,
+            residual_dropout_prob=0.1,
             # Smooth: where a ReLU flips, rounding alone would move the loss by 1e-5.
             tr_fflayer_tpl=fdl.Partial(TransformerFeedForward, activation="silu"),
         )
         learner = fdl.Config(
-            Learner, optimizer=fdl.Partial(optax.adam, eps=1e-4), learning_rate=1e-3,
-            clip_gradient_norm_to_value=1.0, ema_decay=0.98, gradient_accumulation_steps=2,
+            Learner,
+            optimizer=fdl.Partial(optax.adam, eps=1e-4),
+            learning_rate=1e-3,
+            clip_gradient_norm_to_value=1.0,
+            ema_decay=0.98,
+            gradient_accumulation_steps=2,
         )
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
+            LanguageModelTask,
+            model=set_sharding_params(lm),
+            learner=learner,
             inputs_split_mapping={"map_1d": (BATCH,), "map_2d": (BATCH, None)},
         )
 
@@ -91,7 +102,8 @@ class Mixed(Experiment):
         folder = "~/.cache/elasticzoo"
         documents = {
             name: fdl.Config(
-                Documents, fdl.Config(JsonLines, f"{folder}/{name}.jsonl", make=make),
+                Documents,
+                fdl.Config(JsonLines, f"{folder}/{name}.jsonl", make=make),
                 heldout_percent=10,
             )
             for name, make in {"sums": sums, "words": words}.items()
@@ -106,14 +118,19 @@ class Mixed(Experiment):
             for split in ("train", "heldout")
         }
         train = fdl.Config(
-            Mixture, rows["train"], weights={"sums": 0.6, "words": 0.4}, batch_size=22,
+            Mixture,
+            rows["train"],
+            weights={"sums": 0.6, "words": 0.4},
+            batch_size=22,
             unit="tokens",
         )
         return {"train": train, "heldout": rows["heldout"]["sums"]}
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=200, peer_save_every_steps=5,
+            RunConfig,
+            num_train_steps=200,
+            peer_save_every_steps=5,
             checkpoints=fdl.Config(SaveSettings, every_steps=20, max_to_keep=2),
             evaluation=fdl.Config(EvaluationSettings, every_steps=25, use_ema_states=True),
         )

@@ -9,7 +9,12 @@ from tests.elastic.hosts import Hosts, wait_for
 
 # What a worker reports of itself (the goodput's kinds), which a death can be aimed at.
 SAVE, EVALUATION, RESTORE, COMPILE, CONNECT, STEP = (
-    "save", "evaluation", "restore", "compile", "connect", "step",
+    "save",
+    "evaluation",
+    "restore",
+    "compile",
+    "connect",
+    "step",
 )
 _AIM_SECONDS = 60.0
 # A host that was asked to leave, or finds its place taken, has ended by then.
@@ -70,16 +75,22 @@ class Events:
     def losses(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
         """Returns the losses that may happen now, by name: a weight, and what does it."""
         kinds: dict[str, tuple[float, Callable[[], Happened]]] = {
-            "a blink": (3, self.blink), "a spare worker dies": (2, self.kill_spare),
-            "a worker dies": (8, self.kill_worker), "a worker hangs": (4, self.hang_worker),
+            "a blink": (3, self.blink),
+            "a spare worker dies": (2, self.kill_spare),
+            "a worker dies": (8, self.kill_worker),
+            "a worker hangs": (4, self.hang_worker),
         }
         if len(self.present) < 2:
             return kinds
         kinds |= {
-            "a host dies": (14, self.kill_host), "the first host dies": (8, self.kill_first),
-            "a host is taken": (8, self.take_host), "a host hangs": (6, self.stop_host),
-            **{f"a host dies, aimed at {phase}": (7, lambda phase=phase: self.kill_host_in(phase))
-               for phase in (SAVE, EVALUATION, RESTORE, COMPILE, CONNECT)},
+            "a host dies": (14, self.kill_host),
+            "the first host dies": (8, self.kill_first),
+            "a host is taken": (8, self.take_host),
+            "a host hangs": (6, self.stop_host),
+            **{
+                f"a host dies, aimed at {phase}": (7, lambda phase=phase: self.kill_host_in(phase))
+                for phase in (SAVE, EVALUATION, RESTORE, COMPILE, CONNECT)
+            },
         }
         if len(self.present) > 2:
             kinds["two hosts die at once"] = (8, self.kill_two)
@@ -112,7 +123,9 @@ class Events:
         return self._killed("two hosts die at once", self.rng.sample(sorted(self.present), 2))
 
     def kill_host_in(
-        self, phase: str, victim: int | None = None,
+        self,
+        phase: str,
+        victim: int | None = None,
         trigger: Callable[[], Happened] | None = None,
     ) -> Happened:
         """Kills a host in a phase; `trigger` makes a generation begin if the phase needs one."""
@@ -202,7 +215,8 @@ class Events:
 
     def _started(self, what: str, victims: list[int]) -> Happened:
         failures = tuple(
-            f"host {victim} has not ended since it was asked to" for victim in victims
+            f"host {victim} has not ended since it was asked to"
+            for victim in victims
             if not wait_for(lambda victim=victim: not self.hosts[victim].runs, _END_SECONDS)
         )
         for victim in victims:
@@ -214,8 +228,14 @@ class Events:
         return dataclasses.replace(happened, failures=failures)
 
     def _happened(
-        self, what: str, who: Iterable[int], at: float, during: str, *,
-        needed: Iterable[int] = (), changes_hands: bool = True,
+        self,
+        what: str,
+        who: Iterable[int],
+        at: float,
+        during: str,
+        *,
+        needed: Iterable[int] = (),
+        changes_hands: bool = True,
     ) -> Happened:
         return Happened(
             what, tuple(who), at, during, frozenset(needed), frozenset(self.present), changes_hands
@@ -233,7 +253,8 @@ class Events:
         self.trigger = trigger()
         wait_for(
             lambda: self.hosts.generation()["number"] > before and self._now() in (phase, STEP),
-            _AIM_SECONDS, 0.01,
+            _AIM_SECONDS,
+            0.01,
         )
         if phase == COMPILE:
             time.sleep(self.rng.uniform(0, 1))

@@ -43,15 +43,20 @@ class Settings:
         """Returns the command line of any process of the job, with `more` settings."""
         named = dict(item.split("=", 1) for item in (*self.settings, *more))
         return [
-            f"--exp={EXPERIMENT}", "--packages=elasticzoo", f"--job_log_dir={self.job}", "--set",
+            f"--exp={EXPERIMENT}",
+            "--packages=elasticzoo",
+            f"--job_log_dir={self.job}",
+            "--set",
             *(f"{name}={value}" for name, value in named.items()),
         ]
 
     def env(self, num_devices: int) -> dict[str, str]:
         """Returns the environment of a process with so many devices."""
         return {
-            **os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests/elastic'}",
-            "XDG_CACHE_HOME": str(self.cache), "JAX_PLATFORMS": "cpu",
+            **os.environ,
+            "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests/elastic'}",
+            "XDG_CACHE_HOME": str(self.cache),
+            "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
             # The programs are small, and each is to come from the cache when it is seen again.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -70,16 +75,26 @@ class Host:
     def start(self, *more: str) -> float:
         """Starts the supervisor, with `more` settings; returns when, in Unix seconds."""
         argv = [
-            sys.executable, "-m", "praxis_lite.main", *self._settings.argv(*more), "--elastic",
-            f"--min_processes={self._settings.least}", f"--coordinator=127.0.0.1:{self._port}",
-            f"--num_processes={self._settings.num_hosts}", f"--process_id={self.number}",
+            sys.executable,
+            "-m",
+            "praxis_lite.main",
+            *self._settings.argv(*more),
+            "--elastic",
+            f"--min_processes={self._settings.least}",
+            f"--coordinator=127.0.0.1:{self._port}",
+            f"--num_processes={self._settings.num_hosts}",
+            f"--process_id={self.number}",
         ]
         now = time.time()
         with self.log.open("ab") as log:
             log.write(f"--- started at {now:.3f}\n".encode())
             self._process = subprocess.Popen(
-                argv, cwd=CHECKOUT, env=self._settings.env(self._settings.num_devices),
-                stdout=log, stderr=log, start_new_session=True,
+                argv,
+                cwd=CHECKOUT,
+                env=self._settings.env(self._settings.num_devices),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         return now
 
@@ -189,9 +204,7 @@ class Hosts(contextlib.AbstractContextManager):
         logs = settings.job.with_name(f"{settings.job.name}.logs")
         logs.mkdir(parents=True, exist_ok=True)
         port = free_port()
-        self.hosts = [
-            Host(settings, k, port, logs / f"{k}.log") for k in range(settings.num_hosts)
-        ]
+        self.hosts = [Host(settings, k, port, logs / f"{k}.log") for k in range(settings.num_hosts)]
 
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
@@ -245,7 +258,8 @@ class Hosts(contextlib.AbstractContextManager):
         if generation["number"] <= after or not set(needed) <= members <= set(allowed):
             return None
         times = [
-            member["first_step_time"] for member in map(self.member, generation["members"])
+            member["first_step_time"]
+            for member in map(self.member, generation["members"])
             if member.get("generation") == generation["number"] and member.get("first_step_time")
         ]
         if not times:

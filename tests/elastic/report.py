@@ -20,8 +20,10 @@ def report_lines(
 
 
 def _table_of_rows(rows: Sequence[Row]) -> list[str]:
-    lines = ["| compared with an undisturbed run | tried | as it must be | figures |",
-             "|---|---:|---:|---|"]
+    lines = [
+        "| compared with an undisturbed run | tried | as it must be | figures |",
+        "|---|---:|---:|---|",
+    ]
     for row in rows:
         figures = "; ".join(
             f"{name}: {value:.2g}" if isinstance(value, float) else f"{name}: {value}"
@@ -38,7 +40,8 @@ def events_row(lines: Lines) -> Row:
     row.failures += [
         f"event {line['event']}, {line['what']} {line['who']} in {line['during']}: "
         f"{'; '.join(line['failures'])}"
-        for line in lines if not line["survived"]
+        for line in lines
+        if not line["survived"]
     ]
     return row
 
@@ -48,8 +51,10 @@ def _table_of_events(lines: Lines) -> list[str]:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         kinds.setdefault(line["what"].partition(", aimed")[0], []).append(line)
-    rows = ["| event | survived | seconds to the next step: median, worst | during |",
-            "|---|---:|---:|---|"]
+    rows = [
+        "| event | survived | seconds to the next step: median, worst | during |",
+        "|---|---:|---:|---|",
+    ]
     for what, of_kind in sorted(kinds.items()):
         seconds = [line["seconds"] for line in of_kind if line["seconds"] is not None]
         times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""
@@ -86,7 +91,8 @@ def table(seconds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]
     kinds = list(seconds)
     lines = [
         "| seconds, median / worst | "
-        + " | ".join(f"{kind} ({int(seconds[kind]['total']['count'])})" for kind in kinds) + " |",
+        + " | ".join(f"{kind} ({int(seconds[kind]['total']['count'])})" for kind in kinds)
+        + " |",
         "|---|" + "---:|" * len(kinds),
     ]
     parts = list(dict.fromkeys(part for kind in kinds for part in seconds[kind]))

@@ -79,8 +79,9 @@ def acts(chaos):
     yield "the worker of one dies", lambda: events.kill_worker(2)
     trains(chaos)
     yield "the first dies in a save", lambda: events.kill_host_in(SAVE, 0)
-    yield "it returns and one dies in the restore", lambda: events.kill_host_in(
-        RESTORE, trigger=events.come_back
+    yield (
+        "it returns and one dies in the restore",
+        lambda: events.kill_host_in(RESTORE, trigger=events.come_back),
     )
     yield "one hangs", events.stop_host
     yield "it is replaced and wakes", events.replace
@@ -97,15 +98,24 @@ def trains(chaos: Chaos) -> None:
 
 
 def test_the_mesh_follows_the_hosts_that_are_there(history):
-    names = ("a spare worker dies", "the worker of one dies", "the first dies in a save",
-             "all are back", "two die at once in an evaluation")
+    names = (
+        "a spare worker dies",
+        "the worker of one dies",
+        "the first dies in a save",
+        "all are back",
+        "two die at once in an evaluation",
+    )
     *members, _ = (history.members[name] for name in names)
     assert members == [[0, 1, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
     changes = [history.changes[name] for name in names]
     assert [change["kind"] for change in changes] == ["start", "died", "died", "came", "died"]
     assert [change["num_devices"] for change in changes] == [3, 3, 2, 3, 1]
     assert [list(change["mesh"].values()) for change in changes] == [
-        [1, 3, 1], [1, 3, 1], [1, 1, 2], [1, 3, 1], [1, 1, 1]
+        [1, 3, 1],
+        [1, 3, 1],
+        [1, 1, 2],
+        [1, 3, 1],
+        [1, 1, 1],
     ]
 
 
@@ -114,9 +124,13 @@ def test_a_job_that_lost_its_hosts_ends_as_an_undisturbed_one(history):
     assert all(row.tried for row in history.rows)
 
 
-@pytest.mark.parametrize("name, who", [
-    ("the worker of one dies", [2]), ("the first dies in a save", [0]),
-])
+@pytest.mark.parametrize(
+    "name, who",
+    [
+        ("the worker of one dies", [2]),
+        ("the first dies in a save", [0]),
+    ],
+)
 def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbour(history, name, who):
     change = history.changes[name]
     assert (change["kind"], change["who"], change["source"]) == ("died", who, "peers")

@@ -15,8 +15,12 @@ NUM_STEPS = 7
 def line(step, **fields):
     """Returns a line of metrics.jsonl."""
     return {
-        "step": step, "loss": 5.0 / step, "learning_rate": 1e-3, "num_skipped_steps": 0,
-        "num_skipped_in_a_row": 0, **fields,
+        "step": step,
+        "loss": 5.0 / step,
+        "learning_rate": 1e-3,
+        "num_skipped_steps": 0,
+        "num_skipped_in_a_row": 0,
+        **fields,
     }
 
 
@@ -31,10 +35,17 @@ def evaluation(step, dataset="heldout", loss=3.0):
 def change(**fields):
     """Returns a line of elastic.jsonl."""
     return {
-        "generation": 3, "kind": "died", "why": "process 1 was killed by SIGKILL",
-        "who": [1], "members": [0, 2], "from_step": 20, "source": "disk", "lost_steps": 4,
+        "generation": 3,
+        "kind": "died",
+        "why": "process 1 was killed by SIGKILL",
+        "who": [1],
+        "members": [0, 2],
+        "from_step": 20,
+        "source": "disk",
+        "lost_steps": 4,
         "reached": True,
-        "seconds": {"notice": 1.0, "restore": 2.0, "total": 3.0}, **fields,
+        "seconds": {"notice": 1.0, "restore": 2.0, "total": 3.0},
+        **fields,
     }
 
 
@@ -47,22 +58,30 @@ def test_a_job_that_is_the_same_passes():
     assert verdict.same_evaluations(both, both).failures == []
 
 
-@pytest.mark.parametrize("change_of, words", [
-    (lambda given: given.insert(3, given[3]), "step 4 stands 2 times"),
-    (lambda given: given.pop(4), "1 steps are missing, first 5"),
-    (lambda given: given.pop(0), "1 steps are missing, first 1"),
-    (lambda given: given.reverse(), "out of order"),
-])
+@pytest.mark.parametrize(
+    "change_of, words",
+    [
+        (lambda given: given.insert(3, given[3]), "step 4 stands 2 times"),
+        (lambda given: given.pop(4), "1 steps are missing, first 5"),
+        (lambda given: given.pop(0), "1 steps are missing, first 1"),
+        (lambda given: given.reverse(), "out of order"),
+    ],
+)
 def test_a_step_twice_or_never_is_caught(change_of, words):
     given = lines()
     change_of(given)
     assert any(words in failure for failure in verdict.each_step_once(given).failures)
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"loss": 5.0 / 4 + 2e-5}, "step 4: loss"), ({"loss": float("nan")}, "step 4: loss nan"),
-    ({"num_skipped_steps": 1}, "num_skipped_steps 1"), ({"learning_rate": 2e-3}, "learning_rate"),
-])
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"loss": 5.0 / 4 + 2e-5}, "step 4: loss"),
+        ({"loss": float("nan")}, "step 4: loss nan"),
+        ({"num_skipped_steps": 1}, "num_skipped_steps 1"),
+        ({"learning_rate": 2e-3}, "learning_rate"),
+    ],
+)
 def test_another_number_of_a_step_is_caught(fields, words):
     given = lines()
     given[3] = line(4, **fields)
@@ -74,24 +93,35 @@ def test_a_job_that_ends_early_is_caught():
     assert "6 steps" in verdict.same_losses(lines()[:-1], lines()).failures[0]
 
 
-@pytest.mark.parametrize("given, words", [
-    ([evaluation(3), evaluation(3), evaluation(6)], "(3, 'heldout')"),
-    ([evaluation(3)], "(6, 'heldout')"),
-    ([evaluation(3), evaluation(6, loss=3.00002)], "step 6, heldout: loss 3.00002"),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ([evaluation(3), evaluation(3), evaluation(6)], "(3, 'heldout')"),
+        ([evaluation(3)], "(6, 'heldout')"),
+        ([evaluation(3), evaluation(6, loss=3.00002)], "step 6, heldout: loss 3.00002"),
+    ],
+)
 def test_an_evaluation_twice_never_or_with_another_loss_is_caught(given, words):
     failures = verdict.same_evaluations(given, [evaluation(3), evaluation(6)]).failures
     assert words in failures[0]
 
 
-@pytest.mark.parametrize("fields, fails", [
-    ({}, False), ({"lost_steps": 5}, False), ({"lost_steps": 6}, True),
-    ({"who": [1, 2], "lost_steps": 20}, False), ({"who": [1, 2], "lost_steps": 21}, True),
-    ({"kind": "came", "lost_steps": 0}, False), ({"kind": "left", "lost_steps": 1}, True),
-    ({"lost_steps": 99, "reached": False}, False),
-    # Too soon for a save in memory.
-    ({"from_step": 7, "lost_steps": 7}, False), ({"from_step": 7, "lost_steps": 8}, True),
-])
+@pytest.mark.parametrize(
+    "fields, fails",
+    [
+        ({}, False),
+        ({"lost_steps": 5}, False),
+        ({"lost_steps": 6}, True),
+        ({"who": [1, 2], "lost_steps": 20}, False),
+        ({"who": [1, 2], "lost_steps": 21}, True),
+        ({"kind": "came", "lost_steps": 0}, False),
+        ({"kind": "left", "lost_steps": 1}, True),
+        ({"lost_steps": 99, "reached": False}, False),
+        # Too soon for a save in memory.
+        ({"from_step": 7, "lost_steps": 7}, False),
+        ({"from_step": 7, "lost_steps": 8}, True),
+    ],
+)
 def test_more_than_an_interval_lost_is_caught(fields, fails):
     before = change(from_step=10, lost_steps=0, kind="came")
     row = verdict.little_lost([before, change(**fields)], peer_steps=5, disk_steps=20)
@@ -104,11 +134,17 @@ def test_after_a_generation_without_a_step_the_disk_counts():
     assert verdict.little_lost(lines, peer_steps=5, disk_steps=20).failures == []
 
 
-@pytest.mark.parametrize("given, fails", [
-    ({"w": [1.0, 2.0001]}, False), ({"w": [1.0, 2.001]}, True), ({"w": [1.0, np.nan]}, True),
-    ({"w": [1.0, 2.0], "v": [1.0]}, True), ({"w": [1.0, 2.0, 0.0]}, True),
-    ({"w": [1, 2]}, True),
-])
+@pytest.mark.parametrize(
+    "given, fails",
+    [
+        ({"w": [1.0, 2.0001]}, False),
+        ({"w": [1.0, 2.001]}, True),
+        ({"w": [1.0, np.nan]}, True),
+        ({"w": [1.0, 2.0], "v": [1.0]}, True),
+        ({"w": [1.0, 2.0, 0.0]}, True),
+        ({"w": [1, 2]}, True),
+    ],
+)
 def test_other_weights_are_caught(given, fails):
     row = Row("arrays")
     arrays = {name: np.array(value) for name, value in given.items()}

@@ -45,9 +45,12 @@ def verdict(
         [lines_if_any(folder / name) for name in names] for folder in (job, whole)
     )
     return [
-        each_step_once(ours), same_losses(ours, theirs),
+        each_step_once(ours),
+        same_losses(ours, theirs),
         same_lost_steps(lines_if_any(job / "metrics.lost.jsonl"), theirs),
-        same_evaluations(evaluated, expected), same_weights(job, whole), examples_once(job, env),
+        same_evaluations(evaluated, expected),
+        same_weights(job, whole),
+        examples_once(job, env),
         little_lost(changes(job), peer_steps, disk_steps),
     ]
 
@@ -81,7 +84,8 @@ def same_losses(lines: Lines, expected: Lines) -> Row:
             )
         row.failures += [
             f"step {line['step']}: {name} {line.get(name)}, undisturbed {other.get(name)}"
-            for name in EXACT if line.get(name) != other.get(name)
+            for name in EXACT
+            if line.get(name) != other.get(name)
         ]
     return row
 
@@ -163,9 +167,17 @@ def examples_once(job: Path, env: Mapping[str, str]) -> Row:
     """Returns the row on `python -m praxis_lite.inputs digest --job`: every example, once."""
     row = Row("every example exactly once, in order", 1)
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.inputs", "digest", f"--job={job}",
-         "--packages=elasticzoo"],
-        capture_output=True, text=True, env=env,
+        [
+            sys.executable,
+            "-m",
+            "praxis_lite.inputs",
+            "digest",
+            f"--job={job}",
+            "--packages=elasticzoo",
+        ],
+        capture_output=True,
+        text=True,
+        env=env,
     )
     row.figures["the command's last line"] = (done.stdout.splitlines() or [""])[-1]
     if done.returncode:

@@ -53,17 +53,13 @@ def test_the_config_builds_a_job_with_the_five_roots():
 @pytest.mark.parametrize("method", ["mesh", "task", "datasets", "run"])
 def test_a_missing_method_is_named_with_an_example(method):
     broken = type("Broken", (Whole,), {method: getattr(Experiment, method)})()
-    with pytest.raises(
-        ConfigError, match=rf"{method}\(\).*{method}\(self"
-    ):
+    with pytest.raises(ConfigError, match=rf"{method}\(\).*{method}\(self"):
         broken.config()
 
 
 @pytest.mark.parametrize("method", ["mesh", "task"])
 def test_a_built_object_is_told_to_become_a_config(method):
-    with pytest.raises(
-        ConfigError, match=rf"{method}\(\).*fdl\.Config\(Thing"
-    ):
+    with pytest.raises(ConfigError, match=rf"{method}\(\).*fdl\.Config\(Thing"):
         variant(**{method: Thing()}).config()
 
 
@@ -108,7 +104,9 @@ def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
 def test_the_runs_defaults_and_limits_are_accepted():
     assert RunConfig(num_train_steps=1).evaluation.every_steps is None
     RunConfig(
-        num_train_steps=1, seed=2**32 - 1, checkpoints=SaveSettings(max_to_keep=2),
+        num_train_steps=1,
+        seed=2**32 - 1,
+        checkpoints=SaveSettings(max_to_keep=2),
         evaluation=EvaluationSettings(max_batches=1),
     )
 

@@ -16,7 +16,13 @@ from praxis_lite.job.processes.membership import Membership
 from praxis_tools.elastic.mesh_of_devices import fit_job_to_devices
 
 PART = Membership(
-    generation=3, member=0, members=(0,), num_slots=1, coordinator="", key=b"", lost_status=75,
+    generation=3,
+    member=0,
+    members=(0,),
+    num_slots=1,
+    coordinator="",
+    key=b"",
+    lost_status=75,
 )
 
 
@@ -59,7 +65,8 @@ def test_the_experiments_own_mesh_stays_if_it_has_as_many_devices():
 def test_mesh_for_is_asked_on_the_instance_that_set_has_changed():
     mesh, config = meshes(
         lambda num: fdl.Config(MeshConfig, ici_mesh_shape=(1, num // 3, 1)),
-        "mesh.ici_mesh_shape=(1,7,1)", "TIMES=3",
+        "mesh.ici_mesh_shape=(1,7,1)",
+        "TIMES=3",
         "mesh.compiler_options={'cpu': {'xla_cpu_enable_fast_math': False}}",
     )
     assert mesh.shape == (1, 8, 1)

@@ -13,8 +13,10 @@ from tests.support.job_runs import launch, lines_of
 
 EXP = "python_texts.PythonTexts"
 SMALL = (
-    "datasets.train.batch_size=4", "run.evaluation.every_steps=None",
-    "run.checkpoints.every_steps=2", "task.model.num_layers=1",
+    "datasets.train.batch_size=4",
+    "run.evaluation.every_steps=None",
+    "run.checkpoints.every_steps=2",
+    "task.model.num_layers=1",
 )
 
 
@@ -28,8 +30,13 @@ def folder(tmp_path_factory):
 
 def train(folder, job, steps, *settings):
     return launch(
-        f"--exp={EXP}", f"--job_log_dir={job}", "--set", f"folder={folder}", *SMALL,
-        f"run.num_train_steps={steps}", *settings,
+        f"--exp={EXP}",
+        f"--job_log_dir={job}",
+        "--set",
+        f"folder={folder}",
+        *SMALL,
+        f"run.num_train_steps={steps}",
+        *settings,
     )
 
 

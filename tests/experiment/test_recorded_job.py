@@ -49,8 +49,11 @@ def test_a_job_keeps_its_tokenizers_and_reads_its_own(recorded):
     shutil.rmtree(tokenizer)
     local = recorded_config(job, ()).config
     check_tokenizers(local)
-    for kept in (local.task.tokenizer, local.datasets["train"].corpus.tokenizer,
-                 local.decode_datasets["heldout"].corpus.tokenizer):
+    for kept in (
+        local.task.tokenizer,
+        local.datasets["train"].corpus.tokenizer,
+        local.decode_datasets["heldout"].corpus.tokenizer,
+    ):
         assert kept == str(job.tokenizers / "0")
     assert load_tokenizer(local.task.tokenizer).fingerprint() == before
     # The corpus is one for all datasets, as before.
@@ -101,8 +104,10 @@ def test_a_tokenizer_that_is_gone_is_said_by_the_settings_that_name_it(recorded)
 def test_each_mode_keeps_its_own_data_alone(recorded):
     job, config, _ = recorded
     for mode, has_prompts, datasets, decoded in (
-        ("eval", False, ["heldout"], []), ("decode", False, [], ["heldout"]),
-        ("decode", True, [], []), ("train", False, ["train", "heldout"], ["heldout"]),
+        ("eval", False, ["heldout"], []),
+        ("decode", False, [], ["heldout"]),
+        ("decode", True, [], []),
+        ("train", False, ["train", "heldout"], ["heldout"]),
     ):
         local = recorded_config(job, ()).config
         remove_unused(local, mode, has_prompts=has_prompts)
@@ -125,7 +130,8 @@ def test_an_error_about_a_file_names_the_setting(recorded):
         ("The mesh of mesh.ici_mesh_shape needs 8.", True),
         ("There are no decode datasets. Add decode_datasets().", True),
         ("--set task.decoder.temprature: no such field.", True),
-        ("There is no checkpoint of step 3.", False), ("The prompt is empty.", False),
+        ("There is no checkpoint of step 3.", False),
+        ("The prompt is empty.", False),
         ("It has no such name; it has eos_id, batch_size, max_decode_steps, num_heads.", False),
     ],
 )
@@ -135,7 +141,8 @@ def test_an_error_about_a_recorded_setting_says_where_it_is_read(
     job, config, _ = recorded
     with (
         pytest.raises(ConfigError) as error,
-        naming_settings(config, job.config_json), naming_settings(config, job.config_json),
+        naming_settings(config, job.config_json),
+        naming_settings(config, job.config_json),
     ):
         raise ConfigError(message)
     assert str(error.value).count(str(job.config_json)) == is_about_setting
@@ -168,9 +175,13 @@ def test_moved_data_is_refused_by_its_setting_before_anything_compiles(tmp_path)
 def test_eval_and_decode_need_only_their_own_data(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     gone = [
-        f"datasets.train{setting}" for setting in (
-            "=praxis_lite.inputs.FromSource()", ".source=praxis_lite.inputs.JsonLines()",
-            ".source.files=/gone/*.jsonl", ".batch_size=3", ".shuffle=True",
+        f"datasets.train{setting}"
+        for setting in (
+            "=praxis_lite.inputs.FromSource()",
+            ".source=praxis_lite.inputs.JsonLines()",
+            ".source.files=/gone/*.jsonl",
+            ".batch_size=3",
+            ".shuffle=True",
         )
     ]
     done = launch("--mode=eval", f"--job_log_dir={job.path}", "--set", *gone)
@@ -183,6 +194,11 @@ def test_eval_and_decode_need_only_their_own_data(tmp_path):
     assert model.generate("7 plus")[0]["continuation"] == record["continuation"]
     with pytest.raises(ConfigError, match=r"datasets\.heldout\.corpus\.files"):
         model.evaluate("heldout")
-    assert np.isfinite(model.evaluate({
-        "ids": np.ones((3, 5), np.int32), "labels": np.ones((3, 5), np.int32),
-    })["loss"])
+    assert np.isfinite(
+        model.evaluate(
+            {
+                "ids": np.ones((3, 5), np.int32),
+                "labels": np.ones((3, 5), np.int32),
+            }
+        )["loss"]
+    )

@@ -88,10 +88,14 @@ def test_a_full_name_imports_its_module_alone(packages):
     assert "experiments.vision" not in sys.modules and "experiments.broken" not in sys.modules
 
 
-@pytest.mark.parametrize("name, suggested", [
-    ("lm.PyDoc", r"lm\.PyDocs\?"), ("zoo.MyLm", r"zoo\.deep\.lm\.MyLm\?"),
-    ("nothere.Thing", r"nothere\.Thing "),
-])
+@pytest.mark.parametrize(
+    "name, suggested",
+    [
+        ("lm.PyDoc", r"lm\.PyDocs\?"),
+        ("zoo.MyLm", r"zoo\.deep\.lm\.MyLm\?"),
+        ("nothere.Thing", r"nothere\.Thing "),
+    ],
+)
 def test_an_unknown_name_suggests_the_nearest(packages, name, suggested):
     with pytest.raises(ConfigError, match=suggested):
         registry.get_experiment(name, ["zoo"])

@@ -16,9 +16,20 @@ from praxis_lite.inputs import FromSource, TfRecords
 X = np.zeros((8, 2), np.float32)
 
 
-@pytest.mark.parametrize("data", [
-    X, jnp.asarray(X), (X, X), {"x": X}, [[1, 2], [3, 4]], (x for x in X), 3, "data.csv", object(),
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        jnp.asarray(X),
+        (X, X),
+        {"x": X},
+        [[1, 2], [3, 4]],
+        (x for x in X),
+        3,
+        "data.csv",
+        object(),
+    ],
+)
 @pytest.mark.parametrize("is_named", [True, False])
 def test_data_in_place_of_pipelines_are_refused_with_a_pipeline(data, is_named):
     class WithData(Synthetic):

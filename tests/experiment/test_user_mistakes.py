@@ -76,15 +76,21 @@ def test_what_a_user_can_mend_is_one_paragraph_before_anything_compiles(name, tm
 # The user's line, and what was wrong with it.
 THEIR_LINES = {
     "all.Shape": (
-        "mistakes/all.py", "return (self.a(x) @ jnp.ones((9, 1)))[:, 0]",
-        "in __call__", "TypeError: dot_general requires",
+        "mistakes/all.py",
+        "return (self.a(x) @ jnp.ones((9, 1)))[:, 0]",
+        "in __call__",
+        "TypeError: dot_general requires",
     ),
     "all.LayerTuple": (
-        "mistakes/all.py", 'return jnp.square(model(inputs["x"]) - inputs["y"])', "in loss",
+        "mistakes/all.py",
+        'return jnp.square(model(inputs["x"]) - inputs["y"])',
+        "in loss",
         "'tuple'",
     ),
     "all.PaxMapping": (
-        "mistakes/all.py", 'task.model.weight_split_dims_mapping.wt = ("data", "mdl")', "in task",
+        "mistakes/all.py",
+        'task.model.weight_split_dims_mapping.wt = ("data", "mdl")',
+        "in task",
         "mapping has no fields: assign a sequence",
     ),
     "syntax.One": ("mistakes/syntax.py", "def task(self)", "line 2", "SyntaxError: expected ':'"),

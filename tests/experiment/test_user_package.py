@@ -114,7 +114,8 @@ class {}(Experiment):
 def own(tmp_path):
     """A folder with packages `tasks` and `experiments` of a user's own."""
     for name, text in {
-        "tasks/words": "", "experiments/mine": OWN.format("Mine"),
+        "tasks/words": "",
+        "experiments/mine": OWN.format("Mine"),
         "experiments/lm": OWN.format("PyDocs"),
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -134,9 +135,17 @@ def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_
         command, folder = ["-m", "praxis_lite.main"], CHECKOUT
         env["PYTHONPATH"] = f"{CHECKOUT}:{own}"
     done = subprocess.run(
-        [sys.executable, *command, "--exp=mine.Mine", "--packages=experiments,tasks",
-         "--mode=explain"],
-        cwd=folder, env=env, capture_output=True, text=True,
+        [
+            sys.executable,
+            *command,
+            "--exp=mine.Mine",
+            "--packages=experiments,tasks",
+            "--mode=explain",
+        ],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     # It was imported; then it is found to say nothing.
     assert done.stdout == f"{own}/tasks/words.py {CHECKOUT}/tasks/language_model.py\n"
@@ -178,13 +187,21 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
     # A quarter of its steps, half of its layers, smaller batches, and a short evaluation.
-    argv += ["run.num_train_steps=50", "run.evaluation.max_batches=1", "BATCH_SIZE=24",
-             "task.model.num_layers=2"]
+    argv += [
+        "run.num_train_steps=50",
+        "run.evaluation.max_batches=1",
+        "BATCH_SIZE=24",
+        "task.model.num_layers=2",
+    ]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
     done = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", *argv],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{site}/praxis_lite/__init__.py {site}/praxis_lite/tasks/__init__.py" in done.stdout
@@ -198,16 +215,30 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     # The page's next steps: a prompt, also with a temperature.
     argv = ["--packages=mypackage", "--job_log_dir=jobs/my_lm", "--prompt", "The class ", "--set"]
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", "--mode=decode", *argv,
-         "task.decoder.temperature=0.7", "mesh.ici_mesh_shape=1,1,1",
-         "task.decoder.max_decode_steps=8"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600,
+        [
+            sys.executable,
+            "-m",
+            "praxis_lite.main",
+            "--mode=decode",
+            *argv,
+            "task.decoder.temperature=0.7",
+            "mesh.ici_mesh_shape=1,1,1",
+            "task.decoder.max_decode_steps=8",
+        ],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "decoded 1 record of command_line with the weights of step 50" in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", "--list", "--packages=mypackage"],
-        cwd=tmp_path, env=env, capture_output=True, text=True,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert "lm.PyDocs" in listed.stdout and "mypackage.experiments.MyLm" in listed.stdout

@@ -109,8 +109,12 @@ def _readers(args: argparse.Namespace) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "kills": _kills, "damage": _damage, "exits during a save": _ways_out, "wrong targets": _targets,
-    "meshes": _meshes, "two processes": lambda args: pairs.run(_say),
+    "kills": _kills,
+    "damage": _damage,
+    "exits during a save": _ways_out,
+    "wrong targets": _targets,
+    "meshes": _meshes,
+    "two processes": lambda args: pairs.run(_say),
     "readers of files": _readers,
 }
 
@@ -119,9 +123,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _bring_up_to_date(
-    report: Path, name: str, rows: list[Row], seconds: float, seed: int
-) -> None:
+def _bring_up_to_date(report: Path, name: str, rows: list[Row], seconds: float, seed: int) -> None:
     """Replaces the part's section of the report, or adds it; other sections stay."""
     text = report.read_text(encoding="utf-8") if report.exists() else ""
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, flags=re.S | re.M))
@@ -129,14 +131,21 @@ def _bring_up_to_date(
     stack = ", ".join(f"{item} {version(item)}" for item in ("jax", "orbax-checkpoint"))
     when = time.strftime("%Y-%m-%d")
     _, *body = report_lines(title, rows)
-    sections[title] = "\n".join([
-        "", f"{when}, seed {seed}, {seconds / 60:.0f} min, Python {platform.python_version()}, "
-        f"{stack}.", *body, "",
-    ])
+    sections[title] = "\n".join(
+        [
+            "",
+            f"{when}, seed {seed}, {seconds / 60:.0f} min, Python {platform.python_version()}, "
+            f"{stack}.",
+            *body,
+            "",
+        ]
+    )
     lines = [
-        _TITLE, "",
+        _TITLE,
+        "",
         "Written by `python -m tests.faults --report docs/faults_report.md` (`make faults`): each",
-        "fault, how often it was tried, and how often everything was as it must be.", "",
+        "fault, how often it was tried, and how often everything was as it must be.",
+        "",
     ]
     order = [part.capitalize() for part in PARTS]
     ranked = sorted(sections, key=lambda one: order.index(one) if one in order else len(order))

@@ -108,7 +108,8 @@ class Damage:
         self._folder = Path(tempfile.mkdtemp(prefix="damage", dir=home()))
         self.job, whole = self._folder / "killed", self._folder / "whole"
         for job, faults in (
-            (whole, ()), (self.job, [{"at": "step", "nth": STOPPED_AT, "do": "KILL when saved"}])
+            (whole, ()),
+            (self.job, [{"at": "step", "nth": STOPPED_AT, "do": "KILL when saved"}]),
         ):
             launch = zygote.launch(train_argv(job, *SETTINGS), faults)
             assert launch.code == (-9 if faults else 0), tail(launch)

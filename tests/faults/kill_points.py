@@ -57,10 +57,14 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
 }
 # After a launch that was killed in a save, or while it deleted: what is left is cleaned up.
 CLEANING = (
-    ({"at": "os.mkdir", "matches": _SAVING, "then": 2},
-     {"at": "shutil.rmtree", "matches": _SAVING, "then": 1}),
-    ({"at": "os.rename", "matches": _DELETING, "then": 2},
-     {"at": "shutil.rmtree", "matches": _DELETING, "then": 2}),
+    (
+        {"at": "os.mkdir", "matches": _SAVING, "then": 2},
+        {"at": "shutil.rmtree", "matches": _SAVING, "then": 1},
+    ),
+    (
+        {"at": "os.rename", "matches": _DELETING, "then": 2},
+        {"at": "shutil.rmtree", "matches": _DELETING, "then": 2},
+    ),
 )
 # The newest step is damaged before the launch, which is killed while it puts it aside.
 QUARANTINE = (

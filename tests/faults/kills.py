@@ -69,8 +69,10 @@ def run(
         else:
             shutil.rmtree(chain.job)
         done += chain.num_kills
-        say(f"  {done} of {num_kills} kills, {chains.tried} chains"
-            + (f", FAILED: {failures[0][:300]}" if failures else ""))
+        say(
+            f"  {done} of {num_kills} kills, {chains.tried} chains"
+            + (f", FAILED: {failures[0][:300]}" if failures else "")
+        )
     if unreached:
         chains.figures["points never reached"] = unreached
     return [*(rows[key] for key in sorted(rows)), chains]
@@ -194,8 +196,11 @@ class _Chain:
 def _broken_steps(job: Path) -> list[str]:
     """Returns a sentence for each broken step: a folder named by a plain number is to be whole."""
     folders = [job / "checkpoints" / str(step) for step in steps_of(job)]
-    return [f"{folder.name} is left broken: {wrong[0]}"
-            for folder in folders if (wrong := verify(folder))]
+    return [
+        f"{folder.name} is left broken: {wrong[0]}"
+        for folder in folders
+        if (wrong := verify(folder))
+    ]
 
 
 def _unlike_a_stop(launch: Launch) -> list[str]:

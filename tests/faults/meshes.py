@@ -63,7 +63,8 @@ def _trained(partitioner: Partitioner):
     rng = np.random.default_rng(0)
     batch = {
         "x": rng.normal(size=(11, 5)).astype(np.float32),
-        "y": np.ones(11, np.float32), "weights": np.ones(11, np.float32),
+        "y": np.ones(11, np.float32),
+        "weights": np.ones(11, np.float32),
     }
     key = partitioner.key(0)
     state = partitioner.init(key)

@@ -25,8 +25,11 @@ def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save"))
     rows = []
     for name in ("TERM", "KILL"):
         for phase in phases:
-            row = Row(f"two processes, {name} to one, in a {phase}" if phase != "start" else
-                      f"two processes, {name} to one, at the start")
+            row = Row(
+                f"two processes, {name} to one, in a {phase}"
+                if phase != "start"
+                else f"two processes, {name} to one, at the start"
+            )
             for victim in (0, 1):
                 row.tried += 1
                 actual = _case(row, name, phase, victim, outcome_of(whole))

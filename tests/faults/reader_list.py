@@ -24,7 +24,8 @@ CHAT = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MESSAGES = [
-    {"role": "user", "content": "hello cat"}, {"role": "assistant", "content": "yes it is"},
+    {"role": "user", "content": "hello cat"},
+    {"role": "assistant", "content": "yes it is"},
 ]
 
 
@@ -55,9 +56,7 @@ def _json_lines(folder: Path) -> None:
 
 def _read_documents(holds: str, folder: Path) -> None:
     tokenizer = inputs.TokenIds() if holds == "ids" else _ChatBytes()
-    documents = inputs.Documents(
-        inputs.JsonLines(f"{folder}/*.jsonl"), holds, tokenizer=tokenizer
-    )
+    documents = inputs.Documents(inputs.JsonLines(f"{folder}/*.jsonl"), holds, tokenizer=tokenizer)
     documents.check()
     for index in range(len(documents.lengths)):
         documents[index]
@@ -120,10 +119,15 @@ def _columns(folder: Path) -> None:
     import pyarrow.parquet
     from pyarrow import feather, ipc
 
-    table = pyarrow.table({
-        "text": TEXTS, "ids": [[i, 1] for i in range(60)], "messages": [MESSAGES] * 60,
-        "word": pyarrow.array(TEXTS).dictionary_encode(), "bytes": [b"\xff"] * 60,
-    })
+    table = pyarrow.table(
+        {
+            "text": TEXTS,
+            "ids": [[i, 1] for i in range(60)],
+            "messages": [MESSAGES] * 60,
+            "word": pyarrow.array(TEXTS).dictionary_encode(),
+            "bytes": [b"\xff"] * 60,
+        }
+    )
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=17)
     with ipc.new_file(folder / "a.arrow", table.schema) as writer:
         writer.write_table(table, 17)
@@ -168,8 +172,6 @@ def _images(folder: Path) -> None:
     for number, ending in enumerate(("png", "jpg", "gif", "bmp", "webp", "tiff")):
         (folder / f"class{number % 2}").mkdir(exist_ok=True)
         image.save(folder / f"class{number % 2}" / f"x{number}.{ending}")
-
-
 
 
 # Models, checkpoints and jobs.
@@ -245,18 +247,39 @@ READERS: tuple[Reader, ...] = (
     Reader("text files", _corpus, _source("TextFiles", "*.txt")),
     Reader("image files", _images, _source("ImageFiles", "*/*")),
     Reader("corpus", _corpus, _read_corpus),
-    Reader("documents of text", _rows([{"text": text} for text in TEXTS]),
-           functools.partial(_read_documents, "text")),
-    Reader("documents of ids", _rows([{"ids": [1, 2, i]} for i in range(20)]),
-           functools.partial(_read_documents, "ids")),
-    Reader("documents of messages", _rows([{"messages": MESSAGES}] * 5),
-           functools.partial(_read_documents, "messages")),
-    Reader("documents of completions", _rows([{"prompt": "hi", "completion": "there"}] * 5),
-           functools.partial(_read_documents, "completion")),
-    Reader("preferences", _rows([
-        {"prompt": "x", "chosen": "y", "rejected": "z"},
-        {"chosen": MESSAGES, "rejected": [MESSAGES[0], {"role": "assistant", "content": "no"}]},
-    ]), _read_preferences),
+    Reader(
+        "documents of text",
+        _rows([{"text": text} for text in TEXTS]),
+        functools.partial(_read_documents, "text"),
+    ),
+    Reader(
+        "documents of ids",
+        _rows([{"ids": [1, 2, i]} for i in range(20)]),
+        functools.partial(_read_documents, "ids"),
+    ),
+    Reader(
+        "documents of messages",
+        _rows([{"messages": MESSAGES}] * 5),
+        functools.partial(_read_documents, "messages"),
+    ),
+    Reader(
+        "documents of completions",
+        _rows([{"prompt": "hi", "completion": "there"}] * 5),
+        functools.partial(_read_documents, "completion"),
+    ),
+    Reader(
+        "preferences",
+        _rows(
+            [
+                {"prompt": "x", "chosen": "y", "rejected": "z"},
+                {
+                    "chosen": MESSAGES,
+                    "rejected": [MESSAGES[0], {"role": "assistant", "content": "no"}],
+                },
+            ]
+        ),
+        _read_preferences,
+    ),
     Reader("prompts", _prompts, _read_prompts),
     Reader("job", _job_texts, _read_job),
     Reader("checkpoint", _checkpoint, _read_checkpoint),

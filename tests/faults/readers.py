@@ -47,7 +47,9 @@ class Reader:
 
 
 def run(
-    readers: Sequence[Reader], num_files: int, seed: int,
+    readers: Sequence[Reader],
+    num_files: int,
+    seed: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Returns a row per reader; as many files in all, shared out."""

@@ -57,8 +57,18 @@ def test_a_full_disk_costs_the_save_that_it_stops(zygote, damage):
 def test_each_reader_of_files_reads_or_refuses_what_is_broken():
     # In a new process, for one without threads is forked for each file.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "--only", "readers of files", "--num_files=17",
-         f"--seed={SEED}"], cwd=CHECKOUT, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "tests.faults",
+            "--only",
+            "readers of files",
+            "--num_files=17",
+            f"--seed={SEED}",
+        ],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("read, or refused in a paragraph: 1 of 1") == 17, done.stdout

@@ -24,8 +24,11 @@ from tests.faults.zygote import Launch, Zygote
 NUM_STEPS = 4 * SAVE_EVERY
 SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
 _IN_FLIGHT = 2 * SAVE_EVERY
-_SLOW = {"at": "open for writing", "matches": rf"/{_IN_FLIGHT}\.saving/manifest\.json",
-         "do": "sleep"}
+_SLOW = {
+    "at": "open for writing",
+    "matches": rf"/{_IN_FLIGHT}\.saving/manifest\.json",
+    "do": "sleep",
+}
 WAYS_OUT = {
     "the end": (0, []),
     "an exception": (1, [{"at": "batch", "index": _IN_FLIGHT, "do": "raise"}]),
@@ -166,5 +169,3 @@ def _small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", folder], check=True)
-
-

@@ -44,15 +44,21 @@ class Zygote:
     def __init__(self, timeout_seconds: float = 300.0):
         self._timeout_seconds = timeout_seconds
         env = {
-            **os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{home()}", "JAX_PLATFORMS": "cpu",
+            **os.environ,
+            "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{home()}",
+            "JAX_PLATFORMS": "cpu",
             "XDG_CACHE_HOME": str(home() / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             # Its threads would start with NumPy; it is the only library that starts any.
             "OPENBLAS_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote"], cwd=CHECKOUT, env=env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "tests.faults.zygote"],
+            cwd=CHECKOUT,
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def __enter__(self) -> Self:
@@ -81,8 +87,11 @@ class Zygote:
         for file in (out, err):
             file.write_text("")
         request = {
-            "argv": list(argv), "faults": list(faults), "env": dict(env or {}),
-            "out": str(out), "err": str(err),
+            "argv": list(argv),
+            "faults": list(faults),
+            "env": dict(env or {}),
+            "out": str(out),
+            "err": str(err),
         }
         start = time.monotonic()
         self._process.stdin.write(json.dumps(request) + "\n")

@@ -13,9 +13,7 @@ from praxis_lite.host.file_reading import content_of, opened_to_append
 def within_seconds(path, seconds=60):
     """Fails if the other end of the pipe at `path` has to be opened for the body to go on."""
     ends = []
-    timer = threading.Timer(
-        seconds, lambda: ends.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
-    )
+    timer = threading.Timer(seconds, lambda: ends.append(os.open(path, os.O_RDWR | os.O_NONBLOCK)))
     timer.start()
     try:
         yield

@@ -15,20 +15,29 @@ FIELDS = json.loads((GOLDENS / "hf_fields.json").read_text(encoding="utf-8"))
 FAMILIES = sorted(set(FIELDS) - {"transformers"})
 # Without these a config.json is refused: no default of a size is any use.
 SIZES = {
-    "vocab_size", "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer",
-    "num_attention_heads", "n_head",
+    "vocab_size",
+    "hidden_size",
+    "n_embd",
+    "intermediate_size",
+    "num_hidden_layers",
+    "n_layer",
+    "num_attention_heads",
+    "n_head",
 }
 # Two names of one setting, in transformers' `attribute_map`.
 ALIASES = {
     "gpt2": {
-        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     },
     "mixtral": {"num_experts": "num_local_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "deepseek_v3": {
-        "num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers",
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
     },
 }
 
@@ -105,8 +114,12 @@ def test_a_field_that_is_refused_has_its_reason(family, field, words):
         ("gemma", {"hidden_act": "gelu"}, "tr_fflayer_tpl.activation", "gelu"),
         ("gemma", {"hidden_act": "silu"}, "tr_fflayer_tpl.activation", "silu"),
         ("llama", {"pretraining_tp": 2}, "tr_atten_tpl.window", None),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 5},
-         "tr_atten_tpl.window", 9),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 5},
+            "tr_atten_tpl.window",
+            9,
+        ),
     ],
 )
 def test_a_field_is_followed(family, fields, path, value):

@@ -20,8 +20,13 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 OF_BASE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 OF_JOB = chatml("<|im_start|>", "<|im_end|>")
 GENERATION = {
-    "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 9, "top_p": 0.5, "max_new_tokens": 7,
-    "suppress_tokens": [5], "decoder_start_token_id": 3,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 9,
+    "top_p": 0.5,
+    "max_new_tokens": 7,
+    "suppress_tokens": [5],
+    "decoder_start_token_id": 3,
 }
 CONFIG = {"vocab_size": 400, "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 9}
 
@@ -32,10 +37,15 @@ def trained(words):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = SPECIAL if words == "hi yes" else SPECIAL[::-1]
-    tokenizer.train_from_iterator([words], trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))
+    tokenizer.train_from_iterator(
+        [words],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return tokenizer.to_str()
 
 
@@ -44,14 +54,18 @@ def directory(folder, template=None, *, words="hi yes", where="config", config=N
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text(trained(words))
     fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
-        "pad_token": "<pad>", **(config or {}),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        **(config or {}),
     }
     if where == "config" and template:
         fields["chat_template"] = template
     if where == "list":
         fields["chat_template"] = [
-            {"name": "default", "template": template}, {"name": "tool_use", "template": "tools!"}
+            {"name": "default", "template": template},
+            {"name": "tool_use", "template": "tools!"},
         ]
     if where in ("jinja", "more"):
         (folder / "chat_template.jinja").write_text(template)
@@ -81,8 +95,12 @@ def rendered(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     return (
-        asked, tokenizer(asked).input_ids, tokenizer.chat_template, tokenizer.special_tokens_map,
-        tokenizer.eos_token_id, len(tokenizer),
+        asked,
+        tokenizer(asked).input_ids,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        tokenizer.eos_token_id,
+        len(tokenizer),
     )
 
 
@@ -93,8 +111,12 @@ def test_the_template_is_the_jobs_wherever_it_and_that_of_the_base_are(tmp_path,
     job = directory(tmp_path / "job", OF_JOB, where=of_job)
     out, config, notes = exported(tmp_path, base, job)
     assert rendered(out) == rendered(job) and not notes
-    assert config == {"vocab_size": 400, "eos_token_id": [1, 3], "bos_token_id": 0,
-                      "pad_token_id": 4}
+    assert config == {
+        "vocab_size": 400,
+        "eos_token_id": [1, 3],
+        "bos_token_id": 0,
+        "pad_token_id": 4,
+    }
     generation = GenerationConfig.from_pretrained(out)
     assert set(generation.eos_token_id) == {1, 3} and generation.pad_token_id == 4
     assert (generation.top_p, generation.max_new_tokens) == (0.5, 7)
@@ -104,8 +126,12 @@ def test_the_template_is_the_jobs_wherever_it_and_that_of_the_base_are(tmp_path,
 @pytest.mark.parametrize("changed", ["words", "special tokens", "added tokens", "special map"])
 def test_the_tokenizer_is_the_jobs(tmp_path, changed):
     base = directory(
-        tmp_path / "base", OF_BASE, where="jinja", special_tokens_map={"cls_token": "<s>"},
-        added_tokens={"<|base|>": 265}, generation_config=GENERATION,
+        tmp_path / "base",
+        OF_BASE,
+        where="jinja",
+        special_tokens_map={"cls_token": "<s>"},
+        added_tokens={"<|base|>": 265},
+        generation_config=GENERATION,
     )
     given = {
         "words": {"words": "no never"},
@@ -161,9 +187,18 @@ def test_a_job_of_bytes_is_not_exported_with_the_tokenizer_of_its_base(tmp_path)
 def test_ends_that_the_model_has_no_row_for_are_left_out_and_said(tmp_path):
     base = directory(tmp_path / "base", OF_BASE)
     job = directory(tmp_path / "job", OF_JOB, words="no never")
-    out, config, notes = exported(tmp_path, base, job, config={"text_config": {
-        "vocab_size": 3, "eos_token_id": 7, "hidden_size": 5,
-    }})
+    out, config, notes = exported(
+        tmp_path,
+        base,
+        job,
+        config={
+            "text_config": {
+                "vocab_size": 3,
+                "eos_token_id": 7,
+                "hidden_size": 5,
+            }
+        },
+    )
     # "no never" has its special tokens in another order: <|im_end|> is 1 and </s> is 3.
     assert config["eos_token_id"] == config["text_config"]["eos_token_id"] == 1
     assert config["text_config"]["hidden_size"] == 5 and "3" in notes[0]

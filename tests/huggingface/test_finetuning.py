@@ -44,19 +44,28 @@ def started(tmp_path_factory):
         answer = {"role": "assistant", "content": f"{number % 9 + 1} comes."}
         lines.append(json.dumps({"messages": [asked, answer]}))
     (root / "chat.jsonl").write_text("\n".join(lines))
-    assert tokenizers(
-        ["train", str(root / "chat.jsonl"), str(root / "bpe"), f"--vocab-size={VOCAB - 3}"]
-    ) == 0
+    assert (
+        tokenizers(
+            ["train", str(root / "chat.jsonl"), str(root / "bpe"), f"--vocab-size={VOCAB - 3}"]
+        )
+        == 0
+    )
     shutil.copytree(root / "bpe", directory, dirs_exist_ok=True)
     return root
 
 
 def finetuned(root, experiment, job, *settings):
     return succeed(
-        f"--exp=huggingface.{experiment}", f"--job_log_dir={root / job}", "--set",
-        f"HF_DIR={root / 'llama'}", f"run.init_from_huggingface={root / 'llama'}",
-        f"CHAT_FILES={root / 'chat.jsonl'}", "SEQ_LEN=48", "BATCH_SIZE=8",
-        "task.decoder.max_decode_steps=12", *settings,
+        f"--exp=huggingface.{experiment}",
+        f"--job_log_dir={root / job}",
+        "--set",
+        f"HF_DIR={root / 'llama'}",
+        f"run.init_from_huggingface={root / 'llama'}",
+        f"CHAT_FILES={root / 'chat.jsonl'}",
+        "SEQ_LEN=48",
+        "BATCH_SIZE=8",
+        "task.decoder.max_decode_steps=12",
+        *settings,
     )
 
 
@@ -92,7 +101,13 @@ def adapters_are_right(root, job):
     changed = {name for name in actual if not np.array_equal(actual[name], base[name])}
     assert changed == {name for name in base if "_proj." in name}
     assert set(config["target_modules"]) == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     }
     # What is read again computes what the job's model does.
     ids = np.arange(34).reshape(2, 17) % VOCAB
@@ -106,8 +121,13 @@ def adapters_are_right(root, job):
 @pytest.mark.slow
 def test_dora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys):
     finetuned(
-        started, "ChatLora", "dora", "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
-        "mesh.allow_unused_devices=True", "USE_DORA=True",
+        started,
+        "ChatLora",
+        "dora",
+        "run.num_train_steps=2",
+        "mesh.ici_mesh_shape=1,2,2",
+        "mesh.allow_unused_devices=True",
+        "USE_DORA=True",
     )
     with pytest.raises(SystemExit):
         convert(["export", str(started / "dora"), str(started / "refused")])
@@ -128,8 +148,12 @@ def test_a_new_users_walk(started):
     ]
     assert np.mean(losses[-5:]) < 0.3 * losses[0]
     done = succeed(
-        "--mode=decode", f"--job_log_dir={started / 'walk'}", "--chat", "--prompt",
-        "What comes after 4?", "What comes after 7?",
+        "--mode=decode",
+        f"--job_log_dir={started / 'walk'}",
+        "--chat",
+        "--prompt",
+        "What comes after 4?",
+        "What comes after 7?",
     )
     assert "prompt 1 of 2: What comes after 4?\n5 comes.\n" in done.out
     assert "\n8 comes.\n" in done.out
@@ -139,28 +163,41 @@ def test_a_new_users_walk(started):
     ids = np.arange(34).reshape(2, 17)
     np.testing.assert_allclose(
         huggingface.load(started / "merged", mesh).logits(ids),
-        huggingface.load(started / "merged").logits(ids), atol=1e-4,
+        huggingface.load(started / "merged").logits(ids),
+        atol=1e-4,
     )
 
 
-@pytest.mark.parametrize("experiment", [
-    pytest.param("ChatFull", marks=pytest.mark.nightly),
-    pytest.param("ChatDpo", marks=pytest.mark.slow),
-    pytest.param("ChatDpoLora", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param("ChatFull", marks=pytest.mark.nightly),
+        pytest.param("ChatDpo", marks=pytest.mark.slow),
+        pytest.param("ChatDpoLora", marks=pytest.mark.slow),
+    ],
+)
 def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, experiment):
     if experiment.startswith("ChatDpo"):
         pairs = [json.loads(line) for line in (started / "chat.jsonl").read_text().splitlines()]
         text = "\n".join(
-            json.dumps({"prompt": pair["messages"][:1], "chosen": pair["messages"][1:],
-                        "rejected": [{"role": "assistant", "content": f"No {number}."}]})
+            json.dumps(
+                {
+                    "prompt": pair["messages"][:1],
+                    "chosen": pair["messages"][1:],
+                    "rejected": [{"role": "assistant", "content": f"No {number}."}],
+                }
+            )
             for number, pair in enumerate(pairs)
         )
         (started / "pairs.jsonl").write_text(text)
     files = (f"CHAT_FILES={started / 'pairs.jsonl'}",) if "Dpo" in experiment else ()
     done = finetuned(
-        started, experiment, experiment, "run.num_train_steps=2",
-        "run.evaluation.every_steps=2", *files
+        started,
+        experiment,
+        experiment,
+        "run.num_train_steps=2",
+        "run.evaluation.every_steps=2",
+        *files,
     )
     assert "weights from" in done.out
     if "Dpo" in experiment:
@@ -181,9 +218,16 @@ def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(
     directory = with_vocabulary(GOLDENS / "hf" / "phi3", tmp_path / "phi3")
     job, message = tmp_path / "job", f"HF_DIR={directory}"
     succeed(
-        "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", message,
-        f"CHAT_FILES={started / 'chat.jsonl'}", "SEQ_LEN=120", "BATCH_SIZE=2",
-        "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
+        "--exp=huggingface.ChatLora",
+        f"--job_log_dir={job}",
+        "--set",
+        message,
+        f"CHAT_FILES={started / 'chat.jsonl'}",
+        "SEQ_LEN=120",
+        "BATCH_SIZE=2",
+        "run.num_train_steps=1",
+        "mesh.ici_mesh_shape=1,1,1",
+        "mesh.allow_unused_devices=True",
     )
     with pytest.raises(SystemExit):
         convert(["export", str(job), str(tmp_path / "peft"), "--adapters=peft"])

@@ -56,7 +56,9 @@ def test_the_form_follows_from_the_dims(names, matrix, expected, with_inputs_fir
 def test_an_expert_that_the_name_numbers_is_no_dim_of_the_tensor():
     for num_stacked in (0, 1):
         actual = piece(
-            ("expert", "mlp", "embed"), Matrix((1,), (2,)), num_stacked=num_stacked,
+            ("expert", "mlp", "embed"),
+            Matrix((1,), (2,)),
+            num_stacked=num_stacked,
             has_expert=True,
         )
         assert in_letters(form_of(actual)) == "b a"
@@ -119,10 +121,15 @@ ALL = ["self_attention/query/w", "self_attention/key/w", "self_attention/value/w
 
 def test_a_made_up_family_has_the_tensors_that_its_table_says():
     joined = f"{PREFIX}all.weight"
-    family, settings, weights = family_with({
-        Q: False, K: False, V: False, joined: ALL,
-        O: {"to": "self_attention/post/w", "dims": "heads embed head_dim"},
-    })
+    family, settings, weights = family_with(
+        {
+            Q: False,
+            K: False,
+            V: False,
+            joined: ALL,
+            O: {"to": "self_attention/post/w", "dims": "heads embed head_dim"},
+        }
+    )
     of_tensor = by_tensor(dataclasses.replace(family, inputs_first=True), settings, weights)
     local = of_tensor[joined.format(layer=2)]
     assert [part.index for part in local] == [(2,)] * 3
@@ -149,10 +156,18 @@ def test_one_head_of_keys_without_a_dim_is_joined_with_queries_of_several():
 def test_weights_alternate_by_heads_or_one_by_one():
     up, gate = (f"model.layers.{{layer}}.mlp.{name}_proj.weight" for name in ("up", "gate"))
     both = ["ff_layer/ffn_layer1_gate/linear/w", "ff_layer/ffn_layer1/linear/w"]
-    of_tensor = by_tensor(*family_with({
-        Q: {"to": ALL, "joined": "heads"}, K: False, V: False, gate: False,
-        up: {"to": both, "dims": "embed mlp", "joined": "interleaved"},
-    }, num_key_value_heads=None))
+    of_tensor = by_tensor(
+        *family_with(
+            {
+                Q: {"to": ALL, "joined": "heads"},
+                K: False,
+                V: False,
+                gate: False,
+                up: {"to": both, "dims": "embed mlp", "joined": "interleaved"},
+            },
+            num_key_value_heads=None,
+        )
+    )
     actual, pieces = tensor_and_pieces(of_tensor[Q.format(layer=1)])
     D, N, K_ = pieces[0].shape
     for i, x in enumerate(pieces):

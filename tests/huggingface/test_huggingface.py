@@ -64,9 +64,11 @@ def golden(family):
     return golden_arrays(f"hf/{family}/goldens.npz")
 
 
-@pytest.mark.parametrize("case", slow_or_nightly(
-    {("llama", UNEVEN)}, SLOW | {("gemma2", SINGLE)}, [*PLACES, *FULLY_SHARDED]
-), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    slow_or_nightly({("llama", UNEVEN)}, SLOW | {("gemma2", SINGLE)}, [*PLACES, *FULLY_SHARDED]),
+    ids=str,
+)
 def test_logits_equal_those_of_transformers(case):
     model, expected = loaded(*case), golden(case[0])
     for side in ("right", "left"):
@@ -92,17 +94,17 @@ def greedy(family, *case, **settings):
     assert actual == expected["greedy_tokens"].tolist()
 
 
-@pytest.mark.parametrize("case", slow_or_nightly(
-    {("llama", UNEVEN)}, of_families(SLOW, CONTINUED), [*PLACES, *FULLY_SHARDED]
-), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    slow_or_nightly({("llama", UNEVEN)}, of_families(SLOW, CONTINUED), [*PLACES, *FULLY_SHARDED]),
+    ids=str,
+)
 def test_greedy_tokens_are_those_of_transformers(case):
     greedy(*case)
 
 
 # Of windows, latent attention and experts.
-@pytest.mark.parametrize("family", slow_or_nightly(
-    (), {"deepseek_v3", "gpt_oss"}, FAMILIES
-))
+@pytest.mark.parametrize("family", slow_or_nightly((), {"deepseek_v3", "gpt_oss"}, FAMILIES))
 def test_greedy_tokens_with_drafts_are_those_of_transformers(family):
     greedy(family, num_speculative_tokens=3)
 
@@ -141,7 +143,9 @@ def trained(family, shape, num_steps, partitioner=Partitioner):
     model, expected = loaded(family, shape), golden(family)
     left_out = model.experiment.task.learner.bprop_variable_exclusion
     learner = fdl.Config(
-        Learner, optimizer=fdl.Partial(recorded_adamw), learning_rate=1e-3,
+        Learner,
+        optimizer=fdl.Partial(recorded_adamw),
+        learning_rate=1e-3,
         bprop_variable_exclusion=left_out,
     )
     task = fdl.build(fdl.copy_with(model.experiment.task, learner=learner))
@@ -174,7 +178,8 @@ def exported(model, directory):
     model.export(directory, "float32")
     tensors = load_file(directory / "model.safetensors")
     return {
-        name: x.astype(np.float64) for name, x in tensors.items()
+        name: x.astype(np.float64)
+        for name, x in tensors.items()
         if not name.endswith("e_score_correction_bias")
     }
 
@@ -196,7 +201,7 @@ def test_gradients_and_ten_steps_of_adamw_are_those_of_torch(case, tmp_path):
     for i, name in enumerate(expected["tensor_names"]):
         off = abs(tensors[name].sum() - expected["train_sums"][i])
         assert off <= expected["train_sums_tolerance"][i], name
-        norm = np.sqrt((tensors[name]**2).sum())
+        norm = np.sqrt((tensors[name] ** 2).sum())
         assert abs(norm - expected["train_norms"][i]) <= expected["train_norms_tolerance"][i]
 
 
@@ -213,9 +218,9 @@ def tensors_in(directory):
     return actual
 
 
-@pytest.mark.parametrize("case", slow_or_nightly(
-    {("phi3", UNEVEN), ("mixtral", SINGLE)}, SLOW, PLACES
-), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_or_nightly({("phi3", UNEVEN), ("mixtral", SINGLE)}, SLOW, PLACES), ids=str
+)
 def test_what_is_read_is_written_bit_for_bit(case, tmp_path):
     loaded(*case).export(tmp_path / "out", max_file_bytes=100_000)
     expected, actual = tensors_in(GOLDENS / "hf" / case[0]), tensors_in(tmp_path / "out")
@@ -239,19 +244,22 @@ def copy_of(tmp_path, family="llama", **fields):
     return target
 
 
-@pytest.mark.parametrize("fields, said", [
-    ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'"),
-    ({"archs": 1}, "'archs'.*=.*1"),
-    ({"head_dim": 16, "num_attention_heads": 4}, r"self_attn\.q_proj\.weight"),
-    ({"hidden_size": None}, "hidden_size"),
-    ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "'static'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"\['beta'\]"),
-    ({"hidden_act": "mish"}, "activation.*'mish'"),
-    ({"intermediate_size": 108}, r"\(109, 48\).*config.json.*\(108, 48\)"),
-    ({"num_hidden_layers": 4}, "model.layers.3"),
-    ({"num_hidden_layers": 2}, "model.layers.2"),
-    ({"tie_word_embeddings": True}, "lm_head.weight"),
-])
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'"),
+        ({"archs": 1}, "'archs'.*=.*1"),
+        ({"head_dim": 16, "num_attention_heads": 4}, r"self_attn\.q_proj\.weight"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "'static'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"\['beta'\]"),
+        ({"hidden_act": "mish"}, "activation.*'mish'"),
+        ({"intermediate_size": 108}, r"\(109, 48\).*config.json.*\(108, 48\)"),
+        ({"num_hidden_layers": 4}, "model.layers.3"),
+        ({"num_hidden_layers": 2}, "model.layers.2"),
+        ({"tie_word_embeddings": True}, "lm_head.weight"),
+    ],
+)
 def test_a_config_that_is_not_understood_is_refused_by_name(fields, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         huggingface.load(copy_of(tmp_path, **fields))

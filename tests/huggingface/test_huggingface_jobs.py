@@ -57,15 +57,29 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
 @pytest.mark.slow
 def test_an_experiment_begins_with_its_weights(tmp_path, capsys):
     data = [
-        f"datasets.{name}{setting}" for name in ("train", "heldout") for setting in (
-            "=praxis_lite.inputs.SyntheticLm()", ".vocab_size=101", ".batch_size=8", ".seq_len=16",
+        f"datasets.{name}{setting}"
+        for name in ("train", "heldout")
+        for setting in (
+            "=praxis_lite.inputs.SyntheticLm()",
+            ".vocab_size=101",
+            ".batch_size=8",
+            ".seq_len=16",
         )
     ]
-    launch([
-        "--exp=huggingface.CausalLm", f"--job_log_dir={tmp_path / 'job'}", "--set",
-        f"HF_DIR={PHI3}", f"run.init_from_huggingface={PHI3}", "run.num_train_steps=1",
-        "task.learner.learning_rate=0.0", UNEVEN, *data, "datasets.heldout.num_batches=1",
-    ])
+    launch(
+        [
+            "--exp=huggingface.CausalLm",
+            f"--job_log_dir={tmp_path / 'job'}",
+            "--set",
+            f"HF_DIR={PHI3}",
+            f"run.init_from_huggingface={PHI3}",
+            "run.num_train_steps=1",
+            "task.learner.learning_rate=0.0",
+            UNEVEN,
+            *data,
+            "datasets.heldout.num_batches=1",
+        ]
+    )
     assert f"12 weights from {PHI3}" in capsys.readouterr().out
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
     actual = load_file(tmp_path / "out/model.safetensors")
@@ -85,8 +99,13 @@ def test_a_job_goes_on_by_what_it_keeps_itself(tmp_path, capsys):
     shutil.copytree(PHI3, tmp_path / "hf")
     settings = [UNEVEN, "run.num_train_steps=1", "task.learner.learning_rate=0.0"]
     settings += [
-        f"datasets.{name}{setting}" for name in ("train", "heldout") for setting in (
-            "=praxis_lite.inputs.SyntheticLm()", ".vocab_size=101", ".batch_size=8", ".seq_len=16",
+        f"datasets.{name}{setting}"
+        for name in ("train", "heldout")
+        for setting in (
+            "=praxis_lite.inputs.SyntheticLm()",
+            ".vocab_size=101",
+            ".batch_size=8",
+            ".seq_len=16",
             ".num_batches=1",
         )
     ]

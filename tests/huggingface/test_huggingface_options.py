@@ -30,9 +30,12 @@ def test_logits_equal_those_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(
-    {"deepseek_v3_absent", "gpt_oss_absent", "llama_dynamic", "qwen3_moe_windows"}, NAMES
-))
+@pytest.mark.parametrize(
+    "name",
+    nightly_but(
+        {"deepseek_v3_absent", "gpt_oss_absent", "llama_dynamic", "qwen3_moe_windows"}, NAMES
+    ),
+)
 def test_greedy_tokens_equal_those_of_transformers(name):
     expected = golden_arrays(f"hf_options/{name}/goldens.npz")
     prompts = expected["ids"][:, :4].tolist()

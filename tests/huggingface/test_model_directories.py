@@ -37,7 +37,10 @@ def test_a_wrong_value_is_an_error_that_names_its_field(fields, words):
 
 def test_harmless_fields_of_fine_tunes_pass_with_one_line():
     config = config_of("llama") | {
-        "unsloth_version": "2025.1", "unsloth_fixed": True, "max_length": 20, "do_sample": True,
+        "unsloth_version": "2025.1",
+        "unsloth_fixed": True,
+        "max_length": 20,
+        "do_sample": True,
         "some_field": None,
     }
     family = family_of(config)

@@ -36,7 +36,8 @@ def test_a_published_model_has_its_number_of_parameters_and_each_matrix_is_shard
     # Fully sharded, no matrix of it is replicated.
     model = NnxModel(fdl.build(set_sharding_params(lm_config(settings), "fsdp")))
     matrices = {
-        path: spec for path, spec in spec_leaves(model.weight_specs()["params"])
+        path: spec
+        for path, spec in spec_leaves(model.weight_specs()["params"])
         if spec.matrix and all(spec.matrix)
     }
     assert len(matrices) > 3

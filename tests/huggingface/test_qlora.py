@@ -47,8 +47,13 @@ def rounded_by_hand(tensors, qtype):
 def alone(started):
     """The losses of a job with NF4 on one device, whose directory is `nf4_alone`."""
     finetuned(
-        started, "ChatLora", "nf4_alone", "task.quantization=nf4", "run.num_train_steps=3",
-        "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
+        started,
+        "ChatLora",
+        "nf4_alone",
+        "task.quantization=nf4",
+        "run.num_train_steps=3",
+        "mesh.ici_mesh_shape=1,1,1",
+        "mesh.allow_unused_devices=True",
     )
     return losses_of(started / "nf4_alone")
 
@@ -60,8 +65,13 @@ def losses_of(job):
 @pytest.mark.parametrize("qtype", nightly_but({"nf4"}, ["nf4", "int4"]))
 def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, qtype):
     done = finetuned(
-        started, "ChatLora", qtype, f"task.quantization={qtype}", "run.num_train_steps=3",
-        "mesh.ici_mesh_shape=1,2,2", "mesh.allow_unused_devices=True",
+        started,
+        "ChatLora",
+        qtype,
+        f"task.quantization={qtype}",
+        "run.num_train_steps=3",
+        "mesh.ici_mesh_shape=1,2,2",
+        "mesh.allow_unused_devices=True",
     )
     assert "weights from" in done.out
     on_mesh = losses_of(started / qtype)
@@ -70,8 +80,14 @@ def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, q
     assert on_mesh[-1] < on_mesh[0]
     for name in ("merged", "peft"):
         shutil.rmtree(started / name, ignore_errors=True)
-        convert(["export", str(started / qtype), str(started / name),
-                 f"--adapters={name.removesuffix('d')}"])
+        convert(
+            [
+                "export",
+                str(started / qtype),
+                str(started / name),
+                f"--adapters={name.removesuffix('d')}",
+            ]
+        )
     expected, _ = merged_by_hand(started / "llama", started / "peft")
     base = load_file(started / "llama" / "model.safetensors")
     rounded = rounded_by_hand(base, qtype)
@@ -108,8 +124,12 @@ def test_a_weight_takes_half_a_byte_and_its_part_of_a_scale(started, alone):
 
 def test_weights_in_4_bits_are_not_trained(started):
     message = launch(
-        "--exp=huggingface.ChatFull", f"--job_log_dir={started / 'refused'}", "--set",
-        f"HF_DIR={started / 'llama'}", f"CHAT_FILES={started / 'chat.jsonl'}", "SEQ_LEN=48",
+        "--exp=huggingface.ChatFull",
+        f"--job_log_dir={started / 'refused'}",
+        "--set",
+        f"HF_DIR={started / 'llama'}",
+        f"CHAT_FILES={started / 'chat.jsonl'}",
+        "SEQ_LEN=48",
         "task.quantization=nf4",
     ).err
     assert "w/codes" in message and "bprop_variable_inclusion" in message

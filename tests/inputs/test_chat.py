@@ -112,9 +112,15 @@ BAD = {
     '{"text": "a"}': r"chat.jsonl:2.*'messages'.*\['text'\]",
     '{"messages": "a"}': 'chat.jsonl:2.*messages.*"a"',
     '{"messages": [{"role": "user", "content": "a"}]}': r"chat.jsonl:2.*\['user'\]",
-    json.dumps(conversation(3) | {"messages": [
-        *conversation(3)["messages"], {"role": "assistant", "content": "b" * 99},
-    ]}): r"chat.jsonl:2 .*1.. .*seq_len \+ 1 = 71",
+    json.dumps(
+        conversation(3)
+        | {
+            "messages": [
+                *conversation(3)["messages"],
+                {"role": "assistant", "content": "b" * 99},
+            ]
+        }
+    ): r"chat.jsonl:2 .*1.. .*seq_len \+ 1 = 71",
 }
 
 
@@ -140,8 +146,11 @@ def test_pairs_are_read_in_each_form_of_trl_and_only_answers_count(tmp_path):
     (batch,) = actual.batches()
     assert batch["weights"].tolist() == [1, 1, 1, 0]
     answers = [
-        [tokenizer.decode(batch["labels"][row, side][batch["answers"][row, side] > 0])
-         for side in range(2)] for row in range(3)
+        [
+            tokenizer.decode(batch["labels"][row, side][batch["answers"][row, side] > 0])
+            for side in range(2)
+        ]
+        for row in range(3)
     ]
     message = ["né, a fox\x03", "There.\x03"]
     assert answers == [[" I.", " You, perhaps."], message, message]

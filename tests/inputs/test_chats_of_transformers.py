@@ -20,15 +20,29 @@ from tests.support.goldens import GOLDENS
 FOLDER = GOLDENS / "chats" / "byte_level"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
-    {"type": "function", "function": {
-        "name": "add", "description": "Adds <b>two</b> numbers & more.",
-        "parameters": {"type": "object", "properties": {
-            "x": {"type": "number"}, "y": {"type": "number"},
-        }, "required": ["x"]},
-    }},
-    {"type": "function", "function": {
-        "name": "né", "description": "", "parameters": {"type": "object", "properties": {}},
-    }},
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds <b>two</b> numbers & more.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "x": {"type": "number"},
+                    "y": {"type": "number"},
+                },
+                "required": ["x"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "né",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
 ]
 DOCUMENTS = [{"title": "Foxes", "text": "A fox is né red."}, {"title": "Hens", "text": "<b>&</b>"}]
 
@@ -38,14 +52,18 @@ def said(*turns, roles=("user", "assistant")):
 
 
 def call(name, arguments):
-    return {"id": "abcdefghi", "type": "function",
-            "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = said("Who is there?", "né, a fox!", "Where?", " There. ")
 CALLS = [
-    *said("1 + 2?"), {"role": "assistant", "tool_calls": [call("add", {"x": 1, "y": [2, "é"]})]},
+    *said("1 + 2?"),
+    {"role": "assistant", "tool_calls": [call("add", {"x": 1, "y": [2, "é"]})]},
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
     {"role": "assistant", "content": "It is 3."},
 ]
@@ -101,11 +119,16 @@ READ = {
 # Unmarked templates that write an earlier turn otherwise once others follow, or text behind it.
 REWRITTEN = {
     *((name, content) for name in ("qwen3", "deepseek-r1") for content in ROWS),
-    ("mistral", "a system message"), ("command-r", "documents"),
+    ("mistral", "a system message"),
+    ("command-r", "documents"),
 }
 NAMED = {
-    "a system message": "System role", "tools": "tool", "documents": "documents",
-    "reasoning": "reasoning", "a name": "name", "a switch": "enable_thinking",
+    "a system message": "System role",
+    "tools": "tool",
+    "documents": "documents",
+    "reasoning": "reasoning",
+    "a name": "name",
+    "a switch": "enable_thinking",
 }
 
 
@@ -176,8 +199,13 @@ def test_an_answer_with_weight_0_keeps_its_ids_and_is_not_learned(name, mark):
     row = with_day(name, {"messages": messages, "tools": TOOLS if messages is CALLS else None})
     plain = encoded("messages", None, row, ours, "here")
     # The answers are the runs of learned tokens.
-    runs = [list(group) for is_on, group in itertools.groupby(
-        range(len(plain.ids)), lambda i: bool(plain.is_answer[i])) if is_on]
+    runs = [
+        list(group)
+        for is_on, group in itertools.groupby(
+            range(len(plain.ids)), lambda i: bool(plain.is_answer[i])
+        )
+        if is_on
+    ]
     assert len(runs) == 2
     for answer, index in enumerate((1, len(messages) - 1)):
         marked = [{**turn, **mark} if i == index else turn for i, turn in enumerate(messages)]

@@ -32,9 +32,11 @@ def is_odd(example):
 @pytest.mark.parametrize("kind", ["in memory", "in order", "workers", "lines", "kept", "mixture"])
 def test_the_example_of_a_row_is_the_one_that_is_in_it(kind, tmp_path):
     make = {
-        "in memory": in_memory, "in order": lambda: in_memory(shuffle=False),
+        "in memory": in_memory,
+        "in order": lambda: in_memory(shuffle=False),
         "workers": lambda: WithWorkers(in_memory(), 1, kind="threads"),
-        "lines": lambda: lines(tmp_path), "kept": lambda: lines(tmp_path, is_odd),
+        "lines": lambda: lines(tmp_path),
+        "kept": lambda: lines(tmp_path, is_odd),
         "mixture": lambda: Mixture(
             {"one": in_memory(), "two": in_memory(100)}, {"one": 2, "two": 1}, 6
         ),
@@ -70,4 +72,6 @@ def test_a_batch_larger_than_the_data_is_noted(batch_size, is_noted):
     for item in (pipeline, WithWorkers(pipeline, 1, kind="threads")):
         notes = notes_on_batch_size(item)
         assert len(notes) == is_noted
-        assert not notes or (" 13 examples" in notes[0] and f"batch_size of {batch_size}" in notes[0])
+        assert not notes or (
+            " 13 examples" in notes[0] and f"batch_size of {batch_size}" in notes[0]
+        )

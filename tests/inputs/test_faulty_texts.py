@@ -60,8 +60,11 @@ def test_half_a_character_is_refused_by_its_line_or_skipped(tmp_path, holds, lin
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("né".encode("latin1"), "iconv -f LATIN1"), ("né".encode("utf-16"), "UTF-16"),
-        ("né".encode("utf-32"), "UTF-32"), (b"a\0b", "NUL"), (b"\xc0\xaf", "UTF-8"),
+        ("né".encode("latin1"), "iconv -f LATIN1"),
+        ("né".encode("utf-16"), "UTF-16"),
+        ("né".encode("utf-32"), "UTF-32"),
+        (b"a\0b", "NUL"),
+        (b"\xc0\xaf", "UTF-8"),
     ],
 )
 def test_other_encodings_are_refused_by_file_and_line_in_every_reader(tmp_path, data, words):
@@ -69,7 +72,8 @@ def test_other_encodings_are_refused_by_file_and_line_in_every_reader(tmp_path, 
     path.write_bytes(data)
     for read in (
         lambda: TextCorpus(str(path), heldout_percent=0).documents("train"),
-        lambda: TextFiles(str(path))[0], lambda: read_prompts(path),
+        lambda: TextFiles(str(path))[0],
+        lambda: read_prompts(path),
     ):
         with pytest.raises(ConfigError, match=rf"a\.txt.*{words}"):
             read()
@@ -140,9 +144,7 @@ def test_preferences_are_read_as_trl_reads_them(tmp_path):
     for prompt in ("x", None, [USER]):
         line = {"prompt": prompt, "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
         assert pairs_of(path, line) == expected, prompt
-    assert pairs_of(
-        path, {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}
-    ) == expected
+    assert pairs_of(path, {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}) == expected
     for same in ("y", [USER, ANSWER]):
         with pytest.raises(ConfigError, match="p.jsonl"):
             pairs_of(path, {"prompt": "x", "chosen": same, "rejected": same})

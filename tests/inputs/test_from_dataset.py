@@ -107,8 +107,9 @@ def test_whole_batches_are_filled_too():
 
 
 def test_the_seed_is_that_of_every_shuffle_and_epochs_differ():
-    labels = [np.concatenate([b["labels"] for b in taken(endless(seed).batches(), 37)])
-              for seed in (3, 4)]
+    labels = [
+        np.concatenate([b["labels"] for b in taken(endless(seed).batches(), 37)]) for seed in (3, 4)
+    ]
     epochs = labels[0].reshape(5, 37)
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(37), (5, 1)))
     assert len(set(map(tuple, epochs.tolist()))) == 5
@@ -164,10 +165,19 @@ def test_the_fingerprint_follows_settings_arguments_and_data():
     fingerprint = endless().fingerprint()
     assert json.loads(json.dumps(fingerprint)) == fingerprint == endless().fingerprint()
     assert fingerprint["make_dataset"] == {
-        "function": f"{__name__}.squares", "shuffle": 13, "repeat": True, "parallel": True
+        "function": f"{__name__}.squares",
+        "shuffle": 13,
+        "repeat": True,
+        "parallel": True,
     }
-    changed = [endless(4), endless(batch_size=7), endless(draws=False), one_pass(),
-               one_pass(num_examples=38), one_pass(num_examples=41)]
+    changed = [
+        endless(4),
+        endless(batch_size=7),
+        endless(draws=False),
+        one_pass(),
+        one_pass(num_examples=38),
+        one_pass(num_examples=41),
+    ]
     assert len({json.dumps(one.fingerprint()) for one in changed} | {json.dumps(fingerprint)}) == 7
     # What has a fingerprint of its own gives that.
     corpus = TextCorpus(heldout_percent=20)

@@ -91,9 +91,13 @@ def test_a_host_reads_its_own_rows_alone_and_any_batch_at_once():
     np.testing.assert_equal(part["x"], pipeline.rows(10**9, slice(0, 5))["x"][1:3])
 
 
-@pytest.mark.parametrize("pipeline", [
-    pytest.param(made(seed=1, repeat=True), marks=pytest.mark.slow), in_order(seed=1, repeat=True),
-])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        pytest.param(made(seed=1, repeat=True), marks=pytest.mark.slow),
+        in_order(seed=1, repeat=True),
+    ],
+)
 def test_a_resume_and_parts_of_rows_are_the_same_stream(pipeline):
     whole = taken(pipeline, 7)  # One epoch and a half.
     np.testing.assert_equal(taken(pipeline, 2, start=5), whole[5:])

@@ -12,7 +12,8 @@ SIZES = {"ids": 257, "labels": 257}
 def batch(**changes):
     """Returns a batch [7, 5] of the largest ids, with (row, token, value) put into leaves."""
     leaves = {
-        "ids": np.full((7, 5), 256, np.int32), "labels": np.zeros((7, 5), np.int32),
+        "ids": np.full((7, 5), 256, np.int32),
+        "labels": np.zeros((7, 5), np.int32),
         "weights": np.ones((7, 5), np.float32),
     }
     for name, (row, token, value) in changes.items():
@@ -39,9 +40,12 @@ def test_rows_are_those_of_the_global_batch():
 
 
 def test_what_weighs_nothing_may_be_marked_by_any_label_and_by_negative_ids():
-    for inputs in (batch(), batch(labels=(4, 3, -100), weights=(4, 3, 0.0)),
-                   batch(labels=(4, 3, 999), weights=(4, 3, 0.0)),
-                   batch(ids=(4, 3, -1), weights=(4, 3, 0.0))):
+    for inputs in (
+        batch(),
+        batch(labels=(4, 3, -100), weights=(4, 3, 0.0)),
+        batch(labels=(4, 3, 999), weights=(4, 3, 0.0)),
+        batch(ids=(4, 3, -1), weights=(4, 3, 0.0)),
+    ):
         check_ids(inputs, SIZES, "datasets.train, batch 12")
     # An embedding makes NaN of it, which attention spreads to other tokens.
     assert "contains 257" in refusal(batch(ids=(4, 3, 257), weights=(4, 3, 0.0)))

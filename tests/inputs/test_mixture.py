@@ -25,7 +25,8 @@ def xs(mixture, num_batches, start=0):
 def test_rows_come_in_their_sources_order_whatever_the_sources_batches_are():
     mixture = Mixture(
         {"a": numbered(0, 7, batch_size=3), "b": numbered(100, 5, batch_size=8)},
-        {"a": 0.75, "b": 0.25}, 4,
+        {"a": 0.75, "b": 0.25},
+        4,
     )
     actual = xs(mixture, 6)
     assert [x for x in actual if x < 100] == [k % 7 for k in range(18)]
@@ -48,7 +49,8 @@ def test_an_endless_source_goes_on_from_epoch_to_epoch():
 def test_weights_change_at_a_batch():
     mixture = Mixture(
         {"a": numbered(0, 50), "b": numbered(100, 50)},
-        [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 3}), (4, {"a": 0, "b": 1})], 4,
+        [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 3}), (4, {"a": 0, "b": 1})],
+        4,
     )
     actual = xs(mixture, 6)
     assert actual[:8] == list(range(8))
@@ -108,7 +110,9 @@ def test_tokens_are_shared_where_rows_differ_in_length():
     short = {"weights": np.pad(np.ones((40, 10), np.float32), ((0, 0), (0, 20)))}
     mixture = Mixture(
         {"long": numbered(0, 40, **long), "short": numbered(100, 40, **short)},
-        {"long": 0.5, "short": 0.5}, 16, unit="tokens",
+        {"long": 0.5, "short": 0.5},
+        16,
+        unit="tokens",
     )
     batches = mixture.batches()
     tokens = {"long": 0.0, "short": 0.0}
@@ -199,8 +203,11 @@ def test_the_fingerprint_has_shares_and_sources():
         ),
         ({"sources": {"a": numbered(0, 3), "b": SyntheticLm(5, 4, 3, num_batches=0)}}, "num_batch"),
         (
-            {"sources": {"a": numbered(0, 3, shuffle=True), "b": numbered(0, 3, shuffle=True)},
-             "stop": "first"}, r"stop.*'first'.*\['a', 'b'\]",
+            {
+                "sources": {"a": numbered(0, 3, shuffle=True), "b": numbered(0, 3, shuffle=True)},
+                "stop": "first",
+            },
+            r"stop.*'first'.*\['a', 'b'\]",
         ),
         (
             {"sources": {"a": numbered(0, 3), "b": numbered(0, 3, weights=np.zeros(3))}},
@@ -210,7 +217,8 @@ def test_the_fingerprint_has_shares_and_sources():
 )
 def test_what_is_wrong_is_said(settings, words):
     given = {
-        "sources": {"a": numbered(0, 3), "b": numbered(9, 3)}, "weights": {"a": 1, "b": 1},
+        "sources": {"a": numbered(0, 3), "b": numbered(9, 3)},
+        "weights": {"a": 1, "b": 1},
         "batch_size": 2,
     } | settings
     with pytest.raises(ConfigError, match=words):

@@ -70,9 +70,9 @@ def pieces_of(pipeline):
                 (here,) = np.nonzero(segments == item)
                 assert (np.diff(here) == 1).all()
                 assert batch["segment_pos"][row][here].tolist() == list(range(len(here)))
-                actual.append(tuple(
-                    batch[name][row][here].tolist() for name in ("ids", "labels", "weights")
-                ))
+                actual.append(
+                    tuple(batch[name][row][here].tolist() for name in ("ids", "labels", "weights"))
+                )
     return actual
 
 
@@ -80,10 +80,17 @@ def stream_of(text):
     return [EOS, *text.encode(), EOS]
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"packing": False}, {"shuffle": True}, {"split_documents": True},
-    {"split_documents": True, "shuffle": True}, {"window": 1},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": False},
+        {"shuffle": True},
+        {"split_documents": True},
+        {"split_documents": True, "shuffle": True},
+        {"window": 1},
+    ],
+)
 @pytest.mark.parametrize("ahead", [True, False])
 def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead):
     # A batch of one row: an epoch that is shuffled ends with a row, not with a batch.
@@ -95,8 +102,8 @@ def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead
     labels = sorted(itertools.chain(*(labels for _, labels, _ in pieces)))
     assert labels == sorted(itertools.chain(*(item[1:] for item in expected)))
     if not settings.get("split_documents"):
-        begun = sorted(ids[: T] for ids, _, _ in pieces if ids[0] == EOS)
-        assert begun == sorted(element[:-1][: T] for element in expected)
+        begun = sorted(ids[:T] for ids, _, _ in pieces if ids[0] == EOS)
+        assert begun == sorted(element[:-1][:T] for element in expected)
 
 
 def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
@@ -110,8 +117,9 @@ def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
 
 def test_filter_and_transform_and_splits(folder):
     of = {"keep": is_even, "transform": with_title, "heldout_percent": 20}
-    train, heldout = (packed(folder, of, split=x, packing=False, seq_len=999)
-                      for x in ("train", "heldout"))
+    train, heldout = (
+        packed(folder, of, split=x, packing=False, seq_len=999) for x in ("train", "heldout")
+    )
     both = [[bytes(ids[1:]).decode() for ids, _, _ in pieces_of(item)] for item in (train, heldout)]
     assert sorted(both[0] + both[1]) == sorted("T" + text_of(n) for n in range(0, 120, 2))
     assert 3 <= len(both[1]) <= 25 and train.documents.left_out == {"filtered": 60}
@@ -135,7 +143,8 @@ def test_answers_alone_are_learnt(tmp_path):
     task = {"prompt": "2+2=", "completion": "4"}
     (tmp_path / "a.jsonl").write_text(json.dumps(chat | task) + "\n")
     for holds, learnt, others in (
-        ("messages", b"c\x03", task), ("completion", b"4", chat),
+        ("messages", b"c\x03", task),
+        ("completion", b"4", chat),
     ):
         rows = packed(tmp_path, {"holds": holds, "ignored_keys": tuple(others)})
         ((_, labels, weights),) = pieces_of(rows)
@@ -171,8 +180,11 @@ def test_tokens_are_made_once_and_of_changed_files_again(folder, tmp_path, monke
         (tmp_path / path.name).write_bytes(path.read_bytes())
     made = []
     original = Documents._encode_part
-    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
-        made.append(part.name.split(".")[0]), original(self, part))[1])
+    monkeypatch.setattr(
+        Documents,
+        "_encode_part",
+        lambda self, part: (made.append(part.name.split(".")[0]), original(self, part))[1],
+    )
     first = packed(tmp_path).fingerprint()
     assert made == ["0", "1"]
     assert packed(tmp_path).fingerprint() == first and made == ["0", "1"]
@@ -194,8 +206,11 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
     (tmp_path / "1.jsonl").write_bytes(whole)
     expected = packed(folder).fingerprint()
     result, original = [], Documents._encode_part
-    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
-        result.append(part.name.split(".")[0]), original(self, part))[1])
+    monkeypatch.setattr(
+        Documents,
+        "_encode_part",
+        lambda self, part: (result.append(part.name.split(".")[0]), original(self, part))[1],
+    )
     assert packed(tmp_path).fingerprint() == expected and result == ["1"]
 
 
@@ -276,7 +291,8 @@ def test_an_empty_split_and_an_empty_source(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"\(1 files"):
         mixture = Mixture(
             {"some": packed(folder, shuffle=True), "none": packed(tmp_path, shuffle=True)},
-            {"some": 1, "none": 1}, 4,
+            {"some": 1, "none": 1},
+            4,
         )
         mixture.check()
 
@@ -291,12 +307,15 @@ def stream(folder, **settings):
     """Shuffled, filtered, packed and mixed, with a change of weights."""
     rows = functools.partial(packed, folder, shuffle=True, batch_size=5)
     sources = {
-        "even": rows({"keep": is_even}, seed=1), "all": rows(split_documents=True, seed=2),
+        "even": rows({"keep": is_even}, seed=1),
+        "all": rows(split_documents=True, seed=2),
         "later": rows({"ahead": False, "transform": with_title}, seed=3, packing=False),
     }
     return Mixture(
-        sources, [(0, {"even": 0.5, "all": 0.3, "later": 0.2}),
-                  (9, {"even": 0.1, "all": 0, "later": 0.9})], 12, **settings,
+        sources,
+        [(0, {"even": 0.5, "all": 0.3, "later": 0.2}), (9, {"even": 0.1, "all": 0, "later": 0.9})],
+        12,
+        **settings,
     )
 
 
@@ -332,8 +351,11 @@ def test_each_host_reads_only_its_rows(folder, monkeypatch):
     rows = packed(folder, {"ahead": False}, shuffle=True, packing=False, seq_len=400)
     rows.check()
     read, original = [], JsonLines.example
-    monkeypatch.setattr(JsonLines, "example", lambda self, record, where: (
-        read.append(where), original(self, record, where))[1])
+    monkeypatch.setattr(
+        JsonLines,
+        "example",
+        lambda self, record, where: (read.append(where), original(self, record, where))[1],
+    )
     for host in range(4):
         rows.rows(3, slice(host, host + 1))
     # A row is one document here: a host reads one line, and all of them what the batch has.

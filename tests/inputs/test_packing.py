@@ -37,7 +37,7 @@ def test_first_fit_puts_each_piece_into_the_first_open_row_with_room(window, see
             n = min(T, count - first)
             fits = [row for row in open_rows if sum(p[2] for p in row) + n <= T]
             if not fits:
-                open_rows = open_rows[-(window - 1):] if window > 1 else []
+                open_rows = open_rows[-(window - 1) :] if window > 1 else []
                 open_rows.append([])
                 expected.append(open_rows[-1])
                 fits = open_rows[-1:]
@@ -65,12 +65,18 @@ def test_without_gaps_only_the_last_row_has_room(seed):
 def test_unpacked_has_a_row_for_each_piece():
     counts = [1, 50, 51, 120]
     assert rows_of(unpacked(counts, T)) == [
-        [(0, 0, 1)], [(1, 0, 50)], [(2, 0, 50)], [(2, 50, 1)], [(3, 0, 50)], [(3, 50, 50)],
+        [(0, 0, 1)],
+        [(1, 0, 50)],
+        [(2, 0, 50)],
+        [(2, 50, 1)],
+        [(3, 0, 50)],
+        [(3, 50, 50)],
         [(3, 100, 20)],
     ]
 
 
-@pytest.mark.parametrize("pack", [lambda c: first_fit(c, T, 4), lambda c: without_gaps(c, T),
-                                  lambda c: unpacked(c, T)])
+@pytest.mark.parametrize(
+    "pack", [lambda c: first_fit(c, T, 4), lambda c: without_gaps(c, T), lambda c: unpacked(c, T)]
+)
 def test_no_documents_make_no_rows(pack):
     assert pack([]).num_rows == 0

@@ -76,7 +76,8 @@ def served(row, tokenizer, folder):
 TRAINING, PROMPTS = (trained, preferred), (of_file, of_python, served)
 WAYS = [(way.__name__, way) for way in TRAINING + PROMPTS]
 USER, MIDDLE, ANSWER = (
-    {"role": "user", "content": "q"}, {"role": "assistant", "content": "m"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "m"},
     {"role": "assistant", "content": "a"},
 )
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -86,8 +87,10 @@ PLAIN = "<user>q;<assistant>m;<user>q;<assistant>"
 
 
 def row(middle=None, user=None, **more):
-    return {"messages": [USER, {**MIDDLE, **(middle or {})}, {**USER, **(user or {})}, ANSWER],
-            **more}
+    return {
+        "messages": [USER, {**MIDDLE, **(middle or {})}, {**USER, **(user or {})}, ANSWER],
+        **more,
+    }
 
 
 # Name: a row, its text before the answer by hand, and the key that a template of contents lacks.
@@ -134,18 +137,31 @@ def test_a_known_key_reaches_the_text_or_the_template_is_said_to_lack_it(name, t
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED = {
-    "id": row(id=3), "weight": row(weight=0.5), "images": row(images=["x.png"]),
-    "videos": row(videos=["x"]), "response_format": row(response_format={"a": 1}),
-    "tool_choice": row(tool_choice="auto"), "enable_thinking": row(enable_thinking=True),
+    "id": row(id=3),
+    "weight": row(weight=0.5),
+    "images": row(images=["x.png"]),
+    "videos": row(videos=["x"]),
+    "response_format": row(response_format={"a": 1}),
+    "tool_choice": row(tool_choice="auto"),
+    "enable_thinking": row(enable_thinking=True),
     "audio": row({"audio": {"id": "x"}}),
-    "refusal": row({"refusal": "no"}), "function_call": row({"function_call": {"name": "f"}}),
-    "training": row({"training": False}), "image_url": row(user={"content": ["q", IMAGE]}),
+    "refusal": row({"refusal": "no"}),
+    "function_call": row({"function_call": {"name": "f"}}),
+    "training": row({"training": False}),
+    "image_url": row(user={"content": ["q", IMAGE]}),
     "cache_control": row(user={"content": [{"type": "text", "text": "q", "cache_control": 1}]}),
-    "weight of message 1": row({"weight": 0.5}), "weight 1": row(user={"weight": 1}),
-    "train of message 1": row({"train": "no"}), "arguments": row({"tool_calls": [
-        {"function": {"name": "f", "arguments": "{"}},
-    ]}),
-    "content": row(user={"content": {"text": "q"}}), "tools": row(tools={"name": "f"}),
+    "weight of message 1": row({"weight": 0.5}),
+    "weight 1": row(user={"weight": 1}),
+    "train of message 1": row({"train": "no"}),
+    "arguments": row(
+        {
+            "tool_calls": [
+                {"function": {"name": "f", "arguments": "{"}},
+            ]
+        }
+    ),
+    "content": row(user={"content": {"text": "q"}}),
+    "tools": row(tools={"name": "f"}),
     "chat_template_kwargs": row(chat_template_kwargs={"add_generation_prompt": True}),
 }
 
@@ -247,20 +263,31 @@ def test_rows_with_unknown_keys_are_skipped_and_counted_and_nulls_of_arrow_are_a
     skipping = JsonLines(f"{tmp_path}/a.jsonl", skip=("unknown_key",))
     assert documents(skipping).left_out == {"unknown_key": 2}
     assert documents(skipping, ignored_keys=("id",)).left_out == {"unknown_key": 1}
-    pairs = [{"prompt": [USER], "chosen": [ANSWER], "rejected": [MIDDLE], "score": i}
-             for i in range(3)]
+    pairs = [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [MIDDLE], "score": i} for i in range(3)
+    ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     settings = {"tokenizer": ReadsAll(), "shuffle": False, "heldout_percent": 0}
     with pytest.raises(ConfigError, match=r"p\.jsonl:1.*'score'"):
         PreferenceData(f"{tmp_path}/p.jsonl", "train", 1, 99, **settings).check()
     data = PreferenceData(
-        f"{tmp_path}/p.jsonl", "train", 1, 99, ignored_keys=("score",), **settings)
+        f"{tmp_path}/p.jsonl", "train", 1, 99, ignored_keys=("score",), **settings
+    )
     assert len(data.pairs) == 3
 
     def called(arguments):
-        return {"messages": [USER, {"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": arguments}},
-        ]}], "tools": [{"name": "f", "parameters": arguments}]}
+        return {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"function": {"name": "f", "arguments": arguments}},
+                    ],
+                },
+            ],
+            "tools": [{"name": "f", "parameters": arguments}],
+        }
 
     rows = [called({"x": 1}), called({"y": {"z": "2"}}), {"messages": [USER, ANSWER]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -284,6 +311,7 @@ def test_arguments_stay_json_in_templates_that_join_or_print_them():
     calls = [{"function": {"name": "f", "arguments": '{"x":1}'}}]
     messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
     for use in ("'' + c.function.arguments", "c.function.arguments"):
+
         class Joins(ByteTokenizer):
             chat = ChatTemplate(
                 "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ " + use + " }}"

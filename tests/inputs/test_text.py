@@ -19,8 +19,9 @@ def folder(tmp_path):
     (tmp_path / "below").mkdir()
 
     def lines(name, num_bytes):
-        return b"".join(f"{name}, line {i:09d}, \xe9, of 37 byte.\n".encode() for i in
-                        range(num_bytes // 37))
+        return b"".join(
+            f"{name}, line {i:09d}, \xe9, of 37 byte.\n".encode() for i in range(num_bytes // 37)
+        )
 
     assert len(lines("one", 37)) == 37
     (tmp_path / "one.txt").write_bytes(lines("one", 40 * 16384))

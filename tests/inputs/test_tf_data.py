@@ -42,8 +42,7 @@ def test_batches_are_those_of_numpy_to_the_bit(settings, rows):
     pipelines = [module.TextWindows(CORPUS, **settings) for module in (tf_data, numpy_data)]
     for start in 0, 11:
         of_tf, of_numpy = (
-            list(itertools.islice(p.batches(start, rows=rows), 37))
-            for p in pipelines
+            list(itertools.islice(p.batches(start, rows=rows), 37)) for p in pipelines
         )
         assert len(of_tf) == len(of_numpy) > 0
         for batch, expected in zip(of_tf, of_numpy, strict=True):

@@ -9,8 +9,12 @@ HOME = GOLDENS / "tokenizers" / "directories"
 WORDS = ["the", "quick", "né", "fox", "over", "hello", "world", "cat", "😀", "."]
 LINES = [" ".join(random.Random(i).choices(WORDS, k=9)) for i in range(80)]
 TEXTS = [
-    "hello world cat", "hello</s>world cat", "<s>the fox</s> né</s></s>cat", " two  blanks ",
-    "</s>", "\n\ncat\t½ 日本",
+    "hello world cat",
+    "hello</s>world cat",
+    "<s>the fox</s> né</s></s>cat",
+    " two  blanks ",
+    "</s>",
+    "\n\ncat\t½ 日本",
 ]
 
 
@@ -57,7 +61,8 @@ def library_tokenizers():
     unknown = {"unk_token": "<unk>"}
     result = {
         f"metaspace, {scheme}": trained(
-            models.BPE(**unknown), trainers.BpeTrainer,
+            models.BPE(**unknown),
+            trainers.BpeTrainer,
             pre_tokenizers.Metaspace(prepend_scheme=scheme, split=scheme != "first"),
             decoders.Metaspace(prepend_scheme=scheme),
         )
@@ -65,19 +70,28 @@ def library_tokenizers():
     }
     result |= {
         f"wordpiece, cleanup {cleanup}": trained(
-            models.WordPiece(**unknown), trainers.WordPieceTrainer,
-            pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=cleanup),
+            models.WordPiece(**unknown),
+            trainers.WordPieceTrainer,
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.WordPiece(cleanup=cleanup),
             normalizers.BertNormalizer(),
         )
         for cleanup in (True, False)
     }
     result["byte level"] = trained(
-        models.BPE(), trainers.BpeTrainer, pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(), vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        models.BPE(),
+        trainers.BpeTrainer,
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     result["ends of words"] = trained(
-        models.BPE(end_of_word_suffix="</w>", **unknown), trainers.BpeTrainer,
-        pre_tokenizers.Whitespace(), decoders.BPEDecoder(), end_of_word_suffix="</w>",
+        models.BPE(end_of_word_suffix="</w>", **unknown),
+        trainers.BpeTrainer,
+        pre_tokenizers.Whitespace(),
+        decoders.BPEDecoder(),
+        end_of_word_suffix="</w>",
     )
     result["words"] = trained(
         models.WordLevel(**unknown), trainers.WordLevelTrainer, pre_tokenizers.Whitespace(), None

@@ -1,6 +1,5 @@
 """Tokenizers: the ids of the real transformers, and text that comes back, whole or in pieces."""
 
-
 import random
 import shutil
 
@@ -24,7 +23,12 @@ from tests.support.goldens import GOLDENS, golden
 LLAMA = GOLDENS / "tokenizers" / "llama3"
 OF_LLAMA = "tokenizers/llama3/goldens.json"
 TEXTS = [
-    "Hello, world!", " two  blanks ", "né — 😀 ½\n\ttab", "", "日本語のテキスト", "a\r\n\r\nb",
+    "Hello, world!",
+    " two  blanks ",
+    "né — 😀 ½\n\ttab",
+    "",
+    "日本語のテキスト",
+    "a\r\n\r\nb",
     "\u200bx\u0301",
 ]
 
@@ -50,9 +54,14 @@ def pieces(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("pieces")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(made_lines(300)), model_prefix=str(folder / "tokenizer"),
-        vocab_size=330, model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
+        sentence_iterator=iter(made_lines(300)),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
     )
     return folder
 
@@ -62,8 +71,8 @@ def tokenizer(request):
     if request.param == "bytes":
         return ByteTokenizer()
     known = {"llama3": lambda: LLAMA}
-    path = known[request.param]() if request.param in known else request.getfixturevalue(
-        request.param
+    path = (
+        known[request.param]() if request.param in known else request.getfixturevalue(request.param)
     )
     return load_tokenizer(path)
 

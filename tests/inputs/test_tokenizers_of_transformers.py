@@ -31,8 +31,16 @@ WORDS = ["the", "quick", "né", "fox", "over", "hello", "world", "cat", "😀", 
 LINES = [" ".join(random.Random(i).choices(WORDS, k=9)) for i in range(80)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 TEXTS = [
-    "hello world cat", "", "  two  blanks ", "<s>the fox</s> né", "<s> the fox</s>cat</s>", "</s>",
-    "hello<|im_end|>\nworld <|im_end|> ", "the<tool>fox <tool> cat", "\n\ncat\t½ 日本", "😀é",
+    "hello world cat",
+    "",
+    "  two  blanks ",
+    "<s>the fox</s> né",
+    "<s> the fox</s>cat</s>",
+    "</s>",
+    "hello<|im_end|>\nworld <|im_end|> ",
+    "the<tool>fox <tool> cat",
+    "\n\ncat\t½ 日本",
+    "😀é",
 ]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -71,32 +79,46 @@ def trained(model, trainer, pre_tokenizer, decoder, normalizer=None, template=No
 
 def byte_level(**settings):
     return trained(
-        models.BPE(), trainers.BpeTrainer, pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(), vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings,
+        models.BPE(),
+        trainers.BpeTrainer,
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        **settings,
     )
 
 
 def metaspace(scheme, **settings):
     return trained(
-        models.BPE(unk_token="<unk>"), trainers.BpeTrainer,
+        models.BPE(unk_token="<unk>"),
+        trainers.BpeTrainer,
         pre_tokenizers.Metaspace(prepend_scheme=scheme, split=scheme != "first"),
-        decoders.Metaspace(prepend_scheme=scheme), **settings,
+        decoders.Metaspace(prepend_scheme=scheme),
+        **settings,
     )
 
 
 def word_piece():
     return trained(
-        models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer,
-        pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(), normalizers.BertNormalizer(),
+        models.WordPiece(unk_token="<unk>"),
+        trainers.WordPieceTrainer,
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+        normalizers.BertNormalizer(),
         template="<s> $A </s>",
     )
 
 
 def unigram():
     return trained(
-        models.Unigram(), trainers.UnigramTrainer, pre_tokenizers.Metaspace(),
-        decoders.Metaspace(), normalizers.NFKC(), template="$A </s>", unk_token="<unk>",
+        models.Unigram(),
+        trainers.UnigramTrainer,
+        pre_tokenizers.Metaspace(),
+        decoders.Metaspace(),
+        normalizers.NFKC(),
+        template="$A </s>",
+        unk_token="<unk>",
     )
 
 
@@ -112,8 +134,13 @@ def sentencepiece_model(**settings):
 
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=written, hard_vocab_limit=False, minloglevel=2,
-        character_coverage=1.0, vocab_size=330 if settings.get("byte_fallback") else 50, **settings,
+        sentence_iterator=iter(LINES),
+        model_writer=written,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        character_coverage=1.0,
+        vocab_size=330 if settings.get("byte_fallback") else 50,
+        **settings,
     )
     return written.getvalue()
 
@@ -138,11 +165,16 @@ def json_file(tokenizer, **config):
 KINDS = {
     "byte level": lambda: json_file(byte_level()),
     "byte level, BOS": lambda: json_file(byte_level(template="<s> $A")),
-    "Qwen": lambda: json_file(
-        byte_level(), tokenizer_class="Qwen2Tokenizer", bos_token=None, eos_token="<|im_end|>"
-    ) | {"config__json": {"model_type": "qwen2", "eos_token_id": [3, 2]}},
-    "GPT-2": lambda: bpe_files(byte_level(special_tokens=["<|endoftext|>"]))
-    | {"config__json": {"model_type": "gpt2"}},
+    "Qwen": lambda: (
+        json_file(
+            byte_level(), tokenizer_class="Qwen2Tokenizer", bos_token=None, eos_token="<|im_end|>"
+        )
+        | {"config__json": {"model_type": "qwen2", "eos_token_id": [3, 2]}}
+    ),
+    "GPT-2": lambda: (
+        bpe_files(byte_level(special_tokens=["<|endoftext|>"]))
+        | {"config__json": {"model_type": "gpt2"}}
+    ),
     "Llama, tokenizer.json": lambda: json_file(
         metaspace("first", template="<s> $A"), tokenizer_class="LlamaTokenizerFast", legacy=True
     ),
@@ -153,15 +185,21 @@ KINDS = {
     "word piece": lambda: json_file(word_piece(), tokenizer_class="PreTrainedTokenizerFast"),
     "BERT, vocab.txt": lambda: {
         "vocab__txt": "\n".join([*BERT.values(), "[MASK]", "the", "fox", "##es", "hello", "."]),
-        "config__json": {"model_type": "bert"}, "tokenizer_config__json": BERT,
+        "config__json": {"model_type": "bert"},
+        "tokenizer_config__json": BERT,
     },
     "unigram": lambda: json_file(unigram(), add_eos_token=True),
     "added tokens": lambda: json_file(added_tokens()),
     "added tokens in the config": lambda: json_file(
-        byte_level(), additional_special_tokens=["<tool>"],
+        byte_level(),
+        additional_special_tokens=["<tool>"],
         pad_token={
-            "__type": "AddedToken", "content": "<pad>", "lstrip": True, "rstrip": False,
-            "normalized": False, "single_word": False,
+            "__type": "AddedToken",
+            "content": "<pad>",
+            "lstrip": True,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
         },
     ),
     "special tokens as text": lambda: json_file(byte_level(), split_special_tokens=True),
@@ -171,8 +209,11 @@ KINDS = {
         f"SentencePiece, Llama, legacy {legacy}": lambda legacy=legacy: {
             "tokenizer__model": sentencepiece_model(**LLAMA),
             "config__json": {"model_type": "llama", "eos_token_id": 2},
-            "tokenizer_config__json": NAMES | {
-                "legacy": legacy, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer",
+            "tokenizer_config__json": NAMES
+            | {
+                "legacy": legacy,
+                "add_bos_token": True,
+                "tokenizer_class": "LlamaTokenizer",
                 "chat_template": CHAT,
             },
         }
@@ -231,7 +272,8 @@ def test_add_bos_token_and_add_eos_token_are_those_of_transformers(
     flags = {name: value for name, value in flags.items() if value is not None}
     if template is None:  # The flags decide where there is no tokenizer.json.
         directory = write(
-            tmp_path, tokenizer__model=sentencepiece_model(**LLAMA),
+            tmp_path,
+            tokenizer__model=sentencepiece_model(**LLAMA),
             tokenizer_config__json=NAMES | flags | {"tokenizer_class": "LlamaTokenizer"},
         )
     else:

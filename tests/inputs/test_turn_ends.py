@@ -27,10 +27,15 @@ def bare(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(["hi yes"], trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))
+    tokenizer.train_from_iterator(
+        ["hi yes"],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.save(f"{folder}/tokenizer.json")
     return folder
 
@@ -47,8 +52,10 @@ def with_template(bare, folder, template, generation=None):
 @pytest.mark.parametrize(
     ("template", "ends", "all_ends"),
     [
-        (chatml("<|im_start|>", "<|im_end|>"), (3,), (1, 3)), (LLAMA2, (1,), (1,)),
-        (PLAIN, (), (1,)), ("{{ raise_exception('no') }}", (), (1,)),
+        (chatml("<|im_start|>", "<|im_end|>"), (3,), (1, 3)),
+        (LLAMA2, (1,), (1,)),
+        (PLAIN, (), (1,)),
+        ("{{ raise_exception('no') }}", (), (1,)),
     ],
 )
 def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends, all_ends):
@@ -62,8 +69,11 @@ def test_data_of_a_template_that_asks_for_the_day_are_the_same_every_day(marks):
     begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
     template = ChatTemplate(
         "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{{ m['role'] + ':' }}"
-        "{% if m['role'] == 'assistant' %}" + begin + "{{ m['content'] + '\n' }}" + end +
-        "{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
+        "{% if m['role'] == 'assistant' %}"
+        + begin
+        + "{{ m['content'] + '\n' }}"
+        + end
+        + "{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
 

@@ -113,7 +113,9 @@ def test_the_workers_are_no_part_of_the_data():
     [
         ("kill", ConfigError, r"1.*2.*\(process \d+\).*Numbers.*SIGKILL.*[1357]"),
         pytest.param(
-            "exit", ConfigError, r"1.*2.*\(process \d+\).*Numbers.* 3 .*[1357]",
+            "exit",
+            ConfigError,
+            r"1.*2.*\(process \d+\).*Numbers.* 3 .*[1357]",
             marks=pytest.mark.slow,
         ),
         ("raise", RuntimeError, "(?s)1 .*2 .*7.*Traceback.*of the pipeline"),
@@ -170,10 +172,16 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path):
     for name, end in ENDS.items():
         path = tmp_path / f"{name}.py"
         path.write_text(textwrap.dedent(PROGRAM.format(end=end)))
-        processes.append(subprocess.Popen(
-            [sys.executable, path], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        ))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, path],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
     for process, name in zip(processes, ENDS, strict=True):
         out, _ = process.communicate(timeout=120)
         assert process.returncode != 0

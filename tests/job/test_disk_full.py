@@ -69,7 +69,8 @@ def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tm
     path, notes = tmp_path / "metrics.jsonl", []
     for raises in (ConfigError, KeyError):
         with (
-            files_of_at_most(0), pytest.raises(raises) as error,
+            files_of_at_most(0),
+            pytest.raises(raises) as error,
             JsonLinesWriter(path, 1, notes.append) as writer,
         ):
             writer.write({"step": 2, "loss": 1.5})
@@ -193,9 +194,9 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "config.txt"]
 
 
-@pytest.mark.parametrize("name", slow_but(
-    {"config.json"}, ["config.json", "layout.json", "run_id.json"]
-))
+@pytest.mark.parametrize(
+    "name", slow_but({"config.json"}, ["config.json", "layout.json", "run_id.json"])
+)
 def test_a_first_start_on_a_full_disk_leaves_what_the_same_command_takes(tmp_path, name):
     replace = os.replace
 
@@ -228,10 +229,17 @@ def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback
     with mock.patch.object(registry, "get_experiment", side_effect=full):
         done = launch("--exp=lm.PyDocs")
     assert done.code == 2
-    assert done.err == "\n".join(textwrap.wrap(
-        "error: /data/layout.txt could not be written: No space left on device. Free disk "
-        "space or fix the file system, and run the same command again.", 100
-    )) + "\n"
+    assert (
+        done.err
+        == "\n".join(
+            textwrap.wrap(
+                "error: /data/layout.txt could not be written: No space left on device. Free disk "
+                "space or fix the file system, and run the same command again.",
+                100,
+            )
+        )
+        + "\n"
+    )
     gone = FileNotFoundError(2, "gone", "/x")
     with mock.patch.object(registry, "get_experiment", side_effect=gone):
         done = launch("--exp=lm.PyDocs")

@@ -78,8 +78,12 @@ def test_a_job_is_ready_from_its_first_step_to_its_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HealthFiles, "ready", record)
     done = launch(
-        LINE, f"--job_log_dir={tmp_path / 'job'}", f"--health_dir={folder}", "--grace_seconds=60",
-        "--set", "run.num_train_steps=3",
+        LINE,
+        f"--job_log_dir={tmp_path / 'job'}",
+        f"--health_dir={folder}",
+        "--grace_seconds=60",
+        "--set",
+        "run.num_train_steps=3",
     )
     assert done.code == 0, done.err
     assert "WARNING" not in done.out

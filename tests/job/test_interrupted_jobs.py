@@ -124,12 +124,16 @@ def check_heard(launch, newest):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("place", "newest"), [
-    ("compile", "no step had been made"), ("evaluation", "the newest checkpoint is of step 7"),
-    ("restore", "the newest checkpoint is of step 7"),
-    ("digests of 14", "the newest checkpoint is of step 7"),
-    ("write of 29", "the newest checkpoint is of step 28"),
-])
+@pytest.mark.parametrize(
+    ("place", "newest"),
+    [
+        ("compile", "no step had been made"),
+        ("evaluation", "the newest checkpoint is of step 7"),
+        ("restore", "the newest checkpoint is of step 7"),
+        ("digests of 14", "the newest checkpoint is of step 7"),
+        ("write of 29", "the newest checkpoint is of step 28"),
+    ],
+)
 def test_also_there_the_other_hears_of_it(tmp_path, place, newest):
     if place in ("restore", "evaluation"):
         interrupted(tmp_path, "write of 14")

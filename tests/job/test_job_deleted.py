@@ -30,12 +30,17 @@ def a_file(path):
 
 
 PLACES = [
-    (saves.Saves, "save"), (trainer, "check_ids"), (starting_point, "compile_init"),
-    (launching, "write_layout"), (launching, "JobLock"), (launching, "unsound_end"),
+    (saves.Saves, "save"),
+    (trainer, "check_ids"),
+    (starting_point, "compile_init"),
+    (launching, "write_layout"),
+    (launching, "JobLock"),
+    (launching, "unsound_end"),
 ]
 QUICK = [(deleted, PLACES[0])]
 SLOW = [
-    *((deleted, place) for place in PLACES[1:]), (emptied, PLACES[4]),
+    *((deleted, place) for place in PLACES[1:]),
+    (emptied, PLACES[4]),
     *((how, PLACES[0]) for how in (emptied, renamed, a_file)),
 ]
 

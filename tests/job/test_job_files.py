@@ -17,7 +17,9 @@ from tests.support.job_runs import home, start_process, trained
 pytestmark = pytest.mark.slow
 
 SETTINGS = [
-    "run.num_train_steps=200", "run.checkpoints.every_steps=50", "run.evaluation.every_steps=50",
+    "run.num_train_steps=200",
+    "run.checkpoints.every_steps=50",
+    "run.evaluation.every_steps=50",
 ]
 
 
@@ -58,9 +60,19 @@ def test_the_directory_holds_what_the_readme_says(ran):
     job = ran[0]
     # What JobLock locks; a desktop does not show it.
     assert sorted(os.listdir(job.path)) == [
-        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "examples",
-        "layout.json", "layout.txt", "loss_curve.png", "metrics.jsonl", "tensorboard",
-        "timeline.jsonl", "trackers",
+        ".training",
+        "checkpoints",
+        "config.json",
+        "config.txt",
+        "eval_metrics.jsonl",
+        "examples",
+        "layout.json",
+        "layout.txt",
+        "loss_curve.png",
+        "metrics.jsonl",
+        "tensorboard",
+        "timeline.jsonl",
+        "trackers",
     ]
     # The newest three.
     assert sorted(os.listdir(job.checkpoints)) == ["100", "150", "200"]

@@ -15,7 +15,7 @@ from praxis_lite import ConfigError
 from praxis_lite.job.job_lock import JobLock
 from tests.support.job_runs import CHECKOUT, home, launch
 
-HOLD = '''
+HOLD = """
 import os, sys, time
 from pathlib import Path
 from praxis_lite.job.job_lock import JobLock
@@ -25,13 +25,15 @@ with JobLock(Path(sys.argv[1]), print):
     if sys.argv[2] == "holds" or os.fork() == 0:
         print(os.getpid(), flush=True)
     time.sleep(100)
-'''
+"""
 
 
 def holder(folder, what="holds"):
     """Returns a process that holds the directory, and what it said."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), what], cwd=CHECKOUT, text=True,
+        [sys.executable, "-c", HOLD, str(folder), what],
+        cwd=CHECKOUT,
+        text=True,
         stdout=subprocess.PIPE,
     )
     return process, int(process.stdout.readline())

@@ -109,7 +109,10 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
         [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.support.process_work", f"127.0.0.1:{port}", str(k)],
-                cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                cwd=CHECKOUT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             for k in range(2)
         ]
@@ -139,7 +142,9 @@ def test_no_temporary_folder_is_left_by_a_good_end_or_by_that_of_another_process
 @pytest.mark.slow
 def test_what_differs_between_processes_is_refused_by_both(tmp_path):
     done = pairs.run(
-        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        TINY,
+        f"--job_log_dir={tmp_path}/job",
+        cwd=tmp_path,
         more=((), ("--set", "run.seed=3")),
     )
     for item in done:
@@ -151,7 +156,9 @@ def test_what_differs_between_processes_is_refused_by_both(tmp_path):
 @pytest.mark.nightly
 def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     first, second = pairs.run(
-        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        TINY,
+        f"--job_log_dir={tmp_path}/job",
+        cwd=tmp_path,
         more=((), ("--set", "run.sed=3")),
     )
     assert (first.code, second.code) == (2, 2)
@@ -168,9 +175,8 @@ def unmatched() -> dict[str, list[pairs.Ended]]:
         "2 or 3": ((wait,), (wait, "--num_processes=3", "--process_id=2")),
     }
     started = {
-        name: pairs.start_processes(
-            TINY, f"--job_log_dir={home()}/{name}", cwd=home(), more=more
-        ) for name, more in flags.items()
+        name: pairs.start_processes(TINY, f"--job_log_dir={home()}/{name}", cwd=home(), more=more)
+        for name, more in flags.items()
     }
     return {name: pairs.ended(processes) for name, processes in started.items()}
 
@@ -195,8 +201,13 @@ def test_processes_of_different_numbers_do_not_meet_and_are_told_what_to_compare
 def run_on_slices(mode, job):
     """Runs a mode on a mesh of two slices, which are two processes."""
     done = pairs.run(
-        f"--mode={mode}", "--packages=jobzoo", f"--job_log_dir={job.path}", "--set",
-        "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)", cwd=job.path.parent,
+        f"--mode={mode}",
+        "--packages=jobzoo",
+        f"--job_log_dir={job.path}",
+        "--set",
+        "mesh.ici_mesh_shape=(1,2,2)",
+        "mesh.dcn_mesh_shape=(1,2,1)",
+        cwd=job.path.parent,
     )
     assert [item.code for item in done] == [0, 0], done
 

@@ -26,8 +26,20 @@ from tests.support.marks import slow_but
 
 # Names of folders that some library takes for something else.
 NAMES = [
-    "run[1]", "a*b?", "{a,b}", "new\nline", "50%s", "a:b=c", "e\u0301日本", "~user", "$HOME", "...",
-    "x" * 255, "N.saving", "7", "checkpoints",
+    "run[1]",
+    "a*b?",
+    "{a,b}",
+    "new\nline",
+    "50%s",
+    "a:b=c",
+    "e\u0301日本",
+    "~user",
+    "$HOME",
+    "...",
+    "x" * 255,
+    "N.saving",
+    "7",
+    "checkpoints",
 ]
 
 
@@ -64,10 +76,15 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("gs://bucket/x", r"\(gs\)"), ("s3:/b", r"\(s3\)"), ("", "''"),
-        ("a\0b", "NUL"), ("a\\b", "backslash"),
+        ("gs://bucket/x", r"\(gs\)"),
+        ("s3:/b", r"\(s3\)"),
+        ("", "''"),
+        ("a\0b", "NUL"),
+        ("a\\b", "backslash"),
         (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
-        ("x" * 256, "x.*long"), ("loop", "^loop .*links"), ("dangling", "/dangling "),
+        ("x" * 256, "x.*long"),
+        ("loop", "^loop .*links"),
+        ("dangling", "/dangling "),
         ("file/job", "/file"),
     ],
 )

@@ -72,8 +72,10 @@ def test_a_process_feeds_all_rows_that_its_devices_hold(order, num_rows):
         # By hand, device for device.
         held = {
             row
-            for place, device in enumerate(devices) if device.process_index == process
-            for row in range(place * each, (place + 1) * each) if row < num_rows
+            for place, device in enumerate(devices)
+            if device.process_index == process
+            for row in range(place * each, (place + 1) * each)
+            if row < num_rows
         }
         asked = set(range(rows.start, rows.stop))
         assert held <= asked <= set(range(num_rows))
@@ -149,8 +151,11 @@ def test_flags_that_cannot_be_are_refused(flags, words):
 
 
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
 }
 
 
@@ -163,8 +168,12 @@ SLURM = {
         # A script of sbatch, without srun: no step.
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, (None, "")),
         (
-            {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2",
-             "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}, ({}, "Open MPI"),
+            {
+                "OMPI_COMM_WORLD_SIZE": "3",
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1",
+            },
+            ({}, "Open MPI"),
         ),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, (None, "")),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, ({}, "the TPU slice")),
@@ -172,8 +181,12 @@ SLURM = {
         # Any pod has this; only one of a job has an index.
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, (None, "")),
         (
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1",
-             "TPU_WORKER_HOSTNAMES": "a,b"}, ({}, "the Kubernetes job"),
+            {
+                "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+                "JOB_COMPLETION_INDEX": "1",
+                "TPU_WORKER_HOSTNAMES": "a,b",
+            },
+            ({}, "the Kubernetes job"),
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.job_runs import CHECKOUT
 
-PRINTS = '''
+PRINTS = """
 import sys
 from praxis_lite.job.processes.standard_output import output_may_be_lost
 
@@ -19,13 +19,18 @@ with output_may_be_lost(continues=sys.argv[1] == "goes on"):
         print("x" * 100_000)
     print("and an error", file=sys.stderr, flush=True)
     print("at the end", file=open(sys.argv[2], "w"))
-'''
+"""
 
 
 def start(what, path, stdout=subprocess.PIPE, **others):
     return subprocess.Popen(
-        [sys.executable, "-c", PRINTS, what, path], cwd=CHECKOUT, text=True, stdout=stdout,
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, **others,
+        [sys.executable, "-c", PRINTS, what, path],
+        cwd=CHECKOUT,
+        text=True,
+        stdout=stdout,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **others,
     )
 
 
@@ -53,8 +58,12 @@ def test_what_only_prints_ends_so_even_if_all_of_it_was_in_a_buffer(tmp_path):
     os.close(read)
     program = PRINTS.replace(", flush=True", "").replace("100_000", "10")
     done = subprocess.run(
-        [sys.executable, "-c", program, "ends", tmp_path / "done"], cwd=CHECKOUT, text=True,
-        stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE,
+        [sys.executable, "-c", program, "ends", tmp_path / "done"],
+        cwd=CHECKOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=write,
+        stderr=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     os.close(write)
@@ -75,8 +84,12 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", "--list"], cwd=CHECKOUT, stdout=write,
-        stderr=subprocess.PIPE, text=True, timeout=100,
+        [sys.executable, "-m", "praxis_lite.main", "--list"],
+        cwd=CHECKOUT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

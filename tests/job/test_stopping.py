@@ -24,7 +24,7 @@ AT_ONCE = "the second signal: ended at once; the newest checkpoint is of step 40
 
 # `where` is what the main thread does when it says that it is there. `stuck`: in C code that lets
 # other threads run and never comes back to Python, as a compiler does not for long.
-LOOP = '''
+LOOP = """
 import hashlib, os, signal, sys, threading, time
 from praxis_lite.job.processes import stop_request
 from praxis_lite.job.processes.stop_request import StopRequest
@@ -55,14 +55,17 @@ with StopRequest(limit, num_processes=num_processes) as stop:
     finally:
         print("cleaned up", flush=True)
 print("saved:", stop.reason)
-'''
+"""
 
 
 def start(where, limit=0, num_processes=1, before=()):
     """Returns a process of LOOP that has said that it is there."""
     process = subprocess.Popen(
         [*before, sys.executable, "-c", LOOP, where, str(limit), str(num_processes)],
-        cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=CHECKOUT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == "there\n"
     return process
@@ -174,7 +177,7 @@ def test_one_of_several_processes_makes_the_first_step_with_the_others():
     assert ended(process)[0] == 130
 
 
-ENDS = '''
+ENDS = """
 import hashlib, sys, threading, time
 from praxis_lite.job.processes.signals import EndsBySignal
 
@@ -193,7 +196,7 @@ with EndsBySignal():
             raise
     finally:
         print("cleaned up", flush=True)
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,10 @@ with EndsBySignal():
 )
 def test_what_saves_nothing_ends_with_one_line_and_the_signals_status(where):
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDS, where], cwd=CHECKOUT, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-c", ENDS, where],
+        cwd=CHECKOUT,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == "there\n"
@@ -228,7 +234,7 @@ def test_what_is_ignored_stays_ignored():
     process.communicate()
 
 
-FORKED = '''
+FORKED = """
 import os, signal, time
 from praxis_lite.job.processes.stop_request import StopRequest
 
@@ -243,13 +249,16 @@ with StopRequest() as stop:
     status = os.waitpid(child, 0)[1]
     time.sleep(0.2)
     print(os.waitstatus_to_exitcode(status), stop.reason)
-'''
+"""
 
 
 def test_the_end_of_a_forked_worker_is_not_that_of_the_training():
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], cwd=CHECKOUT,
-        text=True, capture_output=True, timeout=60,
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED],
+        cwd=CHECKOUT,
+        text=True,
+        capture_output=True,
+        timeout=60,
     )
     assert (done.stdout, done.stderr) == ("-15 None\n", "")
 
@@ -271,7 +280,8 @@ def outcome(folder):
     """Returns all that a finished job of Tiny leaves that does not depend on the clock."""
     job = JobDir(folder)
     return (
-        lines_of(job.metrics_jsonl), read_json_lines(job.eval_metrics_jsonl),
+        lines_of(job.metrics_jsonl),
+        read_json_lines(job.eval_metrics_jsonl),
         digest_of(job.checkpoints / "7"),
     )
 
@@ -295,7 +305,8 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "value", "code"),
     [
-        ("raise", None, 1), pytest.param("exit", 7, 7, marks=pytest.mark.slow),
+        ("raise", None, 1),
+        pytest.param("exit", 7, 7, marks=pytest.mark.slow),
         pytest.param("signal", signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],
 )
@@ -351,7 +362,9 @@ def test_a_process_that_compiles_ends_at_once_and_begins_anew(tmp_path):
 def test_a_job_that_only_reads_ends_with_one_line(tmp_path):
     folder = trained()[0].path
     process = start_process(
-        "--mode=decode", f"--job_log_dir={folder}", cwd=home(),
+        "--mode=decode",
+        f"--job_log_dir={folder}",
+        cwd=home(),
         env={"XDG_CACHE_HOME": str(tmp_path)},
     )
     while "restored" not in (line := process.stdout.readline()):

@@ -18,8 +18,11 @@ from tests.support.process_pairs import free_port
 
 def started(*argv):
     return subprocess.Popen(
-        [sys.executable, coordinated.__file__, *map(str, argv)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, coordinated.__file__, *map(str, argv)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
     )
 
@@ -35,14 +38,18 @@ def listening(port):
     """Returns the addresses, as /proc has them, on which something listens at a port."""
     text = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
     lines = [line.split() for line in text.splitlines()]
-    return {line[1].rpartition(":")[0] for line in lines
-            if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
+    return {
+        line[1].rpartition(":")[0]
+        for line in lines
+        if line[1].endswith(f":{port:04X}") and line[3] == "0A"
+    }
 
 
 @pytest.mark.slow
 def test_a_stranger_reads_writes_and_ends_nothing(tmp_path):
     cases = [
-        ("plain", "localhost"), ("elastic", "127.0.0.1"),
+        ("plain", "localhost"),
+        ("elastic", "127.0.0.1"),
         # With 0.0.0.0 the user asks for all interfaces.
         ("plain in a directory", "0.0.0.0"),
     ]

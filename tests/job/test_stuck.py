@@ -97,14 +97,21 @@ class Process:
 
     def progress(self) -> Progress:
         return dataclasses.replace(
-            self.noted.progress_of(self.index), unheard_seconds=self.now - self.heard_at,
-            cpu_seconds=round(self.cpu, 2), io_bytes=int(self.io), state=self.state,
+            self.noted.progress_of(self.index),
+            unheard_seconds=self.now - self.heard_at,
+            cpu_seconds=round(self.cpu, 2),
+            io_bytes=int(self.io),
+            state=self.state,
         )
 
 
 def verdict_on(
-    place_of: Callable[[int, int], Place], num: int, seconds: float, seed: int = 0,
-    speeds: Sequence[float] = (), stalls: Sequence[tuple[float, float]] = (),
+    place_of: Callable[[int, int], Place],
+    num: int,
+    seconds: float,
+    seed: int = 0,
+    speeds: Sequence[float] = (),
+    stalls: Sequence[tuple[float, float]] = (),
 ) -> tuple[Stuck | None, float]:
     """Returns the first verdict on so many processes, and how long they had waited for it.
 
@@ -162,49 +169,60 @@ def at(process: int | None, number: int, *works: Work, **settings) -> Callable:
     """Returns the special work of a process (None: of all) before a place."""
     return lambda k, n: (
         Place(works, **{"device_seconds": 0.5, **settings})
-        if n == number and (process is None or k == process) else None
+        if n == number and (process is None or k == process)
+        else None
     )
 
 
 def barrier_at(number: int, first: Sequence[Work], others: Sequence[Work]) -> Callable:
-    return lambda k, n: (
-        Place(others if k else first, 0.0, is_barrier=True) if n == number else None
-    )
+    return lambda k, n: Place(others if k else first, 0.0, is_barrier=True) if n == number else None
 
 
 NOBODY = {
     "a training": steps(*NORMAL),
-    "a compile of 10 minutes, faster on some": steps(*NORMAL, special=lambda k, n: (
-        Place([Work("compile", 600.0 - 200 * k)], 0.1, is_barrier=True) if n == 0 else None
-    )),
+    "a compile of 10 minutes, faster on some": steps(
+        *NORMAL,
+        special=lambda k, n: (
+            Place([Work("compile", 600.0 - 200 * k)], 0.1, is_barrier=True) if n == 0 else None
+        ),
+    ),
     "a compile of an evaluation in one process": steps(
         *NORMAL, special=at(1, 40, Work("compile", 200.0))
     ),
     "steps of four minutes": steps(*NORMAL, device_seconds=240.0),
     "a first step that is slow": steps(*NORMAL, special=at(None, 1, STEP, device_seconds=400.0)),
-    "an evaluation of long batches after quick steps": steps(*NORMAL, special=lambda k, n: (
-        Place([Work("evaluation", 0.1)], 90.0, is_barrier=n == 39) if 30 <= n < 40 else None
-    )),
-    "a slow save of the first process, at work": steps(*NORMAL, special=barrier_at(
-        30, [Work("save", 900.0, cores=0.3)], [Work("save", 1.0)]
-    )),
-    "a slow save that waits for the disk": steps(*NORMAL, special=barrier_at(
-        30, [Work("save", 1000.0, cores=0.0, state="D")], [Work("save", 1.0)]
-    )),
-    "a slow save that waits for another process": steps(*NORMAL, special=barrier_at(
-        30, [Work("save", 400.0, cores=0.0)], [Work("save", 1.0)]
-    )),
-    "a slow restore that reads without much work": steps(*NORMAL, special=barrier_at(
-        0, [Work("restore", 900.0, cores=0.01, bytes_per_second=10**6)], [Work("restore", 3.0)],
-    )),
-    "an input pipeline at work for 100 s a batch in one process": lambda k, n: (
-        Place([Work("input wait", 100.0 if k == 1 else 0.1), STEP])
+    "an evaluation of long batches after quick steps": steps(
+        *NORMAL,
+        special=lambda k, n: (
+            Place([Work("evaluation", 0.1)], 90.0, is_barrier=n == 39) if 30 <= n < 40 else None
+        ),
     ),
-    "an input pipeline that waits for 25 s a batch in one process": lambda k, n: (
-        Place([Work("input wait", 25.0 if k == 1 else 0.1, cores=0.0), STEP])
+    "a slow save of the first process, at work": steps(
+        *NORMAL, special=barrier_at(30, [Work("save", 900.0, cores=0.3)], [Work("save", 1.0)])
     ),
-    "an input pipeline that waits longer and longer": lambda k, n: (
-        Place([Work("input wait", 15.0 + min(3 * n, 90) if k == 1 else 0.1, cores=0.0), STEP])
+    "a slow save that waits for the disk": steps(
+        *NORMAL,
+        special=barrier_at(30, [Work("save", 1000.0, cores=0.0, state="D")], [Work("save", 1.0)]),
+    ),
+    "a slow save that waits for another process": steps(
+        *NORMAL, special=barrier_at(30, [Work("save", 400.0, cores=0.0)], [Work("save", 1.0)])
+    ),
+    "a slow restore that reads without much work": steps(
+        *NORMAL,
+        special=barrier_at(
+            0,
+            [Work("restore", 900.0, cores=0.01, bytes_per_second=10**6)],
+            [Work("restore", 3.0)],
+        ),
+    ),
+    "an input pipeline at work for 100 s a batch in one process": lambda k, n: Place(
+        [Work("input wait", 100.0 if k == 1 else 0.1), STEP]
+    ),
+    "an input pipeline that waits for 25 s a batch in one process": lambda k, n: Place(
+        [Work("input wait", 25.0 if k == 1 else 0.1, cores=0.0), STEP]
+    ),
+    "an input pipeline that waits longer and longer": lambda k, n: Place(
+        [Work("input wait", 15.0 + min(3 * n, 90) if k == 1 else 0.1, cores=0.0), STEP]
     ),
     "one hook of the first process works for four minutes": steps(
         *NORMAL, special=at(0, 100, Work("hook Bleu", 240.0))
@@ -278,9 +296,9 @@ def test_a_process_that_hangs_is_named_within_60_s(name, culprit):
 
 
 def test_two_that_hang_at_one_place_are_both_named():
-    place_of = steps(*NORMAL, special=lambda k, n: (
-        Place([HANGS["a hook"]]) if n == 50 and k in (1, 3) else None
-    ))
+    place_of = steps(
+        *NORMAL, special=lambda k, n: Place([HANGS["a hook"]]) if n == 50 and k in (1, 3) else None
+    )
     actual, _ = verdict_on(place_of, 4, 200.0)
     assert [item.process for item in actual.processes] == [1, 3]
     assert [item.process for item in actual.waiting] == [0, 2]
@@ -288,18 +306,28 @@ def test_two_that_hang_at_one_place_are_both_named():
 
 def test_one_that_may_wait_for_another_is_not_blamed_while_that_one_works():
     # Both are behind; the first of them compiles, and the second sleeps until it has.
-    place_of = steps(*NORMAL, special=lambda k, n: {
-        1: Place([Work("compile", 300.0)]), 2: Place([Work("compile", 300.0, cores=0.0)])
-    }.get(k) if n == 50 else None)
+    place_of = steps(
+        *NORMAL,
+        special=lambda k, n: (
+            {1: Place([Work("compile", 300.0)]), 2: Place([Work("compile", 300.0, cores=0.0)])}.get(
+                k
+            )
+            if n == 50
+            else None
+        ),
+    )
     actual, when = verdict_on(place_of, 3, 500.0)
     assert actual is None, (when, actual)
 
 
 @pytest.mark.parametrize("doing", ["step", "evaluation"])
 def test_devices_that_end_no_step_are_no_process_s_fault(doing):
-    place_of = steps(*NORMAL, special=lambda k, n: (
-        Place([Work(doing, 0.1)], INF if n == 60 else 0.1) if n >= 50 else None
-    ))
+    place_of = steps(
+        *NORMAL,
+        special=lambda k, n: (
+            Place([Work(doing, 0.1)], INF if n == 60 else 0.1) if n >= 50 else None
+        ),
+    )
     actual, when = verdict_on(place_of, 3, 300.0)
     assert actual.processes == () and len(actual.waiting) == 3
     assert "a device, or a link between devices, is stuck" in actual.why
@@ -331,21 +359,25 @@ def random_history(seed: int) -> tuple[Callable, int, list[float]]:
             return Place(works, 0.1, is_barrier=True)
         if number % save_every == 0:
             write = Work("save", first_save, cores=0.0 if is_idle_save else 0.5)
-            return Place([Work("save", 0.2), *([write] if process == 0 else [])],
-                         0.0, is_barrier=True)
+            return Place(
+                [Work("save", 0.2), *([write] if process == 0 else [])], 0.0, is_barrier=True
+            )
         if number % eval_every < 2:
             return Place([Work("evaluation", 0.3 * work * factor)], device / 3)
         return Place(
-            [Work("input wait", wait * factor, cores=local.choice([0.02, 1.0])),
-             Work("step", work * factor)], device,
+            [
+                Work("input wait", wait * factor, cores=local.choice([0.02, 1.0])),
+                Work("step", work * factor),
+            ],
+            device,
         )
 
     return place_of, num, [draw.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(num)]
 
 
-@pytest.mark.parametrize("seed", [
-    *range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))
-])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))]
+)
 def test_in_random_trainings_the_planted_culprit_is_named_and_nobody_else(seed):
     place_of, num, speeds = random_history(seed)
     clean, when = verdict_on(place_of, num, 1500.0, seed=seed, speeds=speeds)
@@ -384,8 +416,9 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
     meeting = dataclasses.replace(other, doing=MEETING, dispatched=12)
     assert words(culprit, meeting).endswith("for 36 s, at a barrier on the hosts")
     begun = dataclasses.replace(culprit, doing=f"step{ON_DEVICES}", dispatched=13)
-    assert words(begun, other).endswith("its own devices to end step 13; process 0 (host) waits "
-                                        "for it for 36 s")
+    assert words(begun, other).endswith(
+        "its own devices to end step 13; process 0 (host) waits for it for 36 s"
+    )
     unheard = dataclasses.replace(culprit, unheard_seconds=20.0)
     assert words(unheard, other).endswith(
         "according to its last report, it has ended step 12 and is in: input wait; process 0 "
@@ -398,12 +431,18 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
 def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_when_asked():
     # `pause` by PyDLL keeps Python's lock: no thread of Python runs.
     child = subprocess.Popen(
-        [sys.executable, "-c", "import ctypes\n"
-         "from praxis_lite.job.processes.stacks import install_stacks_handler\n"
-         "sum(range(10**7))\n"
-         "print(install_stacks_handler(), flush=True)\n"
-         "while True: ctypes.PyDLL(None).pause()\n"],
-        stdout=subprocess.PIPE, text=True, cwd=CHECKOUT,
+        [
+            sys.executable,
+            "-c",
+            "import ctypes\n"
+            "from praxis_lite.job.processes.stacks import install_stacks_handler\n"
+            "sum(range(10**7))\n"
+            "print(install_stacks_handler(), flush=True)\n"
+            "while True: ctypes.PyDLL(None).pause()\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=CHECKOUT,
     )
     try:
         path = child.stdout.readline().strip()
@@ -429,10 +468,19 @@ def why_of(ready_seconds: Callable[[int], float]) -> str:
     """Returns why a process is stuck that sleeps for 36 s, as its host tells every second."""
     history = ProcessHistory()
     for second in range(37):
-        history.add(Progress(
-            process=0, arrived=7, step=12, doing="input wait", silent_seconds=float(second),
-            state="S", usual_seconds=0.1, ready_seconds=ready_seconds(second),
-        ), float(second))
+        history.add(
+            Progress(
+                process=0,
+                arrived=7,
+                step=12,
+                doing="input wait",
+                silent_seconds=float(second),
+                state="S",
+                usual_seconds=0.1,
+                ready_seconds=ready_seconds(second),
+            ),
+            float(second),
+        )
     history.behind_since = 0.0
     return history.why_stuck(36.0)
 

@@ -22,8 +22,10 @@ ELASTIC = [
     for hows in (("keeps the lock", "is stopped"), ("sleeps",))
 ]
 HANGS = [
-    Case(2, "HOOK", ("sleeps",), is_slow_before=True), Case(1, "INPUT", ("keeps the lock",)),
-    Case(0, "INPUT", ("sleeps",)), Case(0, "HOOK", ("keeps the lock",)),
+    Case(2, "HOOK", ("sleeps",), is_slow_before=True),
+    Case(1, "INPUT", ("keeps the lock",)),
+    Case(0, "INPUT", ("sleeps",)),
+    Case(0, "HOOK", ("keeps the lock",)),
 ]
 STOPPED = [Case(culprit, "ANYWHERE", (OUTSIDE,), settings=LONG) for culprit in (0, 1)]
 NIGHTLY = (ELASTIC[1], *HANGS[1:], *STOPPED)
@@ -33,13 +35,12 @@ NIGHTLY = (ELASTIC[1], *HANGS[1:], *STOPPED)
 def seen_of(request, tmp_path_factory):
     """Yields a function from a case to what was seen of its job."""
     chosen = {
-        item.callspec.params["case"] for item in request.session.items
+        item.callspec.params["case"]
+        for item in request.session.items
         if item.module is request.module
     }
     seen = {}
-    with (
-        concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool, contextlib.ExitStack() as left
-    ):
+    with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool, contextlib.ExitStack() as left:
         for case in [case for case in (*ELASTIC, *HANGS, *STOPPED) if case in chosen]:
             folder = tmp_path_factory.mktemp("stuck")
             try:
@@ -57,12 +58,17 @@ def seen_of(request, tmp_path_factory):
 
 def each(*cases):
     """Returns the mark of a test with a case for each of these jobs."""
-    return pytest.mark.parametrize("case", [
-        pytest.param(
-            case, id=f"{case.where}-{case.hows[0]}-{case.culprit}",
-            marks=pytest.mark.nightly if case in NIGHTLY else (),
-        ) for case in cases
-    ])
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case,
+                id=f"{case.where}-{case.hows[0]}-{case.culprit}",
+                marks=pytest.mark.nightly if case in NIGHTLY else (),
+            )
+            for case in cases
+        ],
+    )
 
 
 @each(*STOPPED)
@@ -72,8 +78,11 @@ def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
     for k, text in enumerate(seen.texts):
         if k != stopped:
             assert seen.codes[k] == 1
-            assert re.search(rf"process {stopped} \(.+\) has not been heard of for 2\d s: it is "
-                             r"stopped by a signal \(state T\)", text), text
+            assert re.search(
+                rf"process {stopped} \(.+\) has not been heard of for 2\d s: it is "
+                r"stopped by a signal \(state T\)",
+                text,
+            ), text
             # It says so every two seconds, in which it may have made all of its steps.
             last = r"last report, it has ended (no step yet|step \d+) and (is in|waits)"
             assert re.search(last, text), text
@@ -102,8 +111,11 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
         words = texts[1 if culprit != 1 else 2]
         assert re.search(rf"process {culprit} \(.+\) has not been heard of for 2\d s: it ", words)
         assert re.search(r"last report, it has ended step \d+ and (is in|waits)", words)
-        assert re.search(r"process [012] \(.+\): it has ended step 1[1-3] and waits for its own "
-                         r"devices to end step 1[2-4]", words), words
+        assert re.search(
+            r"process [012] \(.+\): it has ended step 1[1-3] and waits for its own "
+            r"devices to end step 1[2-4]",
+            words,
+        ), words
     step = "a step" if how != "sleeps" else "step 1[23]"
     collective = r"[a-z-]+ of \d+ \w+ over data, in "
     assert re.search(rf"{step}'s first collective that needs [^:]+: {collective}", words), words
@@ -112,8 +124,11 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
 @each(*ELASTIC)
 def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of, case):
     seen = seen_of(case)
-    lines = [line for line in map(json.loads, elastic_lines(seen.job).splitlines())
-             if line["kind"] == "stuck"]
+    lines = [
+        line
+        for line in map(json.loads, elastic_lines(seen.job).splitlines())
+        if line["kind"] == "stuck"
+    ]
     print(f"elastic: {seen.seconds:.0f} s; {[line['seconds'] for line in lines]}")
     assert [(line["who"], line["members"]) for line in lines] == [([1], [0, 1, 2])] * len(case.hows)
     begin = re.compile(r"^(?=\d{4}-\d\d-\d\d \S+ stuck: )", re.MULTILINE)

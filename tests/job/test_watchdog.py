@@ -104,7 +104,7 @@ def test_each_sign_of_life_starts_the_clock_anew():
 
 
 # `sleep` of libc by PyDLL keeps Python's lock: no thread of Python runs.
-HANG = '''
+HANG = """
 import ctypes, sys, time
 from pathlib import Path
 from praxis_lite.job.processes.watchdog import SAVING, Watchdog
@@ -127,19 +127,23 @@ with Watchdog(0.3, exits=True, is_saving=is_saving, stacks_txt=Path(path)) as do
             time.sleep(1.5)
         sys.exit(0)
     time.sleep(60)
-'''
+"""
 
 
 SAVES = ["saves", "keeps the lock while it saves", "saves in the background"]
 
 
-@pytest.mark.parametrize("where", ["sleeps", "keeps the lock", *(
-    pytest.param(where, marks=pytest.mark.slow) for where in SAVES
-)])
+@pytest.mark.parametrize(
+    "where",
+    ["sleeps", "keeps the lock", *(pytest.param(where, marks=pytest.mark.slow) for where in SAVES)],
+)
 def test_a_process_that_hangs_ends_if_asked_to_but_not_while_it_saves(where, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", HANG, where, tmp_path / "stacks.txt"], cwd=CHECKOUT, text=True,
-        capture_output=True, timeout=50,
+        [sys.executable, "-c", HANG, where, tmp_path / "stacks.txt"],
+        cwd=CHECKOUT,
+        text=True,
+        capture_output=True,
+        timeout=50,
     )
     assert done.returncode == (0 if where in SAVES else 1)
     if where.startswith("keeps the lock"):

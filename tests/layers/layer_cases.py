@@ -56,13 +56,37 @@ class Sizes:
 
 SIZES = {
     "even": Sizes(
-        rows=8, time=6, model=8, hidden=16, heads=4, per_head=4, kv_heads=2, vocab=16, experts=4,
-        groups=4, image=(8, 8), channels=8, outputs=16, resnet=(16, 32),
+        rows=8,
+        time=6,
+        model=8,
+        hidden=16,
+        heads=4,
+        per_head=4,
+        kv_heads=2,
+        vocab=16,
+        experts=4,
+        groups=4,
+        image=(8, 8),
+        channels=8,
+        outputs=16,
+        resnet=(16, 32),
     ),
     # Axes of 4 and 2 devices divide none but the heads of queries in groups.
     "uneven": Sizes(
-        rows=7, time=5, model=9, hidden=17, heads=3, per_head=4, kv_heads=3, vocab=29, experts=5,
-        groups=3, image=(6, 4), channels=3, outputs=5, resnet=(12,),
+        rows=7,
+        time=5,
+        model=9,
+        hidden=17,
+        heads=3,
+        per_head=4,
+        kv_heads=3,
+        vocab=29,
+        experts=5,
+        groups=3,
+        image=(6, 4),
+        channels=3,
+        outputs=5,
+        resnet=(12,),
     ),
 }
 
@@ -196,6 +220,7 @@ def plus_positions(layer: Any, i: Inputs, key: jax.Array) -> jax.Array:
 
 def turned(heads: int, per_head: int) -> Callable[..., jax.Array]:
     """Returns a call of a rotary embedding on heads, of which each is some of the model dims."""
+
     def call(layer: Any, i: Inputs, key: jax.Array) -> jax.Array:
         heads_BTNK = constrain(jnp.stack([i.x[..., :per_head]] * heads, axis=2), OF_HEADS)
         return layer(heads_BTNK, jnp.arange(i.x.shape[1])[None])
@@ -219,7 +244,10 @@ def dense_cases(s: Sizes) -> dict[str, Case]:
         ),
         "einsum": Case(
             partial(
-                layers.Einsum, "...d,dnk->...nk", (s.model, s.heads, s.per_head), has_bias=True,
+                layers.Einsum,
+                "...d,dnk->...nk",
+                (s.model, s.heads, s.per_head),
+                has_bias=True,
                 **split(OF_DNK, OF_HEADS),
             ),
             of_x,
@@ -232,7 +260,11 @@ def dense_cases(s: Sizes) -> dict[str, Case]:
         ),
         "projection": Case(
             partial(
-                layers.AttentionProjection, s.model, s.heads, s.per_head, use_bias=True,
+                layers.AttentionProjection,
+                s.model,
+                s.heads,
+                s.per_head,
+                use_bias=True,
                 **split(OF_DNK, OF_HEADS),
             ),
             of_x,
@@ -247,7 +279,11 @@ def dense_cases(s: Sizes) -> dict[str, Case]:
         "fed": Case(partial(FEED_FORWARD, s.model, s.hidden), with_key),
         "gated and fed": Case(
             partial(
-                FEED_FORWARD, s.model, s.hidden, activation="gelu", use_gated_activation=True,
+                FEED_FORWARD,
+                s.model,
+                s.hidden,
+                activation="gelu",
+                use_gated_activation=True,
                 residual_dropout_prob=0.2,
             ),
             with_key,
@@ -287,7 +323,9 @@ def embedding_cases(s: Sizes) -> dict[str, Case]:
         rotary_scaling.Llama3Rotary: lengths,
         rotary_scaling.YarnRotary: lengths,
         rotary_scaling.LongRope: {
-            "short_factor": [1.0] * half, "long_factor": [2.0] * half, "original_max_positions": 3,
+            "short_factor": [1.0] * half,
+            "long_factor": [2.0] * half,
+            "original_max_positions": 3,
         },
     }
 
@@ -301,16 +339,16 @@ def embedding_cases(s: Sizes) -> dict[str, Case]:
             partial(layers.Embedding, s.vocab, s.model, lookup_style="matmul", **table), of_ids
         ),
         "softmax": Case(partial(layers.FullSoftmax, s.vocab, s.model, **split(OF_W, OF_X)), of_x),
-        "shared softmax": Case(
-            partial(SHARED_SOFTMAX, s.vocab, s.model, has_bias=True), embedded
-        ),
+        "shared softmax": Case(partial(SHARED_SOFTMAX, s.vocab, s.model, has_bias=True), embedded),
         "class-major softmax": Case(
             partial(layers.NClassMajorSharedEmbeddingSoftmax, s.vocab, s.model, **table), embedded
         ),
         "positions": Case(lambda rngs: layers.PositionalEmbedding(s.model), plus_positions),
         "learned positions": Case(
             partial(
-                layers.TrainablePositionalEmbedding, s.hidden, s.model,
+                layers.TrainablePositionalEmbedding,
+                s.hidden,
+                s.model,
                 **split(("mdl", "data"), (None, None, "mdl")),
             ),
             plus_positions,
@@ -354,17 +392,23 @@ def norm_cases(s: Sizes) -> dict[str, Case]:
 
 def attention_cases(s: Sizes) -> dict[str, Case]:
     """Returns kinds of attention and recurrence, with options that split in their own way."""
+
     def attention(cls: type = layers.DotProductAttention, **settings: Any) -> partial:
         return partial(cls, s.model, s.heads, dim_per_head=s.per_head, **HEADS, **settings)
 
     grouped = partial(
-        ATTENTION, s.model, 2 * s.kv_heads, dim_per_head=s.per_head, num_kv_heads=s.kv_heads,
+        ATTENTION,
+        s.model,
+        2 * s.kv_heads,
+        dim_per_head=s.per_head,
+        num_kv_heads=s.kv_heads,
     )
     return {
         "attention": Case(attention(use_bias=True, use_rotary_position_emb=True), first),
         "attention with positions": Case(
             attention(
-                internal_enable_per_dim_scale=False, relative_bias_tpl=layers.RelativeBias,
+                internal_enable_per_dim_scale=False,
+                relative_bias_tpl=layers.RelativeBias,
                 **NO_BIAS,
             ),
             first,
@@ -377,15 +421,22 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
         ),
         "grouped attention by its own layer": Case(
             partial(
-                layers.GroupedQueryAttention, s.model, 2 * s.kv_heads, num_kv_heads=s.kv_heads,
-                dim_per_head=s.per_head, **HEADS,
+                layers.GroupedQueryAttention,
+                s.model,
+                2 * s.kv_heads,
+                num_kv_heads=s.kv_heads,
+                dim_per_head=s.per_head,
+                **HEADS,
             ),
             of_segments,
         ),
         "multi-query attention": Case(
             attention(
-                layers.MultiQueryDotProductAttention, num_kv_heads=1,
-                relative_bias_tpl=layers.RelativeBias, attention_extra_logit=0.3, **NO_BIAS,
+                layers.MultiQueryDotProductAttention,
+                num_kv_heads=1,
+                relative_bias_tpl=layers.RelativeBias,
+                attention_extra_logit=0.3,
+                **NO_BIAS,
             ),
             of_segments,
         ),
@@ -402,8 +453,13 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
         ),
         "latent attention": Case(
             attention(
-                layers.MultiHeadLatentAttention, q_lora_rank=s.model, kv_lora_rank=s.hidden,
-                qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, use_bias=True,
+                layers.MultiHeadLatentAttention,
+                q_lora_rank=s.model,
+                kv_lora_rank=s.hidden,
+                qk_nope_head_dim=4,
+                qk_rope_head_dim=2,
+                v_head_dim=6,
+                use_bias=True,
             ),
             first,
         ),
@@ -413,12 +469,20 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
 
 def expert_cases(s: Sizes) -> dict[str, Case]:
     """Returns experts over the axis "mdl"; tests/layers/moe has those on an axis of their own."""
+
     def experts(**settings: Any) -> Case:
-        return Case(partial(
-            layers.TransformerFeedForwardMoe, s.model, s.hidden, num_experts=s.experts,
-            gate_split_dims_mapping=("data", None), **split(("mdl", "data", None), RESIDUAL),
-            **settings,
-        ), with_key)
+        return Case(
+            partial(
+                layers.TransformerFeedForwardMoe,
+                s.model,
+                s.hidden,
+                num_experts=s.experts,
+                gate_split_dims_mapping=("data", None),
+                **split(("mdl", "data", None), RESIDUAL),
+                **settings,
+            ),
+            with_key,
+        )
 
     return {
         "experts with slots": experts(use_gated_activation=True, has_bias=True),
@@ -440,35 +504,38 @@ def vision_cases(s: Sizes) -> dict[str, Case]:
             partial(layers.Conv2D, shape, (2, 1), bias=True, **of_image_split), of_image, "image"
         ),
         "normed convolution": Case(
-            partial(
-                layers.Conv2D, shape, weight_norm_tpl=layers.WeightNormL2, **of_image_split
-            ),
-            of_image, "image",
+            partial(layers.Conv2D, shape, weight_norm_tpl=layers.WeightNormL2, **of_image_split),
+            of_image,
+            "image",
         ),
         "depthwise convolution": Case(
             partial(
-                layers.Conv2D, (3, 3, 1, 2 * s.channels),
+                layers.Conv2D,
+                (3, 3, 1, 2 * s.channels),
                 **split((None, None, None, "mdl"), OF_IMAGE),
             ),
-            of_image, "image",
+            of_image,
+            "image",
         ),
         "replicated depthwise filter": Case(
             partial(layers.Conv2D, (3, 3, 1, 2 * s.channels)), of_image, "image"
         ),
         "convolution over time": Case(
             partial(
-                layers.DepthwiseConv1D, (3, s.model, 2), bias=True, is_causal=True,
+                layers.DepthwiseConv1D,
+                (3, s.model, 2),
+                bias=True,
+                is_causal=True,
                 **split((None, None, "mdl"), OF_X),
             ),
             of_x,
         ),
         "convolution and norm": Case(partial(CONV, shape, (2, 1)), of_image_with_key, "image"),
-        "maxima": Case(
-            partial(layers.Pooling, (3, 2), (2, 1), **windows), first_of_image, "image"
-        ),
+        "maxima": Case(partial(layers.Pooling, (3, 2), (2, 1), **windows), first_of_image, "image"),
         "means": Case(
             partial(layers.Pooling, (3, 2), (2, 1), pooling_type="AVG", **windows),
-            first_of_image, "image",
+            first_of_image,
+            "image",
         ),
         "means over time": Case(
             partial(layers.Pooling1D, 2, 3, **over_time), lambda layer, i, key: layer(i.x)[0]
@@ -478,7 +545,8 @@ def vision_cases(s: Sizes) -> dict[str, Case]:
         ),
         "maximum of an image": Case(
             partial(layers.GlobalPooling, pooling_dims=(1, 2), pooling_type="MAX", **features),
-            of_image, "image",
+            of_image,
+            "image",
         ),
     }
 
@@ -492,8 +560,12 @@ def model_cases(s: Sizes) -> dict[str, Case]:
         "transformer": Case(block, of_segments),
         "transformer of two attentions, with dropout": Case(
             partial(
-                block, use_cross_attention=True, norm_policy="post_skip", atten_dropout_prob=0.2,
-                tr_atten_tpl=partial(ATTENTION, **NO_BIAS), **drops,
+                block,
+                use_cross_attention=True,
+                norm_policy="post_skip",
+                atten_dropout_prob=0.2,
+                tr_atten_tpl=partial(ATTENTION, **NO_BIAS),
+                **drops,
             ),
             across,
         ),
@@ -502,11 +574,22 @@ def model_cases(s: Sizes) -> dict[str, Case]:
 
 
 def language_model(s: Sizes, **settings: Any) -> Case:
-    return Case(partial(
-        layers.TransformerLm, s.vocab, s.model, s.hidden, s.heads, 2, dim_per_head=s.per_head,
-        max_seq_length=s.hidden, transformer_layer_tpl=BLOCK, softmax_tpl=SHARED_SOFTMAX,
-        **settings,
-    ), of_all_ids)
+    return Case(
+        partial(
+            layers.TransformerLm,
+            s.vocab,
+            s.model,
+            s.hidden,
+            s.heads,
+            2,
+            dim_per_head=s.per_head,
+            max_seq_length=s.hidden,
+            transformer_layer_tpl=BLOCK,
+            softmax_tpl=SHARED_SOFTMAX,
+            **settings,
+        ),
+        of_all_ids,
+    )
 
 
 def network_cases(s: Sizes) -> dict[str, Case]:
@@ -516,24 +599,40 @@ def network_cases(s: Sizes) -> dict[str, Case]:
     def vit(rngs: Any, **settings: Any) -> Any:
         return layers.VisionTransformer(
             partial(
-                layers.VitEntryLayers, tuple(side // 2 for side in s.image), 2, 4 * s.channels,
-                s.model, prepend_cls_tokens=1, append_cls_tokens=1,
+                layers.VitEntryLayers,
+                tuple(side // 2 for side in s.image),
+                2,
+                4 * s.channels,
+                s.model,
+                prepend_cls_tokens=1,
+                append_cls_tokens=1,
                 **split((None, "data"), RESIDUAL),
             ),
             partial(KEEPS_ALL, partial(block, mask_self_attention=False), 2),
             partial(
                 layers.VitExitLayers, s.model, s.vocab, **split(OF_W, (ROWS, "mdl")), **settings
             ),
-            activation_split_dims_mapping=RESIDUAL, rngs=rngs,
+            activation_split_dims_mapping=RESIDUAL,
+            rngs=rngs,
         )
 
     def resnet(**settings: Any) -> Case:
         stages = len(s.resnet)
-        return Case(partial(
-            layers.ResNet, channels=s.resnet, blocks=(1,) * stages, strides=(2,) * stages,
-            kernels=(3,) * stages, conv_params=CONV, entryflow_conv_kernel=(3, 3, s.channels),
-            entryflow_conv_stride=(1, 1), **settings,
-        ), of_image_with_key, "image")
+        return Case(
+            partial(
+                layers.ResNet,
+                channels=s.resnet,
+                blocks=(1,) * stages,
+                strides=(2,) * stages,
+                kernels=(3,) * stages,
+                conv_params=CONV,
+                entryflow_conv_kernel=(3, 3, s.channels),
+                entryflow_conv_stride=(1, 1),
+                **settings,
+            ),
+            of_image_with_key,
+            "image",
+        )
 
     def translated(layer: Any, i: Inputs, key: jax.Array) -> jax.Array:
         encoded = layer.encode(i.ids, input_paddings=i.paddings) + i.x
@@ -544,9 +643,12 @@ def network_cases(s: Sizes) -> dict[str, Case]:
     unbiased = partial(BLOCK, tr_atten_tpl=partial(ATTENTION, **NO_BIAS))
     masked_and_not = [
         partial(
-            block, mask_self_attention=is_masked, norm_policy="primer_hybrid",
+            block,
+            mask_self_attention=is_masked,
+            norm_policy="primer_hybrid",
             tr_atten_tpl=partial(ATTENTION, **NO_BIAS),
-        ) for is_masked in (True, False)
+        )
+        for is_masked in (True, False)
     ]
     return {
         "pattern of masked and unmasked blocks": Case(
@@ -558,8 +660,16 @@ def network_cases(s: Sizes) -> dict[str, Case]:
         ),
         "encoder and decoder": Case(
             partial(
-                layers.TransformerEncoderDecoder, s.vocab, s.model, s.hidden, s.heads, 1, 1,
-                dim_per_head=s.per_head, encoder_layer_tpl=unbiased, decoder_layer_tpl=unbiased,
+                layers.TransformerEncoderDecoder,
+                s.vocab,
+                s.model,
+                s.hidden,
+                s.heads,
+                1,
+                1,
+                dim_per_head=s.per_head,
+                encoder_layer_tpl=unbiased,
+                decoder_layer_tpl=unbiased,
                 encoder_stacked_transformer_tpl=layers.StackedTransformer,
                 decoder_stacked_transformer_tpl=layers.StackedTransformer,
                 softmax_tpl=SHARED_SOFTMAX,
@@ -577,9 +687,14 @@ def network_cases(s: Sizes) -> dict[str, Case]:
 
 # By group: what is compiled together.
 GROUPS: dict[str, Callable[[Sizes], dict[str, Case]]] = {
-    "dense": dense_cases, "embedding": embedding_cases, "norms": norm_cases,
-    "attention": attention_cases, "experts": expert_cases, "vision": vision_cases,
-    "models": model_cases, "networks": network_cases,
+    "dense": dense_cases,
+    "embedding": embedding_cases,
+    "norms": norm_cases,
+    "attention": attention_cases,
+    "experts": expert_cases,
+    "vision": vision_cases,
+    "models": model_cases,
+    "networks": network_cases,
 }
 # (group, name) of every case.
 NAMES = [(group, name) for group, cases in GROUPS.items() for name in cases(SIZES["even"])]

@@ -34,9 +34,7 @@ def specs_of(build) -> dict[str, WeightSpec]:
 
 def test_a_weight_declares_its_true_shape_dtype_and_split():
     assert specs_of(SPLIT_LINEAR) == {
-        "params/w": WeightSpec(
-            (5, 7), jnp.dtype("float32"), ("data", "mdl"), matrix=((0,), (1,))
-        )
+        "params/w": WeightSpec((5, 7), jnp.dtype("float32"), ("data", "mdl"), matrix=((0,), (1,)))
     }
 
 
@@ -44,7 +42,11 @@ def test_a_stack_keeps_the_layers_split_and_puts_its_own_entry_before_it():
     spec = specs_of(lambda rngs: Repeat(SPLIT_LINEAR, 3, stack_split="replica", rngs=rngs))
     assert spec == {
         "params/blocks/w": WeightSpec(
-            (3, 5, 7), jnp.dtype("float32"), ("data", "mdl"), ("replica",), num_dims_apart=1,
+            (3, 5, 7),
+            jnp.dtype("float32"),
+            ("data", "mdl"),
+            ("replica",),
+            num_dims_apart=1,
             matrix=((0,), (1,)),
         )
     }
@@ -134,7 +136,10 @@ def test_a_constructor_shows_and_takes_the_settings_of_another():
     full = inspect.signature(FullSoftmax).parameters
     assert full.items() <= shared.items()
     assert set(shared) - set(full) == {
-        "lookup_style", "scale_sqrt_depth", "fprop_dtype", "lookup_split_dims_mapping",
+        "lookup_style",
+        "scale_sqrt_depth",
+        "fprop_dtype",
+        "lookup_split_dims_mapping",
     }
     grouped = inspect.signature(GroupedQueryAttention).parameters
     assert "window" in grouped and "combine_qkv" not in grouped

@@ -46,9 +46,12 @@ def test_a_mapping_is_by_position_or_by_name_and_reaches_every_layer_inside(mapp
         5, 7, use_gated_activation=True, weight_split_dims_mapping=mapping, rngs=nnx.Rngs(0)
     )
     assert splits_of(layer) == {
-        "ffn_layer1/linear/w": (None, "mdl"), "ffn_layer1/bias/b": ("mdl",),
-        "ffn_layer1_gate/linear/w": (None, "mdl"), "ffn_layer1_gate/bias/b": ("mdl",),
-        "ffn_layer2/linear/w": ("mdl", None), "ffn_layer2/bias/b": (None,),
+        "ffn_layer1/linear/w": (None, "mdl"),
+        "ffn_layer1/bias/b": ("mdl",),
+        "ffn_layer1_gate/linear/w": (None, "mdl"),
+        "ffn_layer1_gate/bias/b": ("mdl",),
+        "ffn_layer2/linear/w": ("mdl", None),
+        "ffn_layer2/bias/b": (None,),
     }
 
 
@@ -80,7 +83,9 @@ class _Declared(_Undeclared):
 @pytest.mark.parametrize("layer_class", [_Undeclared, _Declared])
 def test_a_constructor_may_declare_its_split_settings_for_type_checkers(layer_class):
     layer = layer_class(
-        5, weight_split_dims_mapping={"embed": "mdl"}, activation_split_dims_mapping=("data",),
+        5,
+        weight_split_dims_mapping={"embed": "mdl"},
+        activation_split_dims_mapping=("data",),
         rngs=nnx.Rngs(0),
     )
     assert layer.weight_split_dims_mapping == ("mdl",) and splits_of(layer) == {"w": ("mdl",)}
@@ -107,8 +112,12 @@ def _annotated(layer_class):
 def test_heads_of_keys_split_as_heads_and_one_head_stays_whole():
     for num_kv_heads, expected in ((2, (None, "mdl", None)), (1, (None, None))):
         layer = DotProductAttention(
-            8, 4, num_kv_heads=num_kv_heads, weight_split_dims_mapping={"heads": "mdl"},
-            attention_sinks=True, rngs=nnx.Rngs(0),
+            8,
+            4,
+            num_kv_heads=num_kv_heads,
+            weight_split_dims_mapping={"heads": "mdl"},
+            attention_sinks=True,
+            rngs=nnx.Rngs(0),
         )
         actual = splits_of(layer)
         assert actual["query/w"] == actual["post/w"] == (None, "mdl", None)
@@ -116,7 +125,8 @@ def test_heads_of_keys_split_as_heads_and_one_head_stays_whole():
 
 
 @pytest.mark.parametrize(
-    ("mapping", "words"), [
+    ("mapping", "words"),
+    [
         ({"mpl": "mdl"}, ["weight_split_dims_mapping", "'mpl'", "Did you mean mlp?"]),
         ("mdl", ["weight_split_dims_mapping", "must be a sequence", "('mdl',)"]),
         ((None, "mdl", None), ["3 entries", "2 dimensions", "Remove 1"]),

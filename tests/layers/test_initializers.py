@@ -147,7 +147,9 @@ def test_an_experiment_configures_the_initial_values(config):
 
 def test_initial_values_and_adapters_of_an_experiment_survive_config_json():
     config = fdl.Partial(
-        layers.FeedForward, 3, 5,
+        layers.FeedForward,
+        3,
+        5,
         weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02),
         linear_tpl=fdl.Partial(layers.adapted, base_tpl=fdl.Partial(layers.Linear), rank=4),
     )

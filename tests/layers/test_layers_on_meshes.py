@@ -29,8 +29,15 @@ from praxis_tools.check.asserts.layers import assert_near, drawn, revealing
 from tests.layers.layer_cases import AXES, GROUPS, NAMES, ROWS, SIZES, Case, Inputs, inputs_of
 
 # Bases, which compute nothing of their own.
-BASES = {"BaseLayer", "Dense", "AttentionHeads", "Norm", "_LastDimNorm", "_PaddedNorm",
-         "ResidualBranch"}
+BASES = {
+    "BaseLayer",
+    "Dense",
+    "AttentionHeads",
+    "Norm",
+    "_LastDimNorm",
+    "_PaddedNorm",
+    "ResidualBranch",
+}
 # Models with tests of their own (whole_model/test_explicit_axes.py, test_explicit_families.py).
 ELSEWHERE = {"Pipeline", "ClassificationModel"}
 # Gradients through several norms: a product of inverse deviations makes small differences larger.
@@ -50,7 +57,10 @@ class Program:
     """
 
     def __init__(
-        self, group: str, sizes: str, mesh_shape: tuple[int, ...] | None = None,
+        self,
+        group: str,
+        sizes: str,
+        mesh_shape: tuple[int, ...] | None = None,
         axis_types: str = "auto",
     ):
         self._cases = GROUPS[group](SIZES[sizes])
@@ -58,7 +68,8 @@ class Program:
         self.notes: dict[str, dict[str, str]] = {name: {} for name in self._cases}
         self._arguments = (
             {name: drawn(model) for name, model in self._models.items()},
-            inputs_of(SIZES[sizes]), jax.random.key(5),
+            inputs_of(SIZES[sizes]),
+            jax.random.key(5),
         )
         self._mesh = mesh_shape and make_mesh(
             MeshConfig(ici_mesh_shape=mesh_shape, axis_names=AXES)
@@ -86,8 +97,9 @@ class Program:
         return specs
 
     def _input_specs(self) -> tuple[Inputs, PartitionSpec]:
-        split = jax.tree.map(lambda x: PartitionSpec(ROWS, *(None,) * (x.ndim - 1)),
-                             self._arguments[1])
+        split = jax.tree.map(
+            lambda x: PartitionSpec(ROWS, *(None,) * (x.ndim - 1)), self._arguments[1]
+        )
         return split, PartitionSpec()
 
     def _placed(self, all_vars: Any, inputs: Inputs, key: jax.Array) -> dict[str, Any]:
@@ -124,18 +136,19 @@ LARGE = ("models", "networks")
 
 def each_case(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
     """Returns the parameters of a test of every layer, with a mark on larger ones."""
-    return pytest.mark.parametrize(("group", "name"), [
-        pytest.param(*case, marks=mark if case[0] in LARGE else ()) for case in NAMES
-    ])
+    return pytest.mark.parametrize(
+        ("group", "name"),
+        [pytest.param(*case, marks=mark if case[0] in LARGE else ()) for case in NAMES],
+    )
 
 
 # test_sharded_experts.py has experts in `make test`.
 LATER = {"experts": pytest.mark.slow, "models": pytest.mark.slow, "networks": pytest.mark.nightly}
 
 
-@pytest.mark.parametrize(("group", "name"), [
-    pytest.param(*case, marks=LATER.get(case[0], ())) for case in NAMES
-])
+@pytest.mark.parametrize(
+    ("group", "name"), [pytest.param(*case, marks=LATER.get(case[0], ())) for case in NAMES]
+)
 def test_of_uneven_sizes_it_equals_one_device(group, name):
     actual, expected = (results(group, "uneven", *mesh)[name] for mesh in (((1, 4, 2),), ()))
     assert_near(actual, expected, tolerance=TOLERANCES.get(group, 3e-6))
@@ -171,11 +184,15 @@ def test_no_layer_is_left_out():
     packages = pkgutil.walk_packages(layers.__path__, f"{layers.__name__}.")
     modules = [importlib.import_module(package.name) for package in packages]
     classes = {
-        x for module in modules for x in vars(module).values()
+        x
+        for module in modules
+        for x in vars(module).values()
         if inspect.isclass(x) and issubclass(x, BaseLayer)
     }
     there = {
-        type(node) for cases in GROUPS.values() for case in cases(SIZES["even"]).values()
+        type(node)
+        for cases in GROUPS.values()
+        for case in cases(SIZES["even"]).values()
         for _, node in nnx.iter_graph(
             nnx.eval_shape(lambda build=case.build: build(rngs=nnx.Rngs(0)))
         )
@@ -211,7 +228,10 @@ def test_weights_and_activations_are_really_split(mesh_of):
     """The tests above would pass with no split at all; a device's program shows its share."""
     model = NnxModel(
         functools.partial(
-            layers.FeedForward, 13, 17, weight_split_dims_mapping=("data", "mdl"),
+            layers.FeedForward,
+            13,
+            17,
+            weight_split_dims_mapping=("data", "mdl"),
             activation_split_dims_mapping=(ROWS, "mdl"),
         )
     )

@@ -15,15 +15,14 @@ from praxis_lite.layers.activations import ACTIVATIONS, activation_fn
 from tests.support.goldens import pax_options
 
 PAX = pax_options("softmaxes")
-OF_PAX = {
-    name.removeprefix("act_"): case for name, case in PAX.items() if name.startswith("act_")
-}
+OF_PAX = {name.removeprefix("act_"): case for name, case in PAX.items() if name.startswith("act_")}
 POINTS = jnp.asarray(PAX[""]["in"]["pts"])
 
 
 @functools.cache
 def at_points():
     """Returns each activation's values and gradients, from one program."""
+
     def both(name, x):
         function = activation_fn(name, None)
         return function(x), jax.grad(lambda x: jnp.sum(function(x)))(x)
@@ -103,7 +102,10 @@ def test_splits_of_einsum_biases_follow_the_weight():
         spec_leaves(
             NnxModel(
                 functools.partial(
-                    layers.Einsum, "ebd,edf->ebf", (2, 5, 3), has_bias=True,
+                    layers.Einsum,
+                    "ebd,edf->ebf",
+                    (2, 5, 3),
+                    has_bias=True,
                     weight_split_dims_mapping=("data", None, "mdl"),
                 )
             ).weight_specs()

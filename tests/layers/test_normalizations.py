@@ -41,12 +41,13 @@ PAX = {
     ),
     "group_cumulative": partial(GROUP, num_groups=2, input_rank=3, cumulative=True),
     "group_more_groups_than_channels": partial(GROUP, input_rank=3, use_bias=False),
-    "group_min_size": partial(
-        GROUP, num_groups=6, min_group_size=2, input_rank=3, use_scale=False
-    ),
+    "group_min_size": partial(GROUP, num_groups=6, min_group_size=2, input_rank=3, use_scale=False),
 }
 WITH_PADDINGS = {
-    "batch_train_paddings", "batch_eval_paddings", "group_paddings", "group_padded_output",
+    "batch_train_paddings",
+    "batch_eval_paddings",
+    "group_paddings",
+    "group_padded_output",
     "group_cumulative",
 }
 
@@ -174,8 +175,10 @@ def test_scanned_batch_norms_equal_unrolled_ones_statistics_too():
     grads, (outputs, statistics) = run(scanned, mdl_vars)
     actual = run(unrolled, {kind: unstacked(tree) for kind, tree in mdl_vars.items()})
     assert_near(actual, (unstacked(grads), (outputs, unstacked(statistics))))
-    moved = statistics["blocks"]["norm"]["moving_mean"] - mdl_vars["non_trainable"]["blocks"][
-        "norm"]["moving_mean"]
+    moved = (
+        statistics["blocks"]["norm"]["moving_mean"]
+        - mdl_vars["non_trainable"]["blocks"]["norm"]["moving_mean"]
+    )
     assert (np.abs(moved).max(axis=1) > 1e-2).all()  # Of every layer.
 
 
@@ -219,22 +222,18 @@ def test_training_moves_statistics_and_evaluation_uses_them(mesh_of):
 
 
 WRONG = {
-    r"GroupNorm\.num_groups.*4.*6": lambda r: GROUP(
-        num_groups=4, input_rank=3, rngs=r
-    ),
+    r"GroupNorm\.num_groups.*4.*6": lambda r: GROUP(num_groups=4, input_rank=3, rngs=r),
     r"GroupNorm\.min_group_size.*4.*6": lambda r: GROUP(
         num_groups=2, min_group_size=4, input_rank=3, rngs=r
     ),
     r"GroupNorm\.num_groups.*0": lambda r: GROUP(num_groups=0, input_rank=3, rngs=r),
     r"GroupNorm\.input_rank.* 2;.*3": lambda r: GROUP(input_rank=2, rngs=r),
-    r"GroupNorm\.input_rank.*3.*\(1, 2, 3, 6\)": lambda r: GROUP(
-        input_rank=3, rngs=r
-    )(jnp.ones((1, 2, 3, 6))),
+    r"GroupNorm\.input_rank.*3.*\(1, 2, 3, 6\)": lambda r: GROUP(input_rank=3, rngs=r)(
+        jnp.ones((1, 2, 3, 6))
+    ),
     r"BatchNorm\.decay.*1\.5": lambda r: BATCH(decay=1.5, rngs=r),
     r"BatchNorm\.dim.*0": lambda r: layers.BatchNorm(0, rngs=r),
-    r"BatchNorm.*paddings.*\(5, 6\)": lambda r: BATCH(rngs=r)(
-        jnp.ones((5, 6)), jnp.ones((5, 6))
-    ),
+    r"BatchNorm.*paddings.*\(5, 6\)": lambda r: BATCH(rngs=r)(jnp.ones((5, 6)), jnp.ones((5, 6))),
     r"RmsNorm\.epsilon.*-1": lambda r: layers.RmsNorm(6, epsilon=-1, rngs=r),
     r"LayerNorm\.epsilon.*'a'": lambda r: layers.LayerNorm(6, epsilon="a", rngs=r),
     r"RmsNormNoScale\.epsilon.*None": lambda r: layers.RmsNormNoScale(6, epsilon=None),

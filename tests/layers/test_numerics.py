@@ -73,9 +73,7 @@ def test_no_position_sees_a_later_token(mdl_vars):
 
 def test_dropout_of_the_model_needs_a_key(mdl_vars):
     model = lm(residual_dropout_prob=0.4)
-    np.testing.assert_array_equal(
-        logits_of(model, mdl_vars, IDS), logits_of(lm(), mdl_vars, IDS)
-    )
+    np.testing.assert_array_equal(logits_of(model, mdl_vars, IDS), logits_of(lm(), mdl_vars, IDS))
     run = jax.jit(lambda v, ids, key: model.module(v)(ids, key=key)[0])
     first, same, second = (run(mdl_vars, IDS, jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(first, same)
@@ -85,8 +83,14 @@ def test_dropout_of_the_model_needs_a_key(mdl_vars):
 def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
     num_heads, dim = 3, 4
     layer = layers.DotProductAttention(
-        5, num_heads, dim_per_head=dim, use_bias=False, use_rotary_position_emb=True,
-        scale_query_by_dim_per_head=True, internal_enable_per_dim_scale=False, rngs=nnx.Rngs(1),
+        5,
+        num_heads,
+        dim_per_head=dim,
+        use_bias=False,
+        use_rotary_position_emb=True,
+        scale_query_by_dim_per_head=True,
+        internal_enable_per_dim_scale=False,
+        rngs=nnx.Rngs(1),
     )
     x = np.random.default_rng(5).normal(size=(2, 6, 5)).astype(np.float32)
     actual = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]

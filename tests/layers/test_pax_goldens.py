@@ -137,9 +137,7 @@ CASES = {
     "transformer_block_primer_hybrid": transformer_block(norm_policy="primer_hybrid"),
     "stacked_transformer": stack(functools.partial(layers.StackedTransformer, BLOCK, 3)),
     "stacked_transformer_repeated": stack(
-        functools.partial(
-            layers.Repeat, functools.partial(layers.StackedTransformer, BLOCK, 1), 3
-        ),
+        functools.partial(layers.Repeat, functools.partial(layers.StackedTransformer, BLOCK, 1), 3),
     ),
 }
 
@@ -191,9 +189,9 @@ def test_outputs_and_gradients_equal_pax(name):
         return jnp.sum(outputs * inputs["cotangent"]), outputs
 
     wrt = {path: inputs[path] for path in golden.get("gin", {})}
-    (grads, input_grads), outputs = jax.jit(
-        jax.grad(objective, argnums=(0, 1), has_aux=True)
-    )(params, wrt)
+    (grads, input_grads), outputs = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(
+        params, wrt
+    )
     assert_close(outputs, golden["out"][case.output], tolerance, name)
     wanted_grads = params_of(model, golden.get("grad", {}))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
@@ -225,7 +223,8 @@ def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
     assert_close(y, golden["out"]["y"], tolerance, kernel)
     expected = params_of(model, golden["grad"]), golden["gin"]["x"], golden["gin"]["paddings"]
     for leaf, (path, of_pax) in zip(
-        jax.tree.leaves((grads, *input_grads)), jax.tree_util.tree_leaves_with_path(expected),
+        jax.tree.leaves((grads, *input_grads)),
+        jax.tree_util.tree_leaves_with_path(expected),
         strict=True,
     ):
         assert_close(leaf, of_pax, tolerance, f"{kernel} gradient of {path}")

@@ -38,24 +38,29 @@ DECIDED = {
     # Rules start from what a layer says, whole dims are free for them.
     "fsdp of a silent layer": (feed_forward(), FSDP, {IN: (None, "data"), OUT: ("data", None)}),
     "fsdp beside its mapping": (
-        feed_forward({"mlp": "mdl"}), FSDP, {IN: ("data", "mdl"), OUT: ("mdl", "data")}
+        feed_forward({"mlp": "mdl"}),
+        FSDP,
+        {IN: ("data", "mdl"), OUT: ("mdl", "data")},
     ),
     "fsdp of a whole layer": (feed_forward(()), FSDP, {IN: (None, "data")}),
     "fsdp where it is split": (
-        feed_forward({"embed": ("data", "mdl")}), rule((f".*{IN}", 'fsdp("replica", 0)')),
+        feed_forward({"embed": ("data", "mdl")}),
+        rule((f".*{IN}", 'fsdp("replica", 0)')),
         {IN: (("data", "mdl"), "replica"), OUT: (None, ("data", "mdl"))},
     ),
     "fsdp leaves small ones": (
-        feed_forward({"mlp": "mdl"}), rule((".*", 'fsdp("data", min_weight_size=90)')),
+        feed_forward({"mlp": "mdl"}),
+        rule((".*", 'fsdp("data", min_weight_size=90)')),
         {IN: ("data", "mdl"), "layer_norm/scale": (None,)},
     ),
     "the first pattern": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", 'shard_dim("data", 0)'), (".*",
-                                                                          'fsdp("replica", 0)')),
+        feed_forward({"mlp": "mdl"}),
+        rule((f".*{IN}", 'shard_dim("data", 0)'), (".*", 'fsdp("replica", 0)')),
         {IN: ("data", "mdl"), OUT: ("mdl", "replica")},
     ),
     "replicate before": (
-        feed_forward(), rule((f".*{IN}|.*norm.*", "replicate"), (".*", 'fsdp("data", 0)')),
+        feed_forward(),
+        rule((f".*{IN}|.*norm.*", "replicate"), (".*", 'fsdp("data", 0)')),
         {IN: (None, None), OUT: ("data", None), "layer_norm/scale": (None,)},
     ),
     "no names to go by": (
@@ -64,10 +69,13 @@ DECIDED = {
         {IN: (None, "mdl")},
     ),
     "fsdp of a stack": (
-        repeated(feed_forward({"mlp": "mdl"})), FSDP, {f"blocks/{IN}": (None, "data", "mdl")}
+        repeated(feed_forward({"mlp": "mdl"})),
+        FSDP,
+        {f"blocks/{IN}": (None, "data", "mdl")},
     ),
     "a rule for the stack's dim": (
-        repeated(feed_forward({"mlp": "mdl"})), rule((f".*{IN}", 'shard_dim("data", 0)')),
+        repeated(feed_forward({"mlp": "mdl"})),
+        rule((f".*{IN}", 'shard_dim("data", 0)')),
         {f"blocks/{IN}": ("data", None, "mdl"), f"blocks/{OUT}": (None, "mdl", None)},
     ),
     "a rule for one of the unrolled": (
@@ -76,7 +84,8 @@ DECIDED = {
         {f"blocks/0/{IN}": ("data", "mdl"), f"blocks/1/{IN}": (None, "mdl")},
     ),
     "adapter by rule": (
-        adapted(linear(dims=(8, 16))), FSDP,
+        adapted(linear(dims=(8, 16))),
+        FSDP,
         {"w": (None, "data"), "lora_a": ("data", None), "lora_b": (None, "data")},
     ),
     "objects for strings": (
@@ -85,31 +94,40 @@ DECIDED = {
         {IN: ("replica", "mdl"), OUT: ("mdl", "data")},
     ),
     "a rule after a rule": (
-        feed_forward(), rule((f".*{IN}", ['shard_dim("mdl", -1)', 'fsdp("data", 0)'])),
+        feed_forward(),
+        rule((f".*{IN}", ['shard_dim("mdl", -1)', 'fsdp("data", 0)'])),
         {IN: ("data", "mdl"), OUT: (None, None)},
     ),
     "two axes of a dim": (
-        feed_forward({"embed": "replica"}), rule((".*ffn.*", 'fsdp(("data", "mdl"), 0)')),
+        feed_forward({"embed": "replica"}),
+        rule((".*ffn.*", 'fsdp(("data", "mdl"), 0)')),
         {IN: ("replica", ("data", "mdl")), OUT: (("data", "mdl"), "replica")},
     ),
     "no dim of that number": (
-        feed_forward({"mlp": "mdl"}), rule((".*", 'shard_dim("data", 2, ignore_ndim_error=True)')),
+        feed_forward({"mlp": "mdl"}),
+        rule((".*", 'shard_dim("data", 2, ignore_ndim_error=True)')),
         {IN: (None, "mdl")},
     ),
     "what does not divide stays whole": (
         feed_forward({"mlp": "mdl"}),
-        rule((".*", 'fsdp("data", 0)'), allow_padding=False), {IN: (None, "mdl")},
+        rule((".*", 'fsdp("data", 0)'), allow_padding=False),
+        {IN: (None, "mdl")},
     ),
     "heads and a rule": (
-        attention({"heads": "mdl"}), rule((".*key/w", 'fsdp("data", 0)')),
+        attention({"heads": "mdl"}),
+        rule((".*key/w", 'fsdp("data", 0)')),
         {"key/w": ("data", "mdl", None), "query/w": (None, "mdl", None)},
     ),
     "merged dims": (
-        attention({"heads": "mdl"}, proj_tpl=COMBINED), rule((".*/w", 'fsdp("data", 0)')),
+        attention({"heads": "mdl"}, proj_tpl=COMBINED),
+        rule((".*/w", 'fsdp("data", 0)')),
         {"query/w": ("data", "mdl")},
     ),
-    "a parent's dims": (linear(dims=(EMBED, F)), rule((".*", 'fsdp("mdl", 0)')),
-                        {"w": ("data", "mdl")}),
+    "a parent's dims": (
+        linear(dims=(EMBED, F)),
+        rule((".*", 'fsdp("mdl", 0)')),
+        {"w": ("data", "mdl")},
+    ),
 }
 SPLITS = CasesOfRules(splits_of, DECIDED)
 
@@ -122,18 +140,24 @@ def test_rules_split_what_the_layers_leave_whole(case):
 
 WRONG = {
     "replicate what is split": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", "replicate")),
+        feed_forward({"mlp": "mdl"}),
+        rule((f".*{IN}", "replicate")),
         [IN, "`replicate`", "(None, 'mdl')"],
     ),
     "a rule for a dim that is split": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", 'shard_dim("data", 1)')),
+        feed_forward({"mlp": "mdl"}),
+        rule((f".*{IN}", 'shard_dim("data", 1)')),
         [IN, "shard_dim('data', 1)", "splits it over mdl", "Choose a different dim"],
     ),
     "a rule's axis is the layer's": (
-        feed_forward({"mlp": "mdl"}), rule((".*ffn.*", 'fsdp("mdl", 0)')), [IN, "'mdl' twice"]
+        feed_forward({"mlp": "mdl"}),
+        rule((".*ffn.*", 'fsdp("mdl", 0)')),
+        [IN, "'mdl' twice"],
     ),
     "a pattern of a part": (
-        feed_forward(), rule(("linear/w", "replicate")), ["'linear/w'", "'.*'", IN]
+        feed_forward(),
+        rule(("linear/w", "replicate")),
+        ["'linear/w'", "'.*'", IN],
     ),
 }
 
@@ -161,8 +185,14 @@ class Block(BaseLayer):
 
     def __init__(self, *, rngs):
         self.attention = DotProductAttention(
-            D, N, dim_per_head=3, num_kv_heads=2, use_bias=False, proj_tpl=COMBINED,
-            weight_split_dims_mapping={"heads": "mdl"}, rngs=rngs,
+            D,
+            N,
+            dim_per_head=3,
+            num_kv_heads=2,
+            use_bias=False,
+            proj_tpl=COMBINED,
+            weight_split_dims_mapping={"heads": "mdl"},
+            rngs=rngs,
         )
         self.ff = feed_forward({"mlp": "mdl"})(rngs)
 

@@ -19,21 +19,21 @@ TOKENS = jnp.ones((1, 3), jnp.int32)
 X = jnp.ones((1, 3, 8))
 WRONG = {
     # What is handed to a call, and to a method.
-    r"Transformer .*'padings'.*paddings\?": lambda r: (
-        layers.Transformer(8, 12, 2, rngs=r)(X, padings=TOKENS)
+    r"Transformer .*'padings'.*paddings\?": lambda r: layers.Transformer(8, 12, 2, rngs=r)(
+        X, padings=TOKENS
     ),
     "Transformer .*'padings'.*inputs, positions": lambda r: layers.Repeat(
         functools.partial(layers.Transformer, 8, 12, 2), 2, rngs=r
     )(X, padings=TOKENS),
-    r"RgLruBlock.*'segment_id'.*segment_ids\?": lambda r: (
-        layers.RgLruBlock(8, 2, rngs=r)(X, segment_id=TOKENS)
+    r"RgLruBlock.*'segment_id'.*segment_ids\?": lambda r: layers.RgLruBlock(8, 2, rngs=r)(
+        X, segment_id=TOKENS
     ),
-    r"RgLruBlock\.init_cache.*'dtpye'.*dtype\?": lambda r: (
-        layers.RgLruBlock(8, 2, rngs=r).init_cache(1, 3, dtpye=jnp.float32)
+    r"RgLruBlock\.init_cache.*'dtpye'.*dtype\?": lambda r: layers.RgLruBlock(
+        8, 2, rngs=r
+    ).init_cache(1, 3, dtpye=jnp.float32),
+    r"TransformerLm\.compute_loss.*'segments'.*segment_ids": lambda r: LM(rngs=r).compute_loss(
+        TOKENS, TOKENS, TOKENS, segments=TOKENS
     ),
-    r"TransformerLm\.compute_loss.*'segments'.*segment_ids": lambda r: LM(
-        rngs=r
-    ).compute_loss(TOKENS, TOKENS, TOKENS, segments=TOKENS),
     r"TransformerEncoderDecoder\.decode.*'target_padings'.*target_paddings": (
         lambda r: layers.TransformerEncoderDecoder(11, 8, 12, 2, 1, 1, rngs=r)(
             TOKENS, TOKENS, target_padings=TOKENS
@@ -61,53 +61,43 @@ WRONG = {
     r"TrainablePositionalEmbedding\.max_seq_length.*0": lambda r: (
         layers.TrainablePositionalEmbedding(0, 3, rngs=r)
     ),
-    "DotProductAttention.*3.*8.*dim_per_head": lambda r: (
-        layers.DotProductAttention(8, 3, rngs=r)
-    ),
+    "DotProductAttention.*3.*8.*dim_per_head": lambda r: layers.DotProductAttention(8, 3, rngs=r),
     r"DotProductAttention\.num_heads.*0": lambda r: layers.DotProductAttention(8, 0, rngs=r),
-    "DotProductAttention.*3.*10": lambda r: (
-        layers.DotProductAttention(9, 3, hidden_dim=10, rngs=r)
+    "DotProductAttention.*3.*10": lambda r: layers.DotProductAttention(9, 3, hidden_dim=10, rngs=r),
+    r"num_kv_heads.*3.*4.*\[1, 2, 4\]": lambda r: layers.DotProductAttention(
+        8, 4, num_kv_heads=3, rngs=r
     ),
-    r"num_kv_heads.*3.*4.*\[1, 2, 4\]": lambda r: (
-        layers.DotProductAttention(8, 4, num_kv_heads=3, rngs=r)
+    r"DotProductAttention\.window.*0": lambda r: layers.DotProductAttention(8, 4, window=0, rngs=r),
+    r"DotProductAttention\.right_context.*2": lambda r: layers.DotProductAttention(
+        8, 4, right_context=2, rngs=r
     ),
-    r"DotProductAttention\.window.*0": lambda r: (
-        layers.DotProductAttention(8, 4, window=0, rngs=r)
+    r"atten_kernel.*'einsun'.*einsum\?": lambda r: layers.DotProductAttention(
+        8, 4, atten_kernel="einsun", rngs=r
     ),
-    r"DotProductAttention\.right_context.*2": lambda r: (
-        layers.DotProductAttention(8, 4, right_context=2, rngs=r)
-    ),
-    r"atten_kernel.*'einsun'.*einsum\?": lambda r: (
-        layers.DotProductAttention(8, 4, atten_kernel="einsun", rngs=r)
-    ),
-    "atten_kernel.*'splash'.*relative_bias_tpl.*'einsum'": lambda r: (
-        layers.DotProductAttention(
-            8, 4, atten_kernel="splash", relative_bias_tpl=layers.RelativeBias, rngs=r
-        )
+    "atten_kernel.*'splash'.*relative_bias_tpl.*'einsum'": lambda r: layers.DotProductAttention(
+        8, 4, atten_kernel="splash", relative_bias_tpl=layers.RelativeBias, rngs=r
     ),
     "embedding_dims.*3.*dim_per_head": lambda r: layers.DotProductAttention(
         8, 2, dim_per_head=3, use_rotary_position_emb=True, rngs=r
     ),
-    r"combine_qkv requires .*num_kv_heads": lambda r: (
-        layers.DotProductAttention(8, 4, combine_qkv=True, num_kv_heads=2, rngs=r)
+    r"combine_qkv requires .*num_kv_heads": lambda r: layers.DotProductAttention(
+        8, 4, combine_qkv=True, num_kv_heads=2, rngs=r
     ),
-    "is_cross_attention=True": lambda r: (
-        layers.DotProductAttention(8, 4, is_cross_attention=True, window=3, rngs=r)
+    "is_cross_attention=True": lambda r: layers.DotProductAttention(
+        8, 4, is_cross_attention=True, window=3, rngs=r
     ),
-    r"input_dim.*\['query'\]": lambda r: (
-        layers.DotProductAttention({"query": 8}, 4, rngs=r)
-    ),
-    r"atten_logit_cap.*-1\.0": lambda r: (
-        layers.DotProductAttention(8, 4, atten_logit_cap=-1.0, rngs=r)
+    r"input_dim.*\['query'\]": lambda r: layers.DotProductAttention({"query": 8}, 4, rngs=r),
+    r"atten_logit_cap.*-1\.0": lambda r: layers.DotProductAttention(
+        8, 4, atten_logit_cap=-1.0, rngs=r
     ),
     "hidden_dim / num_heads": lambda r: layers.DotProductAttention(
         3, 4, dim_per_head=2, internal_enable_per_dim_scale=False, rngs=r
     ),
-    "attention_combine_dims": lambda r: (
-        layers.AttentionProjection(8, 2, 4, attention_combine_dims=True, rngs=r)
+    "attention_combine_dims": lambda r: layers.AttentionProjection(
+        8, 2, 4, attention_combine_dims=True, rngs=r
     ),
-    "relative_attention_num_buckets.*3.*4": lambda r: (
-        layers.RelativeBias(2, relative_attention_num_buckets=3, bidirectional=True, rngs=r)
+    "relative_attention_num_buckets.*3.*4": lambda r: layers.RelativeBias(
+        2, relative_attention_num_buckets=3, bidirectional=True, rngs=r
     ),
     "relative_attention_max_distance.*4": lambda r: layers.RelativeBias(
         2, relative_attention_num_buckets=8, relative_attention_max_distance=4, rngs=r
@@ -126,9 +116,7 @@ WRONG = {
     r"RotaryPositionalEmbedding\.embedding_dims.*5": lambda r: LM(
         dim_per_head=5, transformer_layer_tpl=ROTARY_BLOCK, rngs=r
     ),
-    "max_seq_length.*5.*6": lambda r: LM(max_seq_length=5, rngs=r)(
-        jnp.zeros((1, 6), jnp.int32)
-    ),
+    "max_seq_length.*5.*6": lambda r: LM(max_seq_length=5, rngs=r)(jnp.zeros((1, 6), jnp.int32)),
 }
 
 

@@ -19,8 +19,11 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 31
 SETTINGS = (
-    "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
-    "run.evaluation.every_steps=None", "task.learner.learning_rate=0.01",
+    "--exp=functions.DigitsMlp",
+    "--set",
+    f"run.num_train_steps={NUM_STEPS}",
+    "run.evaluation.every_steps=None",
+    "task.learner.learning_rate=0.01",
 )
 
 
@@ -45,7 +48,8 @@ def logits_of(job):
     state, layout = state_of(job)
     params = jax.tree.map(
         lambda x, true: x[tuple(slice(dim) for dim in true.shape)],
-        state.mdl_vars["params"], layout.shapes.mdl_vars["params"],
+        state.mdl_vars["params"],
+        layout.shapes.mdl_vars["params"],
     )
     x = digits("heldout")["inputs"].reshape(359, 64)
     for layer in ("0", "1", "2"):
@@ -75,9 +79,7 @@ def test_decoding_writes_a_prediction_per_image(job):
 
 
 def test_decoding_without_predict_is_refused_before_anything_compiles(job):
-    done = launch(
-        "--mode=decode", f"--job_log_dir={job.path}", "--set", "task.predict=None"
-    )
+    done = launch("--mode=decode", f"--job_log_dir={job.path}", "--set", "task.predict=None")
     assert done.code == 2 and "LossTask.predict" in done.err
     assert done.num_compiled == 0
 

@@ -49,7 +49,12 @@ def init(key):
 
 
 PATHS = [
-    "layers/0/w", "layers/1/b", "layers/1/w", "mlp/~/linear/w", "norm/pair/0", "norm/pair/1",
+    "layers/0/w",
+    "layers/1/b",
+    "layers/1/w",
+    "mlp/~/linear/w",
+    "norm/pair/0",
+    "norm/pair/1",
     "norm/scale",
 ]
 
@@ -85,7 +90,7 @@ def test_any_tree_comes_back_as_init_made_it():
 
 def test_a_single_array_is_a_tree_too():
     model = FunctionModel(lambda key: jnp.ones((3, 5)), specs=("data",))
-    (path, spec), = spec_leaves(model.weight_specs())
+    ((path, spec),) = spec_leaves(model.weight_specs())
     assert (path, spec.split_dims_mapping) == ("params/value", ("data",))
     assert model.module(model.init(jax.random.key(0))).shape == (3, 5)
 
@@ -98,14 +103,18 @@ def test_weights_in_shards_are_gathered():
 
 
 def test_specs_are_a_tree_or_a_prefix_and_none_declares_nothing():
-    actual = splits({
-        "mlp/~/linear": {"w": P("data", "mdl")},
-        "layers": [P("mdl"), {"w": P(None, ("data", "mdl")), "b": ()}],
-        "norm": None,
-    })
+    actual = splits(
+        {
+            "mlp/~/linear": {"w": P("data", "mdl")},
+            "layers": [P("mdl"), {"w": P(None, ("data", "mdl")), "b": ()}],
+            "norm": None,
+        }
+    )
     assert actual == dict.fromkeys(PATHS) | {
-        "mlp/~/linear/w": ("data", "mdl"), "layers/0/w": ("mdl",),
-        "layers/1/w": (None, ("data", "mdl")), "layers/1/b": (),
+        "mlp/~/linear/w": ("data", "mdl"),
+        "layers/0/w": ("mdl",),
+        "layers/1/w": (None, ("data", "mdl")),
+        "layers/1/b": (),
     }
     # As jax.jit reads a prefix: the one spec is that of every weight beneath.
     assert set(splits(P("data")).values()) == set(splits(("data",)).values()) == {("data",)}
@@ -130,7 +139,10 @@ def test_specs_may_be_a_function_of_the_shapes():
 
     actual = splits(by_rank)
     assert {path for path, split in actual.items() if split} == {
-        "layers/0/w", "layers/1/w", "mlp/~/linear/w", "norm/pair/1"
+        "layers/0/w",
+        "layers/1/w",
+        "mlp/~/linear/w",
+        "norm/pair/1",
     }
 
 
@@ -150,15 +162,20 @@ def test_the_layout_has_the_specs_the_padding_and_who_declared_them():
     [
         ({"mlp/~/linear": None, "layrs": None, "norm": None}, r"'layrs'.*layers\?"),
         ({"mlp/~/linear": None, "norm": None}, r"'layers'\."),
-        ({"mlp/~/linear": {"w": "mdl"}, "layers": None, "norm": None},
-         r"'mdl'.*'mlp/~/linear/w'.*\(3, 5\)"),
+        (
+            {"mlp/~/linear": {"w": "mdl"}, "layers": None, "norm": None},
+            r"'mdl'.*'mlp/~/linear/w'.*\(3, 5\)",
+        ),
         ({"mlp/~/linear": None, "layers": [None], "norm": None}, "'layers/1'"),
         ({"mlp/~/linear": None, "layers": [None] * 3, "norm": None}, "names 'layers/2'"),
         ({"mlp/~/linear": "mdl", "layers": None, "norm": None}, "'w'.*tree"),
         (7, "specs.* 7 .*dict"),
         (
-            {"mlp/~/linear": None, "layers": None,
-             "norm": NamedSharding(abstract_mesh_of((1,), ("data",)), P("data"))},
+            {
+                "mlp/~/linear": None,
+                "layers": None,
+                "norm": NamedSharding(abstract_mesh_of((1,), ("data",)), P("data")),
+            },
             "NamedSharding.*'norm'.*PartitionSpec",
         ),
     ],

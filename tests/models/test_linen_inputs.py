@@ -43,8 +43,13 @@ WRONG = {
     ),
     "a wrong shape": (
         lambda: LinenModel(Two(wrong=True), [ids, (1, 4)]),
-        ["Two cannot be initialized with init_inputs (int32(1, 4), float32(1, 4), train=False)",
-         "dot_general", "(6,) and (5,)", "layer: second", "test_linen_inputs.py:"],
+        [
+            "Two cannot be initialized with init_inputs (int32(1, 4), float32(1, 4), train=False)",
+            "dot_general",
+            "(6,) and (5,)",
+            "layer: second",
+            "test_linen_inputs.py:",
+        ],
     ),
     "a wrong dtype": (
         lambda: LinenModel(Two(), {"ids": (1, 4), "mask": (1, 4)}),
@@ -60,7 +65,8 @@ WRONG = {
     ),
     "no inputs": (lambda: LinenModel(Two(), 784), ["LinenModel.init_inputs is 784"]),
     "a module that is not built": (
-        lambda: LinenModel(Two, [(1, 4)]), ["LinenModel.module is", "an instance of"]
+        lambda: LinenModel(Two, [(1, 4)]),
+        ["LinenModel.module is", "an instance of"],
     ),
 }
 
@@ -76,8 +82,13 @@ def test_what_is_wrong_is_said_before_anything_compiles(wrong):
 
 def test_a_call_with_other_shapes_is_refused_while_it_is_traced():
     model = LinenModel(Two(), [ids, (1, 4)])
-    mdl_vars = {"params": {"embed": {"embedding": jnp.ones((11, 5))},
-                           "second": {"kernel": jnp.ones((6, 3))}}, "non_trainable": {}}
+    mdl_vars = {
+        "params": {
+            "embed": {"embedding": jnp.ones((11, 5))},
+            "second": {"kernel": jnp.ones((6, 3))},
+        },
+        "non_trainable": {},
+    }
     with pytest.raises(ConfigError, match="Two.*layer: embed") as refused:
         model.module(mdl_vars)(jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4)))
     assert "(11, 5)" in str(refused.value) and "(11, 6)" in str(refused.value)

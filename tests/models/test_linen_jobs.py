@@ -40,7 +40,9 @@ class TinyPyDocs(linen.PyDocs):
         return Tiny().decode_datasets()
 '''
 RUN = (
-    "--set", f"run.num_train_steps={NUM_STEPS}", f"run.checkpoints.every_steps={SAVED_EVERY}",
+    "--set",
+    f"run.num_train_steps={NUM_STEPS}",
+    f"run.checkpoints.every_steps={SAVED_EVERY}",
     "run.evaluation.every_steps=None",
 )
 SMALL = [
@@ -48,7 +50,10 @@ SMALL = [
     for setting in ("model_dims=15", "mlp_dims=7", "num_heads=3", "dropout=0.1")
 ]
 SETTINGS = (
-    "--exp=jobzoo.linen.TinyPyDocs", *RUN, *SMALL, "task.model.module.num_layers=2",
+    "--exp=jobzoo.linen.TinyPyDocs",
+    *RUN,
+    *SMALL,
+    "task.model.module.num_layers=2",
     "task.predict.num_tokens=4",
 )
 
@@ -84,7 +89,8 @@ def params_of(path):
     state, partitioner, _ = state_of(path)
     return jax.tree.map(
         lambda x, true: x[tuple(slice(dim) for dim in true.shape)],
-        state.mdl_vars["params"], partitioner.layout.shapes.mdl_vars["params"],
+        state.mdl_vars["params"],
+        partitioner.layout.shapes.mdl_vars["params"],
     )
 
 

@@ -65,7 +65,8 @@ def test_what_is_sown_is_reached_but_not_kept():
     model, mdl_vars, x = tiny()
     assert sorted(mdl_vars["non_trainable"]) == ["carry", "counters"]
     assert jax.tree.map(jnp.shape, mdl_vars["non_trainable"]["carry"]["state"]) == {
-        "0": (2,), "1": (3,)
+        "0": (2,),
+        "1": (3,),
     }
     bound = model.module(mdl_vars, KEY)
     bound(x)
@@ -83,8 +84,11 @@ def test_calls_of_a_pass_follow_each_other_and_draw_other_masks():
     assert int(new["counters"]["count"]) == 2
     np.testing.assert_array_equal(new["carry"]["state"]["0"], [2.0, 2.0])
     assert jnp.mean((first == 0) == (second == 0)) < 0.8
-    variables = {"params": mdl_vars["params"], "counters": {"count": jnp.int32(0)},
-                 "carry": {"state": (jnp.zeros(2), jnp.ones(3))}}
+    variables = {
+        "params": mdl_vars["params"],
+        "counters": {"count": jnp.int32(0)},
+        "carry": {"state": (jnp.zeros(2), jnp.ones(3))},
+    }
     expected = Tiny().apply(variables, x, True, rngs={"dropout": KEY}, mutable=True)[0]
     np.testing.assert_array_equal(first, expected)
 
@@ -174,8 +178,11 @@ def boxed_stack(transform: str) -> nn.Module:
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True},
-                      "metadata_params": {nn.PARTITION_NAME: "layers"}}
+            lifted = {
+                "variable_axes": {"params": 0},
+                "split_rngs": {"params": True},
+                "metadata_params": {nn.PARTITION_NAME: "layers"},
+            }
             if transform == "scan":
                 return nn.scan(Body, length=3, **lifted)()(x, None)[0]
             if transform == "vmap":
@@ -190,8 +197,11 @@ def test_bare_weights_behave_as_boxed_ones(transform):
     stack, x = boxed_stack(transform), jnp.ones((2, 5))
     model = LinenModel(stack, [(2, 5)])
     boxed = stack.init(KEY, x)
-    (spec,) = [s for s in jax.tree.leaves(model.weight_specs()["params"], is_leaf=is_spec)
-               if len(s.shape) > 1 and s.split_dims_mapping]
+    (spec,) = [
+        s
+        for s in jax.tree.leaves(model.weight_specs()["params"], is_leaf=is_spec)
+        if len(s.shape) > 1 and s.split_dims_mapping
+    ]
     assert spec.split_dims_mapping == ("data", "mdl")
     assert spec.stack_split_dims_mapping == (() if transform == "remat" else ("layers",))
     bound = model.module(model.init(KEY))

@@ -1,6 +1,5 @@
 """What Flax Linen's boxes declare, alone, in stacks and beside a job's rules, case by case."""
 
-
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -83,67 +82,87 @@ DECIDED = {
     "axes": (net(D_M), {}, ("data", "mdl"), "unstacked"),
     "axes, short": (net(axes("data")), {}, ("data", None), "unstacked"),
     "axes, two of a dim": (
-        net(axes(("replica", "data"), "mdl")), {}, (("replica", "data"), "mdl"), "unstacked"
+        net(axes(("replica", "data"), "mdl")),
+        {},
+        (("replica", "data"), "mdl"),
+        "unstacked",
     ),
     "axes, none": (net(axes(None, None)), {}, (None, None), "unstacked"),
     "own rules": (
-        net(logical("embed", "mlp", rules=(("mlp", "data"),))), RULES, (None, "data"), "unstacked"
+        net(logical("embed", "mlp", rules=(("mlp", "data"),))),
+        RULES,
+        (None, "data"),
+        "unstacked",
     ),
     "remat": (net(E_M, is_remat=True), RULES, ("data", "mdl"), "unstacked"),
     # A scan's dim is layers, whatever its name is.
     "scan of layers": (net(E_M, "layers"), RULES, (None, "data", "mdl"), "stack_3"),
     "scan without a name": (net(E_M, None), RULES, (None, "data", "mdl"), "stack_3"),
     "scan of blocks, with a rule": (
-        net(E_M, "blocks"), rules(("blocks", None)), (None, "data", "mdl"), "stack_3"
+        net(E_M, "blocks"),
+        rules(("blocks", None)),
+        (None, "data", "mdl"),
+        "stack_3",
     ),
     "scan of blocks, split": (
-        net(E_M, "blocks"), rules(("blocks", "replica")), ("replica", "data", "mdl"), "stack_3"
+        net(E_M, "blocks"),
+        rules(("blocks", "replica")),
+        ("replica", "data", "mdl"),
+        "stack_3",
     ),
     "scan of blocks, told": (
-        net(E_M, "blocks"), rules(stack_axis_names=("blocks",)), (None, "data", "mdl"), "stack_3"
+        net(E_M, "blocks"),
+        rules(stack_axis_names=("blocks",)),
+        (None, "data", "mdl"),
+        "stack_3",
     ),
     "scan of blocks, left whole": (
-        net(E_M, "blocks"), rules(unmapped_logical_axes="replicate"), (None, "data", "mdl"),
+        net(E_M, "blocks"),
+        rules(unmapped_logical_axes="replicate"),
+        (None, "data", "mdl"),
         "stack_3",
     ),
     "scan of layers, split last": (
-        net(E_M, "layers"), rules(("layers", "data")), (None, "data", "mdl"), "stack_3"
+        net(E_M, "layers"),
+        rules(("layers", "data")),
+        (None, "data", "mdl"),
+        "stack_3",
     ),
     "scan of a short one": (net(logical("mlp"), "layers"), RULES, (None, "mdl", None), "stack_3"),
-    "scan of remat": (
-        net(E_M, "layers", is_remat=True), RULES, (None, "data", "mdl"), "stack_3"
-    ),
+    "scan of remat": (net(E_M, "layers", is_remat=True), RULES, (None, "data", "mdl"), "stack_3"),
     "scan of axes": (net(D_M, None), {}, (None, "data", "mdl"), "stack_3"),
     "scan along an axis": (net(axes(None, "mdl"), "data"), {}, ("data", None, "mdl"), "stack_3"),
     "scan without boxes": (net(INIT, ""), RULES, (None, None, None), "stack_3"),
     "scan of a scan": (
-        net(E_M, "stages", "layers"), rules(("stages", "replica")),
-        ("replica", None, "data", "mdl"), "stack_2x3",
+        net(E_M, "stages", "layers"),
+        rules(("stages", "replica")),
+        ("replica", None, "data", "mdl"),
+        "stack_2x3",
     ),
-    "scan of a scan of axes": (
-        net(D_M, None, None), {}, (None, None, "data", "mdl"), "stack_2x3"
-    ),
-    "vmap": (
-        net(E_M, "layers", transform="vmap"), RULES, (None, "data", "mdl"), "stack_3"
-    ),
-    "scan of a later dim": (
-        net(E_M, "layers", axis=1), RULES, ("data", None, "mdl"), "unstacked"
-    ),
+    "scan of a scan of axes": (net(D_M, None, None), {}, (None, None, "data", "mdl"), "stack_2x3"),
+    "vmap": (net(E_M, "layers", transform="vmap"), RULES, (None, "data", "mdl"), "stack_3"),
+    "scan of a later dim": (net(E_M, "layers", axis=1), RULES, ("data", None, "mdl"), "unstacked"),
     # Rules by path start from axes; names count where they are asked.
     "fsdp beside axes": (net(axes(None, "mdl")), FSDP, ("data", "mdl"), "unstacked"),
     "fsdp beside a scan's axes": (
-        net(axes(None, "mdl"), None), FSDP, (None, "data", "mdl"), "stack_3"
+        net(axes(None, "mdl"), None),
+        FSDP,
+        (None, "data", "mdl"),
+        "stack_3",
     ),
     "fsdp without boxes": (net(), FSDP, (None, "data"), "unstacked"),
     "fsdp in place of names": (net(E_M), RULES | FSDP, (None, "data"), "unstacked"),
     "fsdp after names": (
         net(logical(None, "mlp"), "layers"),
         RULES | {"strategy": [(".*", 'logical_partitioning|fsdp("data", 0)')]},
-        (None, "data", "mdl"), "stack_3",
+        (None, "data", "mdl"),
+        "stack_3",
     ),
     "a rule for a scan's dim": (
-        net(axes(None, "mdl"), None), {"strategy": [(".*kernel", 'shard_dim("data", 0)')]},
-        ("data", None, "mdl"), "stack_3",
+        net(axes(None, "mdl"), None),
+        {"strategy": [(".*kernel", 'shard_dim("data", 0)')]},
+        ("data", None, "mdl"),
+        "stack_3",
     ),
 }
 
@@ -157,26 +176,35 @@ def test_a_kernel_splits_as_its_box_its_stacks_and_the_rules_say(case):
 
 WRONG = {
     "a stack's name without a rule": (
-        net(E_M, "blocks"), RULES, ["layer/dense/kernel", "'blocks'", "('blocks', AXES)"]
+        net(E_M, "blocks"),
+        RULES,
+        ["layer/dense/kernel", "'blocks'", "('blocks', AXES)"],
     ),
     "a name beside axes": (
-        net(D_M, "layers"), {}, ["layer/dense/kernel", "'layers'", "'mdl'", "Fix the mapping"]
+        net(D_M, "layers"),
+        {},
+        ["layer/dense/kernel", "'layers'", "'mdl'", "Fix the mapping"],
     ),
     "Flax wants a name": (net(E_M, ""), RULES, ["Net", '"partition_name" is not specified']),
     "more names than dims": (
-        net(logical("embed", "mlp", "kv"), "layers"), RULES,
+        net(logical("embed", "mlp", "kv"), "layers"),
+        RULES,
         ["params/layer/dense/kernel", "'kv'", "3 entries", "2 dims", "Remove 1"],
     ),
     "an unknown axis": (net(axes("date")), {}, ["layer/dense/kernel", "'date'", "mean data"]),
     "an axis twice": (net(axes("mdl", "mdl")), {}, ["layer/dense/kernel", "'mdl' twice"]),
     "a name twice": (
-        net(logical("mlp", "mlp"), "layers"), RULES, ["layer/dense", "'mlp'", "more than once"]
+        net(logical("mlp", "mlp"), "layers"),
+        RULES,
+        ["layer/dense", "'mlp'", "more than once"],
     ),
     "axes, too many": (net(axes("data", None, "mdl"), None), {}, ["3 entries", "2 dims"]),
     "no entry for an axis": (net(axes("data", 0.5)), {}, ["layer/dense/kernel", "0.5", "index"]),
     "an axis of the stack": (net(D_M, "data"), {}, ["layer/dense/kernel", "'data' twice"]),
     "replicate what is split": (
-        net(D_M), {"strategy": [(".*", "replicate")]}, ["`replicate`", "('data', 'mdl')"]
+        net(D_M),
+        {"strategy": [(".*", "replicate")]},
+        ["`replicate`", "('data', 'mdl')"],
     ),
 }
 
@@ -193,8 +221,7 @@ def test_what_does_not_fit_says_what_was_found_and_wanted(case):
 def test_split_so_a_model_trains_as_on_one_device(case):
     model, declared, *_ = DECIDED[case]
     actual, expected = (
-        losses_of(model, xent, batch_of(11, D), *shape, **declared)
-        for shape in ((), (ONE_DEVICE,))
+        losses_of(model, xent, batch_of(11, D), *shape, **declared) for shape in ((), (ONE_DEVICE,))
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     assert actual[1] < actual[0]

@@ -30,7 +30,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         y = nn.MultiHeadDotProductAttention(
-            self.heads, kernel_init=nn.with_logical_partitioning(lecun, ("embed", "heads", "kv")),
+            self.heads,
+            kernel_init=nn.with_logical_partitioning(lecun, ("embed", "heads", "kv")),
             out_kernel_init=nn.with_partitioning(lecun, ("mdl", None, "data")),
         )(x)
         y = nn.with_logical_constraint(y, ("batch", None, "act"))
@@ -49,7 +50,8 @@ class Net(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Dense(self.dims)(x)
         stack = nn.scan(
-            nn.remat(Block, prevent_cse=False), length=2,
+            nn.remat(Block, prevent_cse=False),
+            length=2,
             variable_axes={"params": 0, "batch_stats": 0, "losses": 0},
             split_rngs={"params": True, "dropout": True},
             metadata_params={nn.PARTITION_NAME: None},
@@ -60,8 +62,13 @@ class Net(nn.Module):
         return nn.Dense(3, kernel_init=nn.with_partitioning(lecun, (None, "mdl")))(x.mean(1))
 
 
-RULES = (("batch", ("replica", "data")), ("embed", "data"), ("heads", "mdl"), ("kv", None),
-         ("act", None))
+RULES = (
+    ("batch", ("replica", "data")),
+    ("embed", "data"),
+    ("heads", "mdl"),
+    ("kv", None),
+    ("act", None),
+)
 DIMS, HEADS = 15, 3
 optimizer = functools.partial(optax.sgd, momentum=0.9)
 
@@ -69,8 +76,10 @@ optimizer = functools.partial(optax.sgd, momentum=0.9)
 def batches(num: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(5)
     return [
-        {"x": rng.normal(size=(11, 5, 7)).astype(np.float32),
-         "labels": rng.integers(0, 3, 11).astype(np.int32)}
+        {
+            "x": rng.normal(size=(11, 5, 7)).astype(np.float32),
+            "labels": rng.integers(0, 3, 11).astype(np.int32),
+        }
         for _ in range(num)
     ]
 
@@ -84,7 +93,9 @@ def loss(model: Any, inputs: Any, key: Any) -> Any:
 def task_of() -> LossTask:
     model = LinenModel(Net(DIMS, HEADS), {"x": (1, 5, 7)})
     return LossTask(
-        model, loss, Learner(optimizer, 0.1),
+        model,
+        loss,
+        Learner(optimizer, 0.1),
         weight_sharding=WeightSharding(logical_axis_rules=RULES),
         inputs_split_mapping={"map_1d": (("replica", "data"),), "map_3d": (("replica", "data"),)},
     )
@@ -108,7 +119,8 @@ def variables_of(partitioner: Partitioner, state: Any) -> dict[str, Any]:
     """Returns the variables as NumPy arrays of true shapes, by collection as Flax has them."""
     mdl_vars = jax.tree.map(
         lambda x, true: np.asarray(x)[tuple(slice(size) for size in true.shape)],
-        state.mdl_vars, partitioner.layout.shapes.mdl_vars,
+        state.mdl_vars,
+        partitioner.layout.shapes.mdl_vars,
     )
     return {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
 
@@ -124,8 +136,11 @@ def plain() -> tuple[list, list, Any, Any, float]:
 
     def loss_fn(params, stats, batch, rngs):
         logits, changed = net.apply(
-            {"params": params, "batch_stats": stats}, batch["x"], train=rngs is not None,
-            rngs=rngs, mutable=["batch_stats", "losses"],
+            {"params": params, "batch_stats": stats},
+            batch["x"],
+            train=rngs is not None,
+            rngs=rngs,
+            mutable=["batch_stats", "losses"],
         )
         added = sum(jnp.sum(x) for x in jax.tree.leaves(changed["losses"]))
         xent = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
@@ -185,8 +200,10 @@ def test_activations_find_the_rules_and_the_mesh(mesh_of):
 
     rules = (("batch", ("replica", "data")), ("embed", "mdl"))
     task = LossTask(
-        LinenModel(Looking(), [(1, 7)]), lambda model, x, key: jnp.mean(model(x["x"]) ** 2),
-        Learner(optax.sgd, 0.1), weight_sharding=WeightSharding(logical_axis_rules=rules),
+        LinenModel(Looking(), [(1, 7)]),
+        lambda model, x, key: jnp.mean(model(x["x"]) ** 2),
+        Learner(optax.sgd, 0.1),
+        weight_sharding=WeightSharding(logical_axis_rules=rules),
         inputs_split_mapping={"map_2d": (("replica", "data"), None)},
     )
     partitioner = Partitioner(task, mesh_of(1, 4, 2))

@@ -30,39 +30,42 @@ def status(command, *argv):
     return status_of(lambda: command(list(argv)), continues_without_output=False)
 
 
-@pytest.mark.parametrize("command, words", [
-    (tokenizers, "train TEXT FILE"),
-    (tokenizers, "train TEXT FILE/x"),
-    (tokenizers, "train TEXT /proc/x"),
-    (tokenizers, "train TEXT gs://bucket/x"),
-    (tokenizers, "train TEXT file:///x"),
-    (tokenizers, "train TEXT DIR --chat-template=FILE/x"),
-    (tokenizers, "train gs://bucket/*.txt DIR"),
-    (tokenizers, "train TEXT"),
-    (tokenizers, "grow"),
-    (convert, "import gs://bucket/model DIR"),
-    (convert, "import DIR/gone DIR/job"),
-    (convert, "import FILE DIR/job"),
-    (convert, "import LLAMA gs://bucket/job"),
-    (convert, "import LLAMA FILE"),
-    (convert, "import LLAMA FILE/x"),
-    (convert, "import LLAMA /proc/x"),
-    (convert, "export gs://bucket/job DIR"),
-    (convert, "export DIR DIR --step=newest"),
-    (convert, "export DIR DIR --adapters=both"),
-    (convert, "import LLAMA DIR --sat x=1"),
-    (convert, ""),
-    (pax_job.main, "--exp=lm.Synthetic --pax=gs://bucket/x --job_log_dir=DIR"),
-    (pax_job.main, "--exp=lm.Synthetic --pax=FILE --job_log_dir=DIR"),
-    (pax_job.main, "--exp=lm.Synthetic --pax=DIR/gone --job_log_dir=DIR"),
-    (pax_job.main, "--exp=lm.Synthetic"),
-    (inputs, "digest --exp=lm.Synthetic --start=99999999999999999999"),
-    (inputs, "digest --exp=lm.Nothing"),
-    (inputs, "prepare"),
-    (checkpoints, "ls FILE"),
-    (checkpoints, "ls gs://bucket/job"),
-    (checkpoints, "ls"),
-])
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (tokenizers, "train TEXT FILE"),
+        (tokenizers, "train TEXT FILE/x"),
+        (tokenizers, "train TEXT /proc/x"),
+        (tokenizers, "train TEXT gs://bucket/x"),
+        (tokenizers, "train TEXT file:///x"),
+        (tokenizers, "train TEXT DIR --chat-template=FILE/x"),
+        (tokenizers, "train gs://bucket/*.txt DIR"),
+        (tokenizers, "train TEXT"),
+        (tokenizers, "grow"),
+        (convert, "import gs://bucket/model DIR"),
+        (convert, "import DIR/gone DIR/job"),
+        (convert, "import FILE DIR/job"),
+        (convert, "import LLAMA gs://bucket/job"),
+        (convert, "import LLAMA FILE"),
+        (convert, "import LLAMA FILE/x"),
+        (convert, "import LLAMA /proc/x"),
+        (convert, "export gs://bucket/job DIR"),
+        (convert, "export DIR DIR --step=newest"),
+        (convert, "export DIR DIR --adapters=both"),
+        (convert, "import LLAMA DIR --sat x=1"),
+        (convert, ""),
+        (pax_job.main, "--exp=lm.Synthetic --pax=gs://bucket/x --job_log_dir=DIR"),
+        (pax_job.main, "--exp=lm.Synthetic --pax=FILE --job_log_dir=DIR"),
+        (pax_job.main, "--exp=lm.Synthetic --pax=DIR/gone --job_log_dir=DIR"),
+        (pax_job.main, "--exp=lm.Synthetic"),
+        (inputs, "digest --exp=lm.Synthetic --start=99999999999999999999"),
+        (inputs, "digest --exp=lm.Nothing"),
+        (inputs, "prepare"),
+        (checkpoints, "ls FILE"),
+        (checkpoints, "ls gs://bucket/job"),
+        (checkpoints, "ls"),
+    ],
+)
 def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
     command, words, tmp_path, monkeypatch, capsys
 ):
@@ -80,10 +83,17 @@ def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
 
 
 def test_a_memory_that_does_not_suffice_is_not_said_before_the_path_of_pax(tmp_path, capsys):
-    assert status(
-        pax_job.main, "--exp=lm.Synthetic", "--pax=/nope", f"--job_log_dir={tmp_path}/job",
-        "--set", "task.model.model_dims=1000000",
-    ) == 2
+    assert (
+        status(
+            pax_job.main,
+            "--exp=lm.Synthetic",
+            "--pax=/nope",
+            f"--job_log_dir={tmp_path}/job",
+            "--set",
+            "task.model.model_dims=1000000",
+        )
+        == 2
+    )
     assert capsys.readouterr().err.startswith("error: /nope is not a directory")
 
 
@@ -94,13 +104,19 @@ def raising(error):
     return fails
 
 
-@pytest.mark.parametrize("fails, code, expected", [
-    (functools.partial(os.mkdir, "/proc/x"), 2, "error: /proc/x: No such file or directory."),
-    (raising(OSError(errno.ENOSPC, "No space left on device", "/x")), 2,
-     "/x could not be written: No space left on device"),
-    (raising(ConfigError("mend it")), 2, "error: mend it"),
-    (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
-])
+@pytest.mark.parametrize(
+    "fails, code, expected",
+    [
+        (functools.partial(os.mkdir, "/proc/x"), 2, "error: /proc/x: No such file or directory."),
+        (
+            raising(OSError(errno.ENOSPC, "No space left on device", "/x")),
+            2,
+            "/x could not be written: No space left on device",
+        ),
+        (raising(ConfigError("mend it")), 2, "error: mend it"),
+        (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
+    ],
+)
 def test_an_error_ends_a_command_in_a_paragraph(fails, code, expected, capsys):
     assert status_of(fails, continues_without_output=True) == code
     err = capsys.readouterr().err
@@ -156,7 +172,8 @@ def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
 
     with (
         pytest.raises(ConfigError, match="/out .*File too large"),
-        new_directory(target, "last.json") as folder, files_of_at_most(3),
+        new_directory(target, "last.json") as folder,
+        files_of_at_most(3),
     ):
         write(folder)
     assert not target.exists()

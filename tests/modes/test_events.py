@@ -53,8 +53,11 @@ def test_listeners_hear_what_the_main_thread_does_and_what_it_resumes(events):
         events.progress(7)
         events.report(made=6, lost_to=None)
     assert heard.calls == [
-        ("begins", STEP, "step", None), ("begins", STEP, "step on devices", 7), ("progress", 7),
-        ("report", {"made": 6, "lost_to": None}), ("resumes", STEP, "step"),
+        ("begins", STEP, "step", None),
+        ("begins", STEP, "step on devices", 7),
+        ("progress", 7),
+        ("report", {"made": 6, "lost_to": None}),
+        ("resumes", STEP, "step"),
         ("resumes", "import", ""),
     ]
 

@@ -192,7 +192,8 @@ def test_what_does_not_go_with_follow_is_refused(tmp_path):
 def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
     early = EarlyStopping(metric="heldout/loss", patience=1)
     run = RunConfig(
-        num_train_steps=9, evaluation=EvaluationSettings(by_follower=True),
+        num_train_steps=9,
+        evaluation=EvaluationSettings(by_follower=True),
         stopping=StopSettings(early=early),
     )
     files, notes = JobDir(tmp_path), []
@@ -200,7 +201,9 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
     job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files, notes.append)
     hook = followed_hook.FollowedEvaluations(job, trackers)
     loop = SimpleNamespace(
-        is_first=True, note=notes.append, proposed_end=None,
+        is_first=True,
+        note=notes.append,
+        proposed_end=None,
         consensus=SimpleNamespace(end_is_due=False),
     )
     hook.before_training(loop, None)
@@ -218,6 +221,9 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
 
 def test_a_job_that_leaves_evaluations_to_a_follower_has_none_of_its_own():
     done = launch(
-        FOLLOWED, "--job_log_dir=unused", "--set", "run.evaluation.every_steps=5",
+        FOLLOWED,
+        "--job_log_dir=unused",
+        "--set",
+        "run.evaluation.every_steps=5",
     )
     assert done.code == 2 and "run.evaluation.by_follower" in done.err

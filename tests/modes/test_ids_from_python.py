@@ -59,19 +59,24 @@ def test_logits_take_ids_of_the_model_alone(rotary, name):
             rotary.generate([[1], given[0]])
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"attention_mask": [1, 1, 1]}, ".*attention_mask.*3.*1, 2"),
-    ({"position_ids": [[7, "P"]]}, "position_ids.* {P} .*.0, 1.;"),
-    ({"position_ids": [[0, 1, 2]]}, "position_ids.* ids, .1, 2."),
-    ({"segment_ids": [[-1, 1]]}, "segment_ids.*-1"),
-    ({"ids": [list(range(1, 12)) * 3]}, "ids.* {P}"),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"attention_mask": [1, 1, 1]}, ".*attention_mask.*3.*1, 2"),
+        ({"position_ids": [[7, "P"]]}, "position_ids.* {P} .*.0, 1.;"),
+        ({"position_ids": [[0, 1, 2]]}, "position_ids.* ids, .1, 2."),
+        ({"segment_ids": [[-1, 1]]}, "segment_ids.*-1"),
+        ({"ids": [list(range(1, 12)) * 3]}, "ids.* {P}"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
 def test_arguments_next_to_ids_are_checked(kind, given, words, request):
     model = request.getfixturevalue(kind)
     most = size_of(model, "segment_pos")
-    given = {name: [[most if x == "P" else x for x in x] if isinstance(x, list) else x
-                    for x in value] for name, value in given.items()}
+    given = {
+        name: [[most if x == "P" else x for x in x] if isinstance(x, list) else x for x in value]
+        for name, value in given.items()
+    }
     if "ids" in given:
         given["ids"] = [(given["ids"][0] * 40)[: most + 1]]
         words = f".* ids .*{most + 1};.* {most}"
@@ -79,17 +84,20 @@ def test_arguments_next_to_ids_are_checked(kind, given, words, request):
         model.logits(**{"ids": [[1, 2]], **given})
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"max_new_tokens": 0}, "max_new_tokens.* 0;.* 1"),
-    ({"max_new_tokens": 2.0}, "max_new_tokens.*2.0"),
-    ({"max_new_tokens": 15}, "max_new_tokens=15.*2.*17.*16"),
-    ({"prompts": [[1] * 16]}, "max_new_tokens=2.*16.*18"),
-    ({"eos_id": 10**6}, "eos_id.*1000000"),
-    ({"eos_id": "</s>"}, "eos_id.*<U4"),
-    ({"prompts": []}, "prompts.* ..;"),
-    ({"prompts": "ab"}, "prompts.* 'ab';"),
-    ({"prompts": [1, 2]}, "prompt 0.*int64..;.* int.T."),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens.* 0;.* 1"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens.*2.0"),
+        ({"max_new_tokens": 15}, "max_new_tokens=15.*2.*17.*16"),
+        ({"prompts": [[1] * 16]}, "max_new_tokens=2.*16.*18"),
+        ({"eos_id": 10**6}, "eos_id.*1000000"),
+        ({"eos_id": "</s>"}, "eos_id.*<U4"),
+        ({"prompts": []}, "prompts.* ..;"),
+        ({"prompts": "ab"}, "prompts.* 'ab';"),
+        ({"prompts": [1, 2]}, "prompt 0.*int64..;.* int.T."),
+    ],
+)
 def test_generate_checks_its_arguments(rotary, given, words):
     with pytest.raises(ConfigError, match=f"generate: {words}"):
         rotary.generate(**{"prompts": [[1, 2]], "max_new_tokens": 2, **given})
@@ -112,6 +120,7 @@ def test_a_job_trains_within_the_positions_of_its_model(rotary):
     task = configured(experiment, [f"HF_DIR={directory}"]).task
     assert task.model.max_positions == 16
     task = rotary.partitioner.task
+
     def spec(length):
         leaf = jax.ShapeDtypeStruct((2, length), "int32")
         return dict.fromkeys(task.required_inputs, leaf)

@@ -64,26 +64,41 @@ def mypackage(tmp_path, monkeypatch):
 def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(mypackage):
     (mypackage / "modes.py").write_text(WITHOUT_JAX + MODES_PY)
     done = subprocess.run(
-        [sys.executable, CHECKOUT / "main.py", "--packages=mypackage",
-         "--mode=mypackage.modes.Count", "--times=3", "--exp=lm.Synthetic"],
-        capture_output=True, text=True,
+        [
+            sys.executable,
+            CHECKOUT / "main.py",
+            "--packages=mypackage",
+            "--mode=mypackage.modes.Count",
+            "--times=3",
+            "--exp=lm.Synthetic",
+        ],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (5, "")
     assert done.stdout.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
     assert done.stdout.splitlines()[-1] == "3 times 8 devices"
 
 
-@pytest.mark.parametrize("argv, status, words", [
-    (["--mode=mypackage.modes.Count"], 2, "add --packages=mypackage."),
-    (["--packages=mypackage", "--mode=mypackage.modes.Cuont"], 2,
-     "Did you mean Count?"),
-    (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
-    (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
-     "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count "),
-    (["--packages=mypackage", "--mode=mypackage.modes.Wrong"], 1,
-     f'line {RAISING_LINE}, in run: `raise LookupError("no such number")`'),
-    (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),
-])
+@pytest.mark.parametrize(
+    "argv, status, words",
+    [
+        (["--mode=mypackage.modes.Count"], 2, "add --packages=mypackage."),
+        (["--packages=mypackage", "--mode=mypackage.modes.Cuont"], 2, "Did you mean Count?"),
+        (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
+        (
+            ["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"],
+            2,
+            "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count ",
+        ),
+        (
+            ["--packages=mypackage", "--mode=mypackage.modes.Wrong"],
+            1,
+            f'line {RAISING_LINE}, in run: `raise LookupError("no such number")`',
+        ),
+        (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),
+    ],
+)
 def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, mypackage, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
@@ -129,8 +144,12 @@ def test_options_reach_their_mode_and_no_other():
     assert command == CommandLine(mode="decode", exp="a", packages=[], settings=["b=1"])
     assert mode is MODES["decode"]
     assert options == {
-        "step": None, "follow": False, "follow_seconds": 600, "prompt": ["x", "y", "z"],
-        "prompts": None, "chat": False,
+        "step": None,
+        "follow": False,
+        "follow_seconds": 600,
+        "prompt": ["x", "y", "z"],
+        "prompts": None,
+        "chat": False,
     }
     none = dict.fromkeys(("metrics_port", "metrics_host", "health_dir", "grace_seconds"))
     expected = CommandLine(packages=[], settings=[]), MODES["train"], none

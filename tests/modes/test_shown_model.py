@@ -9,7 +9,8 @@ import pytest
 from praxis_lite.trained_model.shown_model import html_of, text_of
 
 METRICS = {
-    "step": np.arange(1, 38), "loss": np.linspace(4.0, 1.0, 37),
+    "step": np.arange(1, 38),
+    "loss": np.linspace(4.0, 1.0, 37),
     "mfu": np.full(37, np.nan),
 }
 EVALUATIONS = {"held<out>": {"step": np.array([10, 37]), "loss": np.array([3.5, 1.5])}}
@@ -63,9 +64,15 @@ def test_a_job_without_a_step_and_losses_that_are_nan_are_shown():
     assert len(line) == 18
 
 
-@pytest.mark.parametrize("losses", [
-    [1e30, 1e30, 1e30], [1e99, -1e99, 0.0], [1e308, 2.0, -1e308], [np.inf, 2.0, -np.inf],
-])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1e30, 1e30, 1e30],
+        [1e99, -1e99, 0.0],
+        [1e308, 2.0, -1e308],
+        [np.inf, 2.0, -np.inf],
+    ],
+)
 def test_losses_of_any_size_are_drawn_in_the_picture(losses):
     lines, _ = drawn(html_of("Tiny", "/", {"step": np.arange(3), "loss": np.array(losses)}, {}))
     assert [len(line) for line in lines] == 2 * [3 if abs(losses[0]) < 1e100 else 1]

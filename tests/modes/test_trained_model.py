@@ -86,8 +86,10 @@ def test_evaluate_takes_batches_of_any_numbers_of_rows(job, model, model_on_eigh
     for batch in model.job.datasets["heldout"].batches():
         for name, x in batch.items():
             rows[name] = np.concatenate([rows.get(name, x[:0]), x])
-    batches = [{n: x[start : start + 7] for n, x in rows.items()}
-               for start in range(0, len(rows["ids"]), 7)]
+    batches = [
+        {n: x[start : start + 7] for n, x in rows.items()}
+        for start in range(0, len(rows["ids"]), 7)
+    ]
     assert len({len(batch["ids"]) for batch in batches}) == 2, "the last is not shorter"
     for actual in (model_on_eight.evaluate(batches), model_on_eight.evaluate(rows)):
         for name, value in actual.items():
@@ -166,8 +168,13 @@ def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_o
 def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
     texts = [record["prompt"] for record in decoded(job)]
     succeed(
-        "--mode=decode", f"--job_log_dir={job.path}", "--set", ONE_DEVICE, "run.seed=7",
-        "task.decoder.temperature=1.5", "task.decoder.num_samples=2",
+        "--mode=decode",
+        f"--job_log_dir={job.path}",
+        "--set",
+        ONE_DEVICE,
+        "run.seed=7",
+        "task.decoder.temperature=1.5",
+        "task.decoder.num_samples=2",
     )
     expected = decoded(job)
     actual = model.generate(texts, temperature=1.5, num_samples=2, seed=7)

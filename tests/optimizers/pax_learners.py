@@ -161,10 +161,12 @@ def run(
       grads: of each step, as weights; computed with in `dtype` too.
       stacked: the first parts of the paths whose weights have a leading dim of layers.
     """
-    specs = nested({
-        path: WeightSpec(array.shape, dtype, None, (None,) * (path.split("/")[0] in stacked))
-        for path, array in weights.items()
-    })
+    specs = nested(
+        {
+            path: WeightSpec(array.shape, dtype, None, (None,) * (path.split("/")[0] in stacked))
+            for path, array in weights.items()
+        }
+    )
     params = nested({path: jnp.asarray(array, dtype) for path, array in weights.items()})
     bound = learner.bind(specs)
     opt_states = bound.init(params)
@@ -172,9 +174,7 @@ def run(
     history, rates = [], []
     for grad in grads:
         grad = nested({path: jnp.asarray(array, dtype) for path, array in grad.items()})
-        params, opt_states, scalars, _ = bound.update(
-            grad, opt_states, params, jnp.float32(1.0)
-        )
+        params, opt_states, scalars, _ = bound.update(grad, opt_states, params, jnp.float32(1.0))
         assert jax.eval_shape(lambda tree: tree, (params, opt_states)) == types
         history.append(flat(params))
         rates.append(scalars["learning_rate"])

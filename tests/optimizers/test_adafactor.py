@@ -17,13 +17,24 @@ def test_some_settings_equal_optax():
     shapes = [(13, 7), (4, 2, 9), (9, 2, 4), (2, 11, 5), (11, 2), (7,), ()]
     params = {str(s): jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes}
     ours = adafactor(
-        0.03, decay_method="pow", decay_pow=0.6, beta1=0.7, quantized_dtype="float32",
-        sort_factored_second_moment_dims=True, min_dim_size_to_factor=3, clip_threshold=0.9,
-        multiply_by_parameter_scale=True, weight_decay=0.2,
+        0.03,
+        decay_method="pow",
+        decay_pow=0.6,
+        beta1=0.7,
+        quantized_dtype="float32",
+        sort_factored_second_moment_dims=True,
+        min_dim_size_to_factor=3,
+        clip_threshold=0.9,
+        multiply_by_parameter_scale=True,
+        weight_decay=0.2,
     )
     theirs = optax.adafactor(
-        0.03, decay_rate=0.6, momentum=0.7, min_dim_size_to_factor=3,
-        clipping_threshold=0.9, weight_decay_rate=0.2 * 0.03,
+        0.03,
+        decay_rate=0.6,
+        momentum=0.7,
+        min_dim_size_to_factor=3,
+        clipping_threshold=0.9,
+        weight_decay_rate=0.2 * 0.03,
     )
     sizes = np.float32([1.0, 3.0, 9.0])
     grads = {
@@ -35,8 +46,9 @@ def test_some_settings_equal_optax():
     def after_three_steps(params, grads):
         def step(carry, grad):
             params, states = carry
-            stepped = [o.update(grad, s, p) for o, s, p in zip((ours, theirs), states, params,
-                                                               strict=True)]
+            stepped = [
+                o.update(grad, s, p) for o, s, p in zip((ours, theirs), states, params, strict=True)
+            ]
             params = [optax.apply_updates(p, u) for p, (u, _) in zip(params, stepped, strict=True)]
             return (params, [state for _, state in stepped]), None
 

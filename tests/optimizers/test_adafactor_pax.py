@@ -109,10 +109,24 @@ def test_golden_of_pax(name):
                 assert_near(slot, expected[path], f"{kind}/{path}")
 
 
-@pytest.mark.parametrize("name", every(3, [
-    "adam_b", "bfloat16", "int16_unfactored", "weight_decay", "weight_decay_by_path",
-    "parameter_scale", "sorted_dims", "no_clip", "clip_0.5_epsilon", "layerwise",
-]))
+@pytest.mark.parametrize(
+    "name",
+    every(
+        3,
+        [
+            "adam_b",
+            "bfloat16",
+            "int16_unfactored",
+            "weight_decay",
+            "weight_decay_by_path",
+            "parameter_scale",
+            "sorted_dims",
+            "no_clip",
+            "clip_0.5_epsilon",
+            "layerwise",
+        ],
+    ),
+)
 def test_options_equal_real_pax(name):
     """Four steps, the third with gradients 30 times as large; blocks/w is a stack of 3 layers."""
     numbers = golden_arrays("pax_options/optimizers/adafactor_options.npz")
@@ -165,7 +179,8 @@ def test_options_equal_real_pax(name):
     for kind in SLOTS:
         # Left out of the file: what stands for an absent slot.
         present = {
-            path: slot for path, slot in slots[kind].items()
+            path: slot
+            for path, slot in slots[kind].items()
             if slot.shape[path == "blocks/w" :] != (1,) or (path == "one/w" and slot.any())
         }
         assert bool(present) == (f"{name}/{kind}" in numbers)

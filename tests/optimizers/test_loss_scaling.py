@@ -82,8 +82,10 @@ X = np.array([[1.0, 2.0, 4.0, -8.0, 0.5], [1.0, 2.0, 4.0, -8.0, 1.5]] * 4, np.fl
 def product_steps(factor, loss_scale, num_micro_batches, num_steps):
     """Returns the states before and after each step."""
     learner = Learner(
-        functools.partial(optax.sgd, momentum=0.5), 1.0,
-        loss_scale=loss_scale, gradient_accumulation_steps=num_micro_batches,
+        functools.partial(optax.sgd, momentum=0.5),
+        1.0,
+        loss_scale=loss_scale,
+        gradient_accumulation_steps=num_micro_batches,
     )
     task, key = Product(Weights, learner), jax.random.key(0)
     batch = {"x": X, "factor": np.float32(factor)}
@@ -138,8 +140,14 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(
 def lm_task(fprop_dtype, **settings):
     softmax = fdl.Partial(SharedEmbeddingSoftmax, z_loss_weight=1e-2, label_smoothing_prob=0.1)
     lm = rotary_lm(
-        vocab_size=37, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6, num_layers=2,
-        softmax_tpl=softmax, fprop_dtype=fprop_dtype,
+        vocab_size=37,
+        model_dims=13,
+        hidden_dims=29,
+        num_heads=3,
+        dim_per_head=6,
+        num_layers=2,
+        softmax_tpl=softmax,
+        fprop_dtype=fprop_dtype,
     )
     learner = Learner(functools.partial(optax.sgd, momentum=0.9), 0.1, **settings)
     return LanguageModelTask(fdl.build(lm), learner)

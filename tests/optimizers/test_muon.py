@@ -31,9 +31,12 @@ SHAPES = {
 NONE = ((), ())
 # As layers say it: the dims that a product sums over, and those that it gives to the outputs.
 MATRICES = {
-    "attention/combined_qkv/b": NONE, "attention/combined_qkv/w": ((1,), (2, 3)),
-    "attention/post/w": ((1, 2), (0,)), "attention/query/b": NONE,
-    "attention/query/w": ((0,), (1, 2)), "ff/wi_0": ((1,), (2,)),
+    "attention/combined_qkv/b": NONE,
+    "attention/combined_qkv/w": ((1,), (2, 3)),
+    "attention/post/w": ((1, 2), (0,)),
+    "attention/query/b": NONE,
+    "attention/query/w": ((0,), (1, 2)),
+    "ff/wi_0": ((1,), (2,)),
     "softmax/logits_ffn/linear/w": NONE,
 }
 EQUATIONS = {"conv/.*/w": "hwi,hwio->o", "ff/gate": None}
@@ -119,8 +122,11 @@ def numpy_nadam(w, grads, b1=0.9, b2=0.98, eps=1e-8):
 
 def config(**settings):
     return fdl.Partial(
-        optax.contrib.muon, weight_decay=DECAY, adam_b2=0.98,
-        muon_weight_dimension_numbers=fdl.Config(muon_matrices, equations=EQUATIONS), **settings,
+        optax.contrib.muon,
+        weight_decay=DECAY,
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=fdl.Config(muon_matrices, equations=EQUATIONS),
+        **settings,
     )
 
 
@@ -138,7 +144,8 @@ def test_five_steps_equal_numpy(consistent_rms):
     for path, w in start.items():
         local = [leaves(g)[path] for g in grads]
         expected = (
-            numpy_muon(path, w, local, consistent_rms) if path in AS_MATRICES
+            numpy_muon(path, w, local, consistent_rms)
+            if path in AS_MATRICES
             else numpy_nadam(w, local)
         )
         np.testing.assert_allclose(actual[path], expected, atol=5e-6, err_msg=path)
@@ -169,7 +176,8 @@ def test_a_step_is_about_the_nearest_orthogonal_matrix_with_outputs_scaled(path)
 def test_zero_gradients_and_bfloat16_weights_stay_finite():
     optimizer = fdl.build(config(consistent_rms=0.2))(learning_rate=0.1)
     params = {
-        "ff": {"w": jnp.ones((5, 3), jnp.bfloat16)}, "softmax": {"w": jnp.ones(3, jnp.bfloat16)},
+        "ff": {"w": jnp.ones((5, 3), jnp.bfloat16)},
+        "softmax": {"w": jnp.ones(3, jnp.bfloat16)},
     }
     update = jax.jit(optimizer.update)
     for grads in (jax.tree.map(jnp.zeros_like, params), params):
@@ -182,7 +190,8 @@ def matrices_of(model):
     """Returns how each weight of a model is a matrix: (input dims, output dims), or None."""
     specs = NnxModel(model).weight_specs()["params"]
     weights = jax.tree.map(
-        lambda w: jax.ShapeDtypeStruct(w.shape[len(w.stack_shape):], w.dtype), specs,
+        lambda w: jax.ShapeDtypeStruct(w.shape[len(w.stack_shape) :], w.dtype),
+        specs,
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
     dims = jax.tree_util.tree_flatten_with_path(
@@ -200,9 +209,13 @@ def test_the_weights_of_a_language_model_with_experts():
     projection, output = ((0,), (1, 2)), ((1, 2), (0,))
     assert {path: d for path, d in actual.items() if d} == {
         **{
-            f"{block}{i}/self_attention/{name}/w": dims for i in (0, 1)
+            f"{block}{i}/self_attention/{name}/w": dims
+            for i in (0, 1)
             for name, dims in {
-                "query": projection, "key": projection, "value": projection, "post": output,
+                "query": projection,
+                "key": projection,
+                "value": projection,
+                "post": output,
             }.items()
         },
         f"{block}0/ff_layer/ffn_layer1/linear/w": ((0,), (1,)),
@@ -220,9 +233,11 @@ def test_biases_per_head_and_gates_of_a_recurrence():
     assert actual["decoder/blocks/cross_attention/post/w"] == ((1, 2), (0,))
     actual = matrices_of(lambda rngs: RgLruBlock(input_dim=6, num_heads=2, rngs=rngs))
     assert {path: dims for path, dims in actual.items() if dims} == {
-        "linear_x/w": ((0,), (1, 2)), "linear_y/w": ((0,), (1, 2)),
+        "linear_x/w": ((0,), (1, 2)),
+        "linear_y/w": ((0,), (1, 2)),
         "linear_out/w": ((1, 2), (0,)),
-        "rg_lru/a_gate_w": ((1,), (2,)), "rg_lru/input_gate_w": ((1,), (2,)),
+        "rg_lru/a_gate_w": ((1,), (2,)),
+        "rg_lru/input_gate_w": ((1,), (2,)),
     }
 
 
@@ -242,14 +257,10 @@ def test_an_equation_that_makes_no_matrix_is_an_error_where_it_is_configured(equ
 
 
 def test_a_weight_that_has_no_equation_or_one_of_another_rank_is_named():
-    with pytest.raises(
-        ConfigError, match=r"conv/kernel/w.*\[2.*3.*5.*7\].*'hwi,hwio->o'"
-    ):
+    with pytest.raises(ConfigError, match=r"conv/kernel/w.*\[2.*3.*5.*7\].*'hwi,hwio->o'"):
         muon_matrices()({"conv": tree(0)["conv"]})
     equations = {"ff/gate/": None, "ff": "d,dnk->nk"}
-    with pytest.raises(
-        ConfigError, match=r"'d,dnk->nk'.*'ff'.*3.*ff/gate.*\[5.*3\]"
-    ):
+    with pytest.raises(ConfigError, match=r"'d,dnk->nk'.*'ff'.*3.*ff/gate.*\[5.*3\]"):
         muon_matrices(equations)({"ff": {"gate": jnp.ones((5, 3))}})
 
 

@@ -52,9 +52,7 @@ def test_the_decoupled_decay_goes_past_the_slots_and_takes_in_vectors(learning_r
         trace = 1.0 if i == 0 else 1.9
         np.testing.assert_allclose(updates["dense"]["w"], -rate * (trace + 0.3 * W), rtol=1e-6)
         np.testing.assert_allclose(updates["dense"]["b"], -rate * (trace + 0.3 * B), rtol=1e-6)
-        np.testing.assert_allclose(
-            updates["norm"]["scale"], -rate * trace * np.ones(3), rtol=1e-6
-        )
+        np.testing.assert_allclose(updates["norm"]["scale"], -rate * trace * np.ones(3), rtol=1e-6)
 
 
 def test_ewc_draws_weights_towards_those_they_began_with():
@@ -63,7 +61,8 @@ def test_ewc_draws_weights_towards_those_they_began_with():
     for rate, weight in (("one", 1.0), ("falling", 0.7)):
         optimizer = regularized(
             1.0 if rate == "one" else lambda count: jnp.asarray(rates)[count],
-            optimizer=optax.sgd, ewc_regularizer_weight=weight,
+            optimizer=optax.sgd,
+            ewc_regularizer_weight=weight,
         )
         first = {"w": W, "b": B}
         weights, state, actual = first, optimizer.init(first), []

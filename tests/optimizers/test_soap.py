@@ -72,7 +72,11 @@ def numpy_soap(w, grads):
 
 def test_seven_steps_equal_numpy():
     config = fdl.Partial(
-        soap, b1=B1, b2=B2, weight_decay=DECAY, precondition_frequency=FREQUENCY,
+        soap,
+        b1=B1,
+        b2=B2,
+        weight_decay=DECAY,
+        precondition_frequency=FREQUENCY,
         max_precond_dim=MAX_DIM,
     )
     specs = {name: WeightSpec(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -97,8 +101,11 @@ def test_slots_are_two_of_the_weights_shape_and_two_squares_per_dim():
     state = scale_by_soap(max_precond_dim=MAX_DIM).init(tree(0))
     for slots in (state.covariances, state.bases):
         assert jax.tree.map(jnp.shape, slots) == {
-            "square": ((5, 5), (5, 5)), "wide": ((5, 5), (1, 1)),
-            "heads": ((3, 3), (4, 4), (5, 5)), "bias": (), "row": ((1, 1), (1, 1)),
+            "square": ((5, 5), (5, 5)),
+            "wide": ((5, 5), (1, 1)),
+            "heads": ((3, 3), (4, 4), (5, 5)),
+            "bias": (),
+            "row": ((1, 1), (1, 1)),
         }
     assert jax.tree.map(jnp.shape, state.mu) == jax.tree.map(jnp.shape, state.nu) == SHAPES
 

@@ -22,7 +22,8 @@ def is_spec(x):
 # The same three layers twice: as a stack, and each by itself.
 SPECS = {
     "scanned": jax.tree.map(
-        lambda spec: WeightSpec((NUM_LAYERS, *spec.shape), F32, None, (None,)), LAYER_SPECS,
+        lambda spec: WeightSpec((NUM_LAYERS, *spec.shape), F32, None, (None,)),
+        LAYER_SPECS,
         is_leaf=is_spec,
     ),
     **{f"layer_{i}": LAYER_SPECS for i in range(NUM_LAYERS)},
@@ -31,12 +32,15 @@ SPECS = {
 # Those of single elements, of which a stack has no more, are left out.
 OPTIMIZERS = {
     "lamb": functools.partial(optax.lamb, weight_decay=0.1),
-    "adafactor (optax)": functools.partial(
-        optax.adafactor, min_dim_size_to_factor=2, momentum=0.9
-    ),
+    "adafactor (optax)": functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
     "adafactor": functools.partial(
-        adafactor, decay_method="pow", decay_pow=0.8, beta1=0.9, min_dim_size_to_factor=2,
-        multiply_by_parameter_scale=True, layerwise_adaptation=True,
+        adafactor,
+        decay_method="pow",
+        decay_pow=0.8,
+        beta1=0.9,
+        min_dim_size_to_factor=2,
+        multiply_by_parameter_scale=True,
+        layerwise_adaptation=True,
     ),
     "muon": functools.partial(
         optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices()
@@ -53,7 +57,8 @@ def layers(seed):
         lambda spec: np.stack(
             [10**i * rng.normal(size=spec.shape) for i in range(NUM_LAYERS)]
         ).astype(np.float32),
-        LAYER_SPECS, is_leaf=is_spec,
+        LAYER_SPECS,
+        is_leaf=is_spec,
     )
     return {
         "scanned": scanned,

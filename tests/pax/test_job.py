@@ -74,9 +74,7 @@ def job(tmp_path_factory):
     (root / "paxzoo.py").write_text(textwrap.dedent(source))
     sys.path.insert(0, str(root))
     try:
-        yield pax_job.begin_job(
-            "paxzoo.FromPax", root / "pax", root / "job", packages=["paxzoo"]
-        )
+        yield pax_job.begin_job("paxzoo.FromPax", root / "pax", root / "job", packages=["paxzoo"])
     finally:
         sys.path.remove(str(root))
         sys.modules.pop("paxzoo", None)

@@ -19,14 +19,23 @@ ROWS, LENGTH = 64, 64
 def summed(num_micro_batches: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict[str, int]:
     """Returns bytes by kind of collective; weights lie whole on each of 8 devices."""
     lm = rotary_lm(
-        vocab_size=256, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
-        num_layers=3, separate_embedding_tpl=fdl.Partial(Embedding),
+        vocab_size=256,
+        model_dims=128,
+        hidden_dims=512,
+        num_heads=4,
+        dim_per_head=32,
+        num_layers=3,
+        separate_embedding_tpl=fdl.Partial(Embedding),
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
     )
     task = LanguageModelTask(
         fdl.build(set_sharding_params(lm, "replicated")),
-        Learner(optax.adamw, 1e-3, gradient_accumulation_steps=num_micro_batches,
-                slot_mesh_axes=slot_mesh_axes),
+        Learner(
+            optax.adamw,
+            1e-3,
+            gradient_accumulation_steps=num_micro_batches,
+            slot_mesh_axes=slot_mesh_axes,
+        ),
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 8, 1)), topology_of("v5e:2x4", 1).devices)

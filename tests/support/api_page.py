@@ -1,6 +1,6 @@
 """The page of public names, made from the code.
 
-    python -m tests.support.api_page --write    # docs/api.md
+python -m tests.support.api_page --write    # docs/api.md
 """
 
 import ast
@@ -19,9 +19,14 @@ ROOT = Path(__file__).parents[2]
 _MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
 PAGE = ROOT / "docs/api.md"
 COMMANDS = (
-    "praxis_lite.main", "praxis_lite.checkpoints", "praxis_lite.inputs",
-    "praxis_lite.inputs.tokenizers", "praxis_lite.huggingface", "praxis_tools.lm_eval",
-    "praxis_lite.pax.job", "praxis_tools.export",
+    "praxis_lite.main",
+    "praxis_lite.checkpoints",
+    "praxis_lite.inputs",
+    "praxis_lite.inputs.tokenizers",
+    "praxis_lite.huggingface",
+    "praxis_tools.lm_eval",
+    "praxis_lite.pax.job",
+    "praxis_tools.export",
 )
 HEAD = """\
 # Public names
@@ -117,7 +122,8 @@ def said_of(package: str, name: str, value: Any) -> str:
     home = importlib.util.find_spec(homes_of(package)[name]).origin
     lines = Path(home).read_text().splitlines()
     at = next(
-        node.lineno - 1 for node in ast.parse("\n".join(lines)).body
+        node.lineno - 1
+        for node in ast.parse("\n".join(lines)).body
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and name in ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
     )
@@ -135,9 +141,7 @@ def first_line(value: Any) -> str:
 
 
 def _signature(value: Any) -> inspect.Signature | None:
-    if not isinstance(
-        value, type | types.FunctionType | types.MethodType | functools.partial
-    ):
+    if not isinstance(value, type | types.FunctionType | types.MethodType | functools.partial):
         return None
     try:
         return inspect.signature(value)

@@ -25,12 +25,26 @@ class Browser:
         from_browser, to_us = os.pipe()
         # A Chromium reads commands from its descriptor 3 and answers on 4.
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{to_us}', "bash", EXECUTABLE,
-             "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-             "--no-first-run", "--disable-background-networking",
-             "--host-resolver-rules=MAP * ~NOTFOUND",
-             f"--user-data-dir={self._folder.name}", "--remote-debugging-pipe", "about:blank"],
-            pass_fds=(to_browser, to_us), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [
+                "bash",
+                "-c",
+                f'exec "$@" 3<&{to_browser} 4>&{to_us}',
+                "bash",
+                EXECUTABLE,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--host-resolver-rules=MAP * ~NOTFOUND",
+                f"--user-data-dir={self._folder.name}",
+                "--remote-debugging-pipe",
+                "about:blank",
+            ],
+            pass_fds=(to_browser, to_us),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(to_us)
@@ -61,7 +75,10 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         self.send(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
 
     def run(self, script: str) -> Any:
@@ -88,8 +105,12 @@ class Browser:
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40}
         for kind in ("keyDown", "keyUp"):
             self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key,
-                windowsVirtualKeyCode=codes[key], **({"text": "\r"} if key == "Enter" else {}),
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+                **({"text": "\r"} if key == "Enter" else {}),
             )
 
     def screenshot(self, file: Path, *, whole: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Writes tests/goldens/chats: which tokens are answers, as transformers says. Needs transformers.
 
-    python tests/support/chat_goldens.py tests/goldens/chats
+python tests/support/chat_goldens.py tests/goldens/chats
 """
 
 import json
@@ -10,8 +10,18 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
 ]
 # Of each model's own template, what concerns users and assistants. What `[[` and `]]` enclose
 # stands between {% generation %} and {% endgeneration %}, or as it is.
@@ -106,17 +116,27 @@ def tokenizers() -> dict[str, Tokenizer]:
         tokenizer = Tokenizer(models.BPE(byte_fallback=name == "metaspace", unk_token=None))
         if name == "metaspace":
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-            tokenizer.decoder = decoders.Sequence([
-                decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse(),
-            ])
+            tokenizer.decoder = decoders.Sequence(
+                [
+                    decoders.ByteFallback(),
+                    decoders.Metaspace(),
+                    decoders.Fuse(),
+                ]
+            )
             alphabet, special = [], [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
         else:
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             alphabet, special = pre_tokenizers.ByteLevel.alphabet(), SPECIAL
-        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-            vocab_size=420, special_tokens=special, show_progress=False, initial_alphabet=alphabet,
-        ))
+        tokenizer.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=420,
+                special_tokens=special,
+                show_progress=False,
+                initial_alphabet=alphabet,
+            ),
+        )
         if trims:
             from tokenizers import processors
 
@@ -139,7 +159,10 @@ def main(folder: Path) -> None:
             marked = text.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
             for number, messages in enumerate(CONVERSATIONS):
                 result = fast.apply_chat_template(
-                    messages, chat_template=marked, tokenize=True, return_dict=True,
+                    messages,
+                    chat_template=marked,
+                    tokenize=True,
+                    return_dict=True,
                     return_assistant_tokens_mask=True,
                 )
                 mask = "".join(map(str, result["assistant_masks"]))

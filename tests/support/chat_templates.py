@@ -472,7 +472,15 @@ HERMES_MARKED = """\
 """
 
 TEMPLATES = {
-    "qwen2.5": QWEN2_5, "qwen3": QWEN3, "llama3.1": LLAMA3_1, "mistral": MISTRAL,
-    "zephyr, marked": ZEPHYR_MARKED, "gemma": GEMMA, "gemma3": GEMMA3, "phi3, marked": PHI3_MARKED,
-    "deepseek-r1": DEEPSEEK_R1, "command-r": COMMAND_R, "hermes, marked": HERMES_MARKED,
+    "qwen2.5": QWEN2_5,
+    "qwen3": QWEN3,
+    "llama3.1": LLAMA3_1,
+    "mistral": MISTRAL,
+    "zephyr, marked": ZEPHYR_MARKED,
+    "gemma": GEMMA,
+    "gemma3": GEMMA3,
+    "phi3, marked": PHI3_MARKED,
+    "deepseek-r1": DEEPSEEK_R1,
+    "command-r": COMMAND_R,
+    "hermes, marked": HERMES_MARKED,
 }

@@ -40,10 +40,18 @@ def main() -> None:
         _stranger(coordinator, int(index))
         os._exit(0)
     if kind == "elastic":
-        connect_member(Assignment(
-            generation=1, member=int(index), members=(0, 1), stores=("", ""),
-            key=b"the key of the job", coordinator=coordinator, num_slots=2,
-        ), 30)
+        connect_member(
+            Assignment(
+                generation=1,
+                member=int(index),
+                members=(0, 1),
+                stores=("", ""),
+                key=b"the key of the job",
+                coordinator=coordinator,
+                num_slots=2,
+            ),
+            30,
+        )
     else:
         start(coordinator, 2, int(index), 30, *folder)
     if index == "0":

@@ -24,8 +24,11 @@ def no_loss(model: Any, inputs: Any, key: Any) -> float:
 
 
 def partitioner_of(
-    model: Any, loss: Any = no_loss, mesh_shape: tuple[int, ...] = DEVICES,
-    optimizer: Any = optax.adam, **declared: Any,
+    model: Any,
+    loss: Any = no_loss,
+    mesh_shape: tuple[int, ...] = DEVICES,
+    optimizer: Any = optax.adam,
+    **declared: Any,
 ) -> Partitioner:
     """Returns a job's steps on a mesh of the axes replica, data and mdl.
 
@@ -34,7 +37,10 @@ def partitioner_of(
     """
     weight_sharding = WeightSharding(**declared) if declared else None
     task = LossTask(
-        model, loss, Learner(optimizer, 0.1), weight_sharding=weight_sharding,
+        model,
+        loss,
+        Learner(optimizer, 0.1),
+        weight_sharding=weight_sharding,
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=mesh_shape)))
@@ -45,7 +51,8 @@ def splits_of(model: Any, **declared: Any) -> dict[str, tuple]:
     leaves = partitioner_of(model, **declared).layout.leaves()
     specs = {leaf.path: tuple(leaf.spec) for leaf in leaves}
     weights = {
-        path.removeprefix("mdl_vars/params/"): spec for path, spec in specs.items()
+        path.removeprefix("mdl_vars/params/"): spec
+        for path, spec in specs.items()
         if path.startswith("mdl_vars/params/")
     }
     for path, spec in weights.items():
@@ -102,8 +109,12 @@ def stacks_of(model: Any, **declared: Any) -> dict[str, str]:
 
 
 def losses_of(
-    model: Any, loss: Any, batch: dict[str, np.ndarray], mesh_shape: tuple[int, ...] = DEVICES,
-    num_steps: int = 2, **settings: Any,
+    model: Any,
+    loss: Any,
+    batch: dict[str, np.ndarray],
+    mesh_shape: tuple[int, ...] = DEVICES,
+    num_steps: int = 2,
+    **settings: Any,
 ) -> list[float]:
     """Returns the losses of a few steps; `settings` as of `partitioner_of`."""
     partitioner = partitioner_of(model, loss, mesh_shape, **settings)

@@ -87,8 +87,9 @@ class Page:
         lines = [self.text[: match.start()].count("\n") + 1 for match in headings]
         result: dict[str, list[Block]] = {}
         for block in self.blocks():
-            above = [match[1] for match, line in zip(headings, lines, strict=True)
-                     if line < block.line]
+            above = [
+                match[1] for match, line in zip(headings, lines, strict=True) if line < block.line
+            ]
             result.setdefault(above[-1] if above else "", []).append(block)
         return result
 
@@ -97,7 +98,8 @@ class Page:
         lines = [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
         skipped = len(beginning.split())
         return [
-            shlex.split(line, comments=True)[skipped:] for line in lines
+            shlex.split(line, comments=True)[skipped:]
+            for line in lines
             if f"{line} ".startswith(f"{beginning} ")
         ]
 

@@ -26,16 +26,29 @@ PRESET = "fsdp+expert"
 def program() -> str:
     """Returns the text of a training step of experts over 4 devices, with a shared expert."""
     moe = fdl.Partial(
-        TransformerFeedForwardMoe, num_experts=16, num_experts_per_token=2, gating_func="top_k",
-        dropless=True, num_shared_experts=2, activation="silu", use_gated_activation=True,
+        TransformerFeedForwardMoe,
+        num_experts=16,
+        num_experts_per_token=2,
+        gating_func="top_k",
+        dropless=True,
+        num_shared_experts=2,
+        activation="silu",
+        use_gated_activation=True,
     )
     lm = rotary_lm(
-        vocab_size=256, model_dims=512, hidden_dims=1024, num_heads=4, dim_per_head=128,
-        num_layers=2, fprop_dtype=jnp.bfloat16, tr_fflayer_tpl=moe,
+        vocab_size=256,
+        model_dims=512,
+        hidden_dims=1024,
+        num_heads=4,
+        dim_per_head=128,
+        num_layers=2,
+        fprop_dtype=jnp.bfloat16,
+        tr_fflayer_tpl=moe,
     )
     rows = SHARDING_PRESETS[PRESET]["batch"]
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm, PRESET)), Learner(optax.sgd, 1e-3),
+        fdl.build(set_sharding_params(lm, PRESET)),
+        Learner(optax.sgd, 1e-3),
         inputs_split_mapping={"map_1d": (rows,), "map_2d": (rows, None)},
     )
     config = MeshConfig(ici_mesh_shape=(2, 4, 1), axis_names=("data", "expert", "mdl"))
@@ -54,7 +67,7 @@ def products_beside(text: str) -> list[list[str]]:
             running = {}
         operation = re.search(r'op_name="([^"]*)"', line)
         name = operation.group(1) if operation else ""
-        if (pair := re.search(r"%(\S+) = .* all-to-all-(start|done)\(%?([\w.\-]+)", line)):
+        if pair := re.search(r"%(\S+) = .* all-to-all-(start|done)\(%?([\w.\-]+)", line):
             if pair.group(2) == "start" and "while/body/all_to_all" not in name:
                 running[pair.group(1)] = []
             elif pair.group(3) in running:

@@ -19,48 +19,101 @@ import transformers
 from safetensors.torch import load_file
 
 SHARED = {
-    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 109, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 109,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {
-        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
-        "tie_word_embeddings": False,
-    }),
+    "qwen2": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma": ("Gemma", {"head_dim": 14, "num_key_value_heads": 1}),  # As the model of 2B.
-    "gemma3": ("Gemma3Text", {
-        "head_dim": 14, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 20,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention",
-                        "sliding_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 14,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 20,
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            },
         },
-    }),
+    ),
     "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
-    "qwen3_moe": ("Qwen3Moe", {
-        "head_dim": 14, "moe_intermediate_size": 37, "num_experts": 5, "num_experts_per_tok": 3,
-        "norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 1,
-        "tie_word_embeddings": False,
-    }),
-    "gpt_neox": ("GPTNeoX", {
-        "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": None,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 14,
+            "moe_intermediate_size": 37,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+            "tie_word_embeddings": False,
         },
-        "use_parallel_residual": True, "tie_word_embeddings": False, "hidden_act": "gelu",
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    }),
+    ),
+    "gpt_neox": (
+        "GPTNeoX",
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "num_key_value_heads": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+            "hidden_act": "gelu",
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
 }
-FAMILIES["gpt_oss"] = ("GptOss", {
-    "head_dim": 14, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 3,
-    "sliding_window": 6, "num_hidden_layers": 4, "swiglu_limit": 1.5,
-    "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+FAMILIES["gpt_oss"] = (
+    "GptOss",
+    {
+        "head_dim": 14,
+        "intermediate_size": 37,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+        "num_hidden_layers": 4,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
     },
-})
+)
 LENGTHS, T, PROMPTS, NEW = (29, 17, 23), 29, (11, 4, 7), 16
 
 
@@ -109,20 +162,31 @@ def goldens(model: Any) -> dict[str, np.ndarray]:
 
     ids, mask = padded("right")
     outputs = model(ids, attention_mask=mask, output_hidden_states=True)
-    actual |= {"right_ids": ids, "right_mask": mask, "right_logits": outputs.logits,
-              "right_hidden_states": torch.stack(outputs.hidden_states),
-              "right_last_hidden_state": outputs.hidden_states[-1]}
+    actual |= {
+        "right_ids": ids,
+        "right_mask": mask,
+        "right_logits": outputs.logits,
+        "right_hidden_states": torch.stack(outputs.hidden_states),
+        "right_last_hidden_state": outputs.hidden_states[-1],
+    }
     left_ids, left_mask = padded("left")
     positions = (left_mask.cumsum(1) - 1).clamp(min=0)
     left = model(left_ids, attention_mask=left_mask, position_ids=positions)
-    actual |= {"left_ids": left_ids, "left_mask": left_mask, "left_position_ids": positions,
-              "left_logits": left.logits}
+    actual |= {
+        "left_ids": left_ids,
+        "left_mask": left_mask,
+        "left_position_ids": positions,
+        "left_logits": left.logits,
+    }
     actual |= packed(model)
     shifted = torch.randint(3, 101, (1, T))
     position_ids = torch.arange(7, 7 + T)[None]
     logits = model(shifted, position_ids=position_ids).logits
-    actual |= {"shifted_ids": shifted, "shifted_position_ids": position_ids,
-              "shifted_logits": logits}
+    actual |= {
+        "shifted_ids": shifted,
+        "shifted_position_ids": position_ids,
+        "shifted_logits": logits,
+    }
     actual |= greedy(model)
     loss = next_token_loss(model, ids, mask)
     loss.backward()
@@ -150,8 +214,12 @@ def packed(model: Any) -> dict[str, torch.Tensor]:
             segments[row, place], positions[row, place] = number, torch.arange(length)
             logits[row, place] = model(ids[row : row + 1, place]).logits[0]
             start += length
-    return {"packed_ids": ids, "packed_position_ids": positions, "packed_segment_ids": segments,
-            "packed_logits": logits}
+    return {
+        "packed_ids": ids,
+        "packed_position_ids": positions,
+        "packed_segment_ids": segments,
+        "packed_logits": logits,
+    }
 
 
 def greedy(model: Any) -> dict[str, Any]:
@@ -167,8 +235,13 @@ def greedy(model: Any) -> dict[str, Any]:
             margin = min(margin, (best.values[0] - best.values[1]).item())
             row = torch.cat([row, best.indices[:1]])
         tokens.append(row[length:])
-    return {"greedy_prompts": ids, "greedy_mask": mask, "greedy_lengths": np.array(PROMPTS),
-            "greedy_tokens": torch.stack(tokens), "greedy_margin": np.array(margin)}
+    return {
+        "greedy_prompts": ids,
+        "greedy_mask": mask,
+        "greedy_lengths": np.array(PROMPTS),
+        "greedy_tokens": torch.stack(tokens),
+        "greedy_margin": np.array(margin),
+    }
 
 
 def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -247,7 +320,8 @@ def in_the_file(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
     around = name.rpartition(".")[0]
     return {
         f"{around}.{expert}.{part}.weight": tensor[expert]
-        for part, tensor in parts.items() for expert in range(len(x))
+        for part, tensor in parts.items()
+        for expert in range(len(x))
     }
 
 
@@ -266,7 +340,8 @@ def main(directory: str, *families: str) -> None:
         actual |= training(folder, actual)
         np.savez_compressed(folder / "goldens.npz", **actual)
         about = {
-            "case": family, "logits_std": float(actual["right_logits"].std()),
+            "case": family,
+            "logits_std": float(actual["right_logits"].std()),
             "smallest_greedy_margin": float(actual["greedy_margin"]),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }

@@ -167,8 +167,9 @@ class Pair:
         env = {"GATES": str(self._gates), "GATED": ",".join(places)}
         self.job = JobDir(folder / "job")
         self.processes = (
-            in_two_pythons(folder / "job", env) if in_python else
-            pairs.start_processes(
+            in_two_pythons(folder / "job", env)
+            if in_python
+            else pairs.start_processes(
                 GATED, f"--job_log_dir={folder}/job", cwd=home(), env=(env, env)
             )
         )
@@ -201,19 +202,26 @@ def in_two_pythons(job: Path, env: dict[str, str]) -> list[subprocess.Popen]:
     """Starts two processes that call `train()` in Python."""
     address = f"127.0.0.1:{pairs.free_port()}"
     whole = {
-        **os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}", "XDG_CACHE_HOME": str(home() / "cache"),
-        **pairs.KEPT, **env,
+        **os.environ,
+        "PYTHONPATH": f"{CHECKOUT}:{home()}",
+        "XDG_CACHE_HOME": str(home() / "cache"),
+        **pairs.KEPT,
+        **env,
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-c", IN_PYTHON, address, str(k), str(job)], cwd=home(), env=whole,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", IN_PYTHON, address, str(k), str(job)],
+            cwd=home(),
+            env=whole,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for k in range(2)
     ]
 
 
-IN_PYTHON = '''
+IN_PYTHON = """
 import sys
 
 import jax
@@ -227,7 +235,7 @@ try:
     praxis_lite.train("jobzoo.gated.Gated", job, packages=["jobzoo"])
 except BaseException as error:
     print(f"raised {type(error).__name__}: {error}", flush=True)
-'''
+"""
 
 
 def steps_in(job: JobDir) -> list[str]:

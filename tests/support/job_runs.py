@@ -334,7 +334,11 @@ def start_process(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
-        cwd=cwd, env=whole, text=True, stdout=out, stderr=subprocess.PIPE,
+        cwd=cwd,
+        env=whole,
+        text=True,
+        stdout=out,
+        stderr=subprocess.PIPE,
     )
 
 

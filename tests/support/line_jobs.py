@@ -149,12 +149,30 @@ class Watched(Weightless):
 # A tokenizer of the letters a and b.
 TOKENIZER = home() / "line_tokenizer"
 TOKENIZER.mkdir(exist_ok=True)
-(TOKENIZER / "tokenizer.json").write_text(json.dumps({
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": None, "post_processor": None, "decoder": None,
-    "model": {"type": "BPE", "dropout": None, "unk_token": None,
-              "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-              "byte_fallback": False, "vocab": {"a": 0, "b": 1}, "merges": []},
-}))
+(TOKENIZER / "tokenizer.json").write_text(
+    json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": None,
+            "post_processor": None,
+            "decoder": None,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "vocab": {"a": 0, "b": 1},
+                "merges": [],
+            },
+        }
+    )
+)
 LINE = "--exp=jobzoo.lines.Line"
 (home() / "jobzoo/lines.py").write_text(EXPERIMENTS)

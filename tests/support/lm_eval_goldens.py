@@ -64,8 +64,12 @@ def write_tokenizer(folder: Path, adds_bos: bool, bos: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "</s>",
-        "pad_token": "<pad>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -82,7 +86,8 @@ def encoded(name: str, add_bos_token: bool | None) -> dict[str, Any]:
     """Returns the ids of texts and pairs, and of the texts without special tokens."""
     adapter = model(name, add_bos_token=add_bos_token)
     return {
-        "tokenizer": name, "add_bos_token": add_bos_token,
+        "tokenizer": name,
+        "add_bos_token": add_bos_token,
         "prefix_token_id": adapter.prefix_token_id,
         "texts": [[text, adapter.tok_encode(text)] for text in TEXTS],
         "bare": [[text, adapter.tok_encode(text, add_special_tokens=False)] for text in TEXTS],
@@ -101,7 +106,8 @@ def evaluated(name: str) -> dict[str, Any]:
         task: {
             "answers": [sample["resps"] for sample in results["samples"][task]],
             "metrics": {
-                key: value for key, value in results["results"][task].items()
+                key: value
+                for key, value in results["results"][task].items()
                 if isinstance(value, float) and "stderr" not in key
             },
         }

@@ -28,7 +28,8 @@ TEXTS = [
     {"text": "<s>and"},
 ]
 CONTEXTS = [
-    {"text": "the sun is", "answer": "x"}, {"text": "a rat and a hen", "answer": "x"},
+    {"text": "the sun is", "answer": "x"},
+    {"text": "a rat and a hen", "answer": "x"},
     {"text": "over the hill. the hen is in the tea and the rat is there. " * 9, "answer": "x"},
 ]
 USER, ANSWER = {"role": "user", "content": "the sun"}, {"role": "assistant", "content": "is thin "}

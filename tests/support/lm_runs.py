@@ -49,7 +49,8 @@ def partitioner_with(dims, optimizer, shape):
         lm_with(dims),
         Learner(OPTIMIZERS[optimizer], LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM),
         inputs_split_mapping={
-            "map_1d": (("replica", "data"),), "map_2d": (("replica", "data"), None),
+            "map_1d": (("replica", "data"),),
+            "map_2d": (("replica", "data"), None),
         },
         decoder=Greedy(max_decode_steps=NUM_NEW_TOKENS),
     )

@@ -25,6 +25,7 @@ def slow_or_nightly(
     quick: Collection[Any], slow: Collection[Any], values: Iterable[Any]
 ) -> list[Any]:
     """Returns the values as parameters: some quick, some slow, and all others nightly."""
+
     def marks(value: Any) -> tuple[Any, ...]:
         if value in quick:
             return ()

@@ -68,7 +68,8 @@ class TestMeter:
             "test": item.nodeid,
             "outcome": next((x for x in ("failed", "skipped") if x in outcomes), "passed"),
             "slow": item.get_closest_marker("slow") is not None,
-            **{x: round(report.duration, 4) for x, report in self._reports.items()}, **used,
+            **{x: round(report.duration, 4) for x, report in self._reports.items()},
+            **used,
         }
         # One write, so that the lines of several workers do not mix.
         with self._file.open("ab", buffering=0) as file:
@@ -81,7 +82,8 @@ class TestMeter:
     def _now(self) -> dict[str, float]:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         return {
-            "cpu": time.process_time(), "child_cpu": children.ru_utime + children.ru_stime,
+            "cpu": time.process_time(),
+            "child_cpu": children.ru_utime + children.ru_stime,
             **{x: self._totals[x] for x in ("launches", "programs", "cached", "compile_seconds")},
         }
 

@@ -39,7 +39,14 @@ from tests.support.reached_lines import MEASURES, ROOT, ReachedLines
 
 Record = dict[str, Any]
 NOT_COPIED = (
-    ".git", ".venv*", "__pycache__", ".pytest_cache", ".ruff_cache", "*_job", "build", "dist",
+    ".git",
+    ".venv*",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    "*_job",
+    "build",
+    "dist",
 )
 # A test that takes longer than this, and five times as long as usual, hangs.
 HANGS_AFTER_SECONDS = 30.0
@@ -55,9 +62,16 @@ class Tree:
         shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
         # By default Python takes a file for unchanged if its size and its second are.
         subprocess.run(
-            [sys.executable, "-m", "compileall", "-q", "--invalidation-mode=checked-hash",
-             *(name for name in (*PACKAGES, "tests") if (root / name).exists())],
-            cwd=self.root, check=True,
+            [
+                sys.executable,
+                "-m",
+                "compileall",
+                "-q",
+                "--invalidation-mode=checked-hash",
+                *(name for name in (*PACKAGES, "tests") if (root / name).exists()),
+            ],
+            cwd=self.root,
+            check=True,
         )
 
     @contextlib.contextmanager
@@ -98,23 +112,40 @@ class Tree:
         self._temporary.mkdir()
         chosen, events = self._temporary / "chosen.json", self._temporary / "events"
         events.touch()
-        chosen.write_text(json.dumps(
-            {"tests": list(tests), "stop_at": stop_at, "events": str(events)}
-        ))
+        chosen.write_text(
+            json.dumps({"tests": list(tests), "stop_at": stop_at, "events": str(events)})
+        )
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "-p", "tests.support.chosen_tests", f"--chosen={chosen}", "--tb=no",
-            "--continue-on-collection-errors", f"--basetemp={self._temporary}/t",
-            "-o", f"faulthandler_timeout={hangs_after}", "-o", "faulthandler_exit_on_timeout=true",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "tests.support.chosen_tests",
+            f"--chosen={chosen}",
+            "--tb=no",
+            "--continue-on-collection-errors",
+            f"--basetemp={self._temporary}/t",
+            "-o",
+            f"faulthandler_timeout={hangs_after}",
+            "-o",
+            "faulthandler_exit_on_timeout=true",
             *dict.fromkeys(test.partition("::")[0] for test in tests),
         ]
         env = {
-            **os.environ, "PYTHONPATH": f"{self.root}{os.pathsep}{ROOT}",
+            **os.environ,
+            "PYTHONPATH": f"{self.root}{os.pathsep}{ROOT}",
             "TMPDIR": str(self._temporary),
         }
         process = subprocess.Popen(
-            command, cwd=self.root, env=env, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            command,
+            cwd=self.root,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             # The last test starts before `stop_at`; importing hundreds of files takes a minute.
@@ -137,7 +168,6 @@ class Tree:
             actual[running] = "failed"
         return actual, code
 
-
     def _kill_what_tests_left(self):
         # Some processes have a session of their own; all have the folder for temporary files.
         mark = f"TMPDIR={self._temporary}".encode()
@@ -154,7 +184,9 @@ class Confirmed:
         # By a test, and all tests of its file that ran: it may need what another one sets up.
         self._failed: set[tuple[str, tuple[str, ...]]] = set()
         self._passed = {
-            test for record in records if len(record["failed"]) <= MOST_CONFIRMED
+            test
+            for record in records
+            if len(record["failed"]) <= MOST_CONFIRMED
             for test in record["failed"]
         }
 
@@ -185,7 +217,11 @@ def _of_file(file: str, tests: Iterable[str]) -> list[str]:
 
 
 def run(
-    root: Path, mutants: Sequence[Mutant], reached: ReachedLines, out: Path, limit: float,
+    root: Path,
+    mutants: Sequence[Mutant],
+    reached: ReachedLines,
+    out: Path,
+    limit: float,
     workers: int = 2,
 ) -> None:
     """Plants each fault that has no record yet, and appends its record."""
@@ -252,10 +288,14 @@ def _record(
         if failed:
             break
     return {
-        "name": mutant.name, **dataclasses.asdict(mutant), "is_reached": bool(stages),
-        "failed": failed, "passed": [x for x in outcomes if outcomes[x] == "passed"],
+        "name": mutant.name,
+        **dataclasses.asdict(mutant),
+        "is_reached": bool(stages),
+        "failed": failed,
+        "passed": [x for x in outcomes if outcomes[x] == "passed"],
         "unreliable": sorted(failing.difference(failed)),
-        "left_out": len(planned - outcomes.keys()), "limit": limit,
+        "left_out": len(planned - outcomes.keys()),
+        "limit": limit,
         "seconds": round(time.time() - start, 1),
     }
 
@@ -275,18 +315,31 @@ def tables(records: Sequence[Record], measures: dict[str, Measure]) -> Iterator[
     """Yields the lines of the tables: by kind and package, what escaped, the tests that matter."""
     caught = {x["name"]: {*x["failed"]} for x in records if x["failed"]}
     by_quick = {
-        name for name, tests in caught.items()
+        name
+        for name, tests in caught.items()
         if any(not measures.get(test, {"slow": False})["slow"] for test in tests)
     }
     groups = {kind: [x for x in records if x["kind"] == kind] for kind in KINDS}
     groups |= {name: [x for x in records if x["file"].startswith(name)] for name in PACKAGES}
-    rows = [["", "faults", "caught", "by a quick test", "escaped", "of these with tests left out",
-             "of these unreached"]]
+    rows = [
+        [
+            "",
+            "faults",
+            "caught",
+            "by a quick test",
+            "escaped",
+            "of these with tests left out",
+            "of these unreached",
+        ]
+    ]
     for title, group in {**groups, "all": records}.items():
         escaped = [x for x in group if x["name"] not in caught]
         counts = (
-            len(group), len(group) - len(escaped), sum(x["name"] in by_quick for x in group),
-            len(escaped), sum(x["left_out"] > 0 for x in escaped),
+            len(group),
+            len(group) - len(escaped),
+            sum(x["name"] in by_quick for x in group),
+            len(escaped),
+            sum(x["left_out"] > 0 for x in escaped),
             sum(not x["is_reached"] for x in escaped),
         )
         rows.append([title, *map(str, counts)])
@@ -309,7 +362,9 @@ def tables(records: Sequence[Record], measures: dict[str, Measure]) -> Iterator[
 
 
 def _tests_by_file(
-    records: Sequence[Record], measures: dict[str, Measure], caught: dict[str, set[str]],
+    records: Sequence[Record],
+    measures: dict[str, Measure],
+    caught: dict[str, set[str]],
     only: Iterable[str],
 ) -> Iterator[str]:
     """Yields the table of test files; those without a test that a fault needs come first.
@@ -317,6 +372,7 @@ def _tests_by_file(
     A test is needed if it is in a set of tests that together catch all that is caught: the one that
     catches most of what is left joins it, then the next; of equal ones the fastest.
     """
+
     def seconds(test: str) -> float:
         return seconds_of(measures.get(test, {}))
 
@@ -333,9 +389,11 @@ def _tests_by_file(
         files[test.partition("::")[0]].append(test)
     numbers = {
         file: (
-            len(tests), round(sum(map(seconds, tests))),
+            len(tests),
+            round(sum(map(seconds, tests))),
             *(sum(test in group for test in tests) for group in (ran, failing, only, needed)),
-        ) for file, tests in files.items()
+        )
+        for file, tests in files.items()
     }
     order = sorted(numbers, key=lambda file: (numbers[file][-1], -numbers[file][1], file))
     titles = ["test file", "tests", "seconds", "ran", "caught a fault", "alone", "needed"]

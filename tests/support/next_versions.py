@@ -27,8 +27,11 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 # New forms of jax.checkpoint, jax.custom_vjp and jax.custom_jvp; NNX modules as trees, not graphs.
 NEXT = {
-    "JAX_REMAT3": "1", "JAX_CUSTOM_VJP3": "1", "JAX_CUSTOM_JVP3": "1",
-    "NNX_GRAPH_MODE": "0", "NNX_GRAPH_UPDATES": "0",
+    "JAX_REMAT3": "1",
+    "JAX_CUSTOM_VJP3": "1",
+    "JAX_CUSTOM_JVP3": "1",
+    "NNX_GRAPH_MODE": "0",
+    "NNX_GRAPH_UPDATES": "0",
 }
 
 
@@ -61,9 +64,19 @@ def results(arguments: list[str], settings: dict[str, str]) -> Results | None:
         report = Path(folder) / "report.xml"
         env = {name: x for name, x in os.environ.items() if name not in NEXT} | settings
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "-m", "not slow and not nightly",
-            "--tb=short", "-o", "junit_family=xunit1", f"--junitxml={report}", *arguments,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow and not nightly",
+            "--tb=short",
+            "-o",
+            "junit_family=xunit1",
+            f"--junitxml={report}",
+            *arguments,
         ]
         subprocess.run(command, check=False, env=env, cwd=ROOT)
         if not report.exists():
@@ -94,8 +107,15 @@ def main(arguments: list[str]) -> int:
     without = results(failed, {}) if failed else None
     versions = [["library", "setup.py allows", "installed"]]
     versions += [[x, allowed(x), importlib.metadata.version(x)] for x in LIBRARIES]
-    print("", "what moved", f"Python {sys.version.split()[0]}", *table_lines(versions), "",
-          f"with {' '.join(f'{k}={v}' for k, v in NEXT.items())}:", sep="\n")
+    print(
+        "",
+        "what moved",
+        f"Python {sys.version.split()[0]}",
+        *table_lines(versions),
+        "",
+        f"with {' '.join(f'{k}={v}' for k, v in NEXT.items())}:",
+        sep="\n",
+    )
     if with_settings is None:
         print("No test ran: pytest says why above.")
         return 1

@@ -35,7 +35,8 @@ def partitioner(
 ) -> Partitioner:
     """Returns the model on a mesh of 8 devices, with settings of the stack and the learner."""
     lm = rotary_lm(
-        num_layers=NUM_LAYERS, stacked_transformer_tpl=fdl.Partial(stack, checkpoint_policy=policy),
+        num_layers=NUM_LAYERS,
+        stacked_transformer_tpl=fdl.Partial(stack, checkpoint_policy=policy),
         **dims,
     )
     task = LanguageModelTask(
@@ -119,10 +120,14 @@ def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({
-        "device": memory_on_tpu(placed("device")),
-        "offload": memory_on_tpu(placed("offload"), host_slots=".*"),
-        "weights": memory_on_tpu(
-            "save_nothing", stack=functools.partial(Repeat, offload_weights=True)
-        ),
-    }))
+    print(
+        json.dumps(
+            {
+                "device": memory_on_tpu(placed("device")),
+                "offload": memory_on_tpu(placed("offload"), host_slots=".*"),
+                "weights": memory_on_tpu(
+                    "save_nothing", stack=functools.partial(Repeat, offload_weights=True)
+                ),
+            }
+        )
+    )

@@ -20,7 +20,11 @@ def printed_by(module: str) -> Any:
     env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env.pop("XLA_FLAGS", None)  # Of the CPU.
     run = subprocess.run(
-        [sys.executable, "-m", module], capture_output=True, text=True, check=False, env=env,
+        [sys.executable, "-m", module],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
         cwd=Path(__file__).parents[2],
     )
     assert run.returncode == 0, run.stderr[-2000:]

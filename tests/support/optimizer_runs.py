@@ -55,9 +55,7 @@ OPTIMIZERS = {
     "adam": optax.adam,
     "adamw": functools.partial(optax.adamw, weight_decay=0.1),
     "pax_adam": functools.partial(adam, clip_threshold=0.5, weight_decay=0.1),
-    "optax_adafactor": functools.partial(
-        optax.adafactor, min_dim_size_to_factor=2, momentum=0.9
-    ),
+    "optax_adafactor": functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
     "adafactor_float32": functools.partial(
         _pow, quantized_dtype="float32", multiply_by_parameter_scale=True
     ),
@@ -78,6 +76,7 @@ OPTIMIZERS = {
     "partly_frozen": optax.adamw,
 }
 FROZEN = "partly_frozen/(emb_var|blocks/b)"
+
 
 class Tiny(BaseLayer):
     """An embedding that is the softmax too, and blocks side by side in one stack."""
@@ -132,7 +131,9 @@ def task_of(slot_mesh_axes=()):
             *(
                 AuxiliaryOptimizer(
                     f"{name}/(emb_var|blocks/b)" if name == "two" else f"{name}/",
-                    OPTIMIZERS[name], _rate, name,
+                    OPTIMIZERS[name],
+                    _rate,
+                    name,
                 )
                 for name in others
             ),
@@ -190,9 +191,7 @@ class Run(NamedTuple):
 def trained(name):
     """Returns a run that starts from the weights and slots of `one_device`."""
     shape, slot_mesh_axes = RUNS[name]
-    partitioner = Partitioner(
-        task_of(slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
-    )
+    partitioner = Partitioner(task_of(slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape)))
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0])
     step = partitioner.train_step.lower(structs).compile()
     padded = jax.tree.map(zero_padded, one_device()[0], partitioner.layout.padded_shapes)

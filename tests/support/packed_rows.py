@@ -114,7 +114,9 @@ def table_rows(document: int, ids_per_document: int) -> slice:
 
 
 def check(
-    actual: list[NatsAndGradients], wanted: list[NatsAndGradients], tables: Mapping[str, int],
+    actual: list[NatsAndGradients],
+    wanted: list[NatsAndGradients],
+    tables: Mapping[str, int],
     tolerance: float = 1e-6,
 ) -> None:
     """Checks nats and gradients of packed rows against those of rows apart.

@@ -362,7 +362,8 @@ def shared(table: Mapping, covered: Sequence[str]) -> dict[str, str]:
         option for name in covered for option in options_of(name) if (name, option) not in table
     )
     return {
-        option: answer for (name, option), answer in table.items()
+        option: answer
+        for (name, option), answer in table.items()
         if name == "*" and num_classes[option] > 1
     }
 

@@ -30,8 +30,13 @@ BATCH = ("stage", "data")
 def collectives(num_microbatches: int, one_forward: bool, **settings: Any) -> list[tuple]:
     """Returns (kind, bytes, how often, devices that meet) of each; weights lie whole over data."""
     lm = rotary_lm(
-        vocab_size=VOCABULARY, model_dims=DIMS, hidden_dims=HIDDEN, num_heads=4, dim_per_head=32,
-        num_layers=LAYERS, separate_embedding_tpl=fdl.Partial(Embedding),
+        vocab_size=VOCABULARY,
+        model_dims=DIMS,
+        hidden_dims=HIDDEN,
+        num_heads=4,
+        dim_per_head=32,
+        num_layers=LAYERS,
+        separate_embedding_tpl=fdl.Partial(Embedding),
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
         stacked_transformer_tpl=fdl.Partial(
             Pipeline, num_stages=STAGES, num_microbatches=num_microbatches, **settings
@@ -41,7 +46,8 @@ def collectives(num_microbatches: int, one_forward: bool, **settings: Any) -> li
     lm.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     lm.separate_embedding_tpl.activation_split_dims_mapping = (BATCH, None, None)
     task = LanguageModelTask(
-        fdl.build(lm), Learner(optax.sgd, 1e-3),
+        fdl.build(lm),
+        Learner(optax.sgd, 1e-3),
         inputs_split_mapping={"map_1d": (BATCH,), "map_2d": (BATCH, None)},
     )
     mesh = make_mesh(
@@ -59,8 +65,12 @@ def collectives(num_microbatches: int, one_forward: bool, **settings: Any) -> li
 
 
 if __name__ == "__main__":
-    print(json.dumps({
-        "1f1b": [collectives(number, True) for number in (4, 6)],
-        "split": [collectives(4, True, split_backward=True)],
-        "gpipe, split": [collectives(4, False, split_backward=True)],
-    }))
+    print(
+        json.dumps(
+            {
+                "1f1b": [collectives(number, True) for number in (4, 6)],
+                "split": [collectives(4, True, split_backward=True)],
+                "gpipe, split": [collectives(4, False, split_backward=True)],
+            }
+        )
+    )

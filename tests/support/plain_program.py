@@ -18,9 +18,14 @@ from tests.support.goldens import GOLDENS
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
 SMALL = [
-    ONE_DEVICE, "run.num_train_steps=2", "task.model.num_layers=1",
-    "datasets.train.seq_len=16", "datasets.heldout.seq_len=16", "datasets.heldout.stride=None",
-    "run.evaluation.max_batches=1", "task.decoder.max_decode_steps=3",
+    ONE_DEVICE,
+    "run.num_train_steps=2",
+    "task.model.num_layers=1",
+    "datasets.train.seq_len=16",
+    "datasets.heldout.seq_len=16",
+    "datasets.heldout.stride=None",
+    "run.evaluation.max_batches=1",
+    "task.decoder.max_decode_steps=3",
 ]
 
 

@@ -35,19 +35,39 @@ LOGS = re.compile(r"^(logging|logger|_logger|log|_log|warnings|print)\b")
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "ppermute", "all_to_all"}
 CHECKS = re.compile(r"^_?(require|check)")
 NARROWER = {
-    "float64": "float32", "float32": "bfloat16", "bfloat16": "float8_e5m2", "int64": "int32",
-    "int32": "int8", "uint32": "uint16", "uint64": "uint32",
+    "float64": "float32",
+    "float32": "bfloat16",
+    "bfloat16": "float8_e5m2",
+    "int64": "int32",
+    "int32": "int8",
+    "uint32": "uint16",
+    "uint64": "uint32",
 }
 AXIS_NAMES = {"replica", "data", "mdl", "expert", "stage", "context"}
 OPPOSITE = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
 }
 SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+")}
 # Their arguments are of different types: exchanged, the call only raises.
 ORDERED = {
-    "isinstance", "issubclass", "getattr", "setattr", "hasattr", "map", "filter", "partial", "zip",
+    "isinstance",
+    "issubclass",
+    "getattr",
+    "setattr",
+    "hasattr",
+    "map",
+    "filter",
+    "partial",
+    "zip",
 }
 
 
@@ -79,7 +99,7 @@ class Mutant:
         """Returns the source of the file with the fault."""
         before, start = self.before.encode(), self.start
         assert source[start:].startswith(before), f"{self.file} changed since {self.name}"
-        return source[:start] + self.after.encode() + source[start + len(before):]
+        return source[:start] + self.after.encode() + source[start + len(before) :]
 
 
 def plant(
@@ -112,7 +132,9 @@ def plant(
 def function_lines(tree: ast.Module) -> set[int]:
     """Returns the lines of the bodies of functions, which calls run."""
     return {
-        line for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for line in range(node.body[0].lineno, node.end_lineno + 1)
     }
 
@@ -300,8 +322,9 @@ def _call_replacements(node: ast.Call, text) -> Iterator[tuple[str, _Place, str]
         case ast.Call(args=[argument]) if name == "range" and not _is_number(argument):
             yield "off_by_one", (argument, argument, False), f"({text(argument)}) - 1"
         case ast.Call(args=[first, second, *_]) if name not in ORDERED and not CHECKS.match(name):
-            if all(isinstance(x, (ast.Name, ast.Attribute, ast.Subscript))
-                   for x in (first, second)):
+            if all(
+                isinstance(x, (ast.Name, ast.Attribute, ast.Subscript)) for x in (first, second)
+            ):
                 yield "arguments", *_exchanged(first, second, text)
 
 

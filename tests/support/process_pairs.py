@@ -32,7 +32,10 @@ def free_port() -> int:
 
 
 def start_processes(
-    *argv: str, cwd: Path, count: int = 2, env: Sequence[dict[str, str]] = (),
+    *argv: str,
+    cwd: Path,
+    count: int = 2,
+    env: Sequence[dict[str, str]] = (),
     more: Sequence[Sequence[str]] = (),
 ) -> list[subprocess.Popen]:
     """Starts `main` in `count` processes of one job.
@@ -44,8 +47,13 @@ def start_processes(
     coordinator = f"--coordinator=127.0.0.1:{free_port()}"
     return [
         start_process(
-            *argv, coordinator, f"--num_processes={count}", f"--process_id={k}",
-            *(more[k] if more else ()), cwd=cwd, env=KEPT | (env[k] if env else {}),
+            *argv,
+            coordinator,
+            f"--num_processes={count}",
+            f"--process_id={k}",
+            *(more[k] if more else ()),
+            cwd=cwd,
+            env=KEPT | (env[k] if env else {}),
         )
         for k in range(count)
     ]
@@ -65,9 +73,7 @@ def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[E
             process.kill()
         texts = [process.communicate() for process in processes]
     assert len(actual) == len(processes), ("a process does not end", actual, texts)
-    return [
-        Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)
-    ]
+    return [Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)]
 
 
 def run(*argv: str, cwd: Path, **settings) -> list[Ended]:

@@ -119,15 +119,30 @@ def _run_covered(
         data_file = Path(temporary) / "data"
         settings.write_text(SETTINGS.format(source=source, data_file=data_file))
         env = {
-            **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}", "PYTEST_CURRENT_TEST": file,
+            **os.environ,
+            "PYTHONPATH": f"{root}{os.pathsep}{ROOT}",
+            "PYTEST_CURRENT_TEST": file,
             "COVERAGE_PROCESS_START": str(settings),
         }
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "-p", "tests.support.measure", "-p", "tests.support.reached_lines",
-            f"--measure={measures.resolve()}", f"--basetemp={temporary}/tests",
-            "-o", f"faulthandler_timeout={HANGS_AFTER_SECONDS}",
-            "-o", "faulthandler_exit_on_timeout=true", *arguments, file,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "tests.support.measure",
+            "-p",
+            "tests.support.reached_lines",
+            f"--measure={measures.resolve()}",
+            f"--basetemp={temporary}/tests",
+            "-o",
+            f"faulthandler_timeout={HANGS_AFTER_SECONDS}",
+            "-o",
+            "faulthandler_exit_on_timeout=true",
+            *arguments,
+            file,
         ]
         with open(part.with_suffix(".log"), "wb") as log:
             code = subprocess.run(

@@ -49,7 +49,10 @@ def of_wandb(job: Path) -> dict:
                     points.setdefault(name, []).append((values.get("step"), value))
         files += [str(file.name) for file in path.parent.rglob("*.png")]
     return {
-        "launches": len(paths), "ids": sorted(ids), "points": points, "config": config,
+        "launches": len(paths),
+        "ids": sorted(ids),
+        "points": points,
+        "config": config,
         "pictures": files,
     }
 
@@ -70,8 +73,11 @@ def of_mlflow(uri: str) -> dict:
     }
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "loss_curve")]
     return {
-        "points": points, "params": run.data.params, "tags": run.data.tags,
-        "status": run.info.status, "pictures": pictures,
+        "points": points,
+        "params": run.data.params,
+        "tags": run.data.tags,
+        "status": run.info.status,
+        "pictures": pictures,
     }
 
 
@@ -91,7 +97,12 @@ def of_tensorboard(job: Path) -> dict:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    print(json.dumps({
-        "wandb": of_wandb(folder), "mlflow": of_mlflow(sys.argv[2]),
-        "tensorboard": of_tensorboard(folder),
-    }))
+    print(
+        json.dumps(
+            {
+                "wandb": of_wandb(folder),
+                "mlflow": of_mlflow(sys.argv[2]),
+                "tensorboard": of_tensorboard(folder),
+            }
+        )
+    )

@@ -167,8 +167,16 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
         env[case.culprit]["SLOW_EVALUATION"] = "7"
         settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=7")
     processes = pairs.start_processes(
-        "--exp=stuckzoo.experiments.Hanging", "--packages=jobzoo,stuckzoo", "--start_seconds=300",
-        *case.flags, f"--job_log_dir={job}", "--set", *settings, cwd=CHECKOUT, count=3, env=env,
+        "--exp=stuckzoo.experiments.Hanging",
+        "--packages=jobzoo,stuckzoo",
+        "--start_seconds=300",
+        *case.flags,
+        f"--job_log_dir={job}",
+        "--set",
+        *settings,
+        cwd=CHECKOUT,
+        count=3,
+        env=env,
     )
     if case.is_slow_before:
         pairs.wait_until(lambda: _num_steps(job) >= 8, processes)

@@ -37,10 +37,13 @@ def kernels(function: object, num_grads: int, *args: jax.ShapeDtypeStruct) -> di
         program = parse(jax.jit(gradient).lower(*args).compile().as_text())
     return {
         one.name.rpartition(".")[0]: [
-            kernel_flops(one, around), kernel_flops(one, around, of_model=True),
+            kernel_flops(one, around),
+            kernel_flops(one, around, of_model=True),
             tiles_of_experts(one, around),
         ]
-        for around in program.computations.values() for one in around.values() if is_kernel(one)
+        for around in program.computations.values()
+        for one in around.values()
+        if is_kernel(one)
     }
 
 
@@ -49,10 +52,17 @@ def array(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 if __name__ == "__main__":
-    print(json.dumps([
-        kernels(attention, 3, array(B, T, N, K), array(B, T, G, K), array(B, T, G, K)),
-        kernels(
-            experts, 2, array(ROWS, INPUTS), array(EXPERTS, INPUTS, OUTPUTS),
-            array(EXPERTS, dtype=jnp.int32),
-        ),
-    ]))
+    print(
+        json.dumps(
+            [
+                kernels(attention, 3, array(B, T, N, K), array(B, T, G, K), array(B, T, G, K)),
+                kernels(
+                    experts,
+                    2,
+                    array(ROWS, INPUTS),
+                    array(EXPERTS, INPUTS, OUTPUTS),
+                    array(EXPERTS, dtype=jnp.int32),
+                ),
+            ]
+        )
+    )

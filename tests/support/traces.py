@@ -43,6 +43,7 @@ def _plane(name: str, lines: dict[str, Sequence[HandMade]]) -> str:
 def _stats(given: dict[str, Any], numbers: dict[str, int]) -> str:
     return " ".join(
         f"stats {{ metadata_id: {numbers[key]} "
-        + (f'str_value: "{value}"' if isinstance(value, str) else f"int64_value: {value}") + " }"
+        + (f'str_value: "{value}"' if isinstance(value, str) else f"int64_value: {value}")
+        + " }"
         for key, value in given.items()
     )

@@ -11,9 +11,14 @@ CONFIG = {"task.rate": 0.5, "run.on": True, "run.num_train_steps": 13, "task.nam
 def run_in(folder: Path, *, first_step: int = 0, **changes) -> TrackedRun:
     """Returns a run in a job's directory."""
     settings = {
-        "id": "0123456789abcdef" * 2, "name": "job", "experiment": "zoo.Tiny",
-        "job_log_dir": folder, "config": CONFIG, "facts": {"mesh": "data 4"},
-        "first_step": first_step, "evaluated": ("heldout",),
+        "id": "0123456789abcdef" * 2,
+        "name": "job",
+        "experiment": "zoo.Tiny",
+        "job_log_dir": folder,
+        "config": CONFIG,
+        "facts": {"mesh": "data 4"},
+        "first_step": first_step,
+        "evaluated": ("heldout",),
     }
     return TrackedRun(**(settings | changes))
 

@@ -14,8 +14,14 @@ from praxis_lite.trainer.metrics.json_lines import json_line
 LAYOUT = {
     "totals": "2 weights with 104 parameters; each device of the mesh (data 4) holds 1 KiB.",
     "arrays": [
-        {"path": path, "shape": shape, "padded_shape": padded, "dtype": dtype, "spec": spec,
-         "num_bytes": size}
+        {
+            "path": path,
+            "shape": shape,
+            "padded_shape": padded,
+            "dtype": dtype,
+            "spec": spec,
+            "num_bytes": size,
+        }
         for path, shape, padded, dtype, spec, size in (
             ("step", "[]", "[]", "int32", "()", 4),
             ("mdl_vars/params/w/a", "[7, 13]", "[8, 14]", "float32", "(data, mdl)", 1112),
@@ -54,11 +60,17 @@ def training_lines(num_steps: int, seed: int = 0, **others: Any) -> list[dict[st
 
 
 def written_job(
-    path: Path, lines: Sequence[Mapping[str, Any]] = (), *,
-    evaluations: Sequence[Mapping[str, Any]] = (), settings: Sequence[str] = (),
-    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, layout: Any = LAYOUT,
-    timeline: Sequence[Mapping[str, Any]] = (), experiment: str = "zoo.lm.Tiny",
-    elastic: Sequence[Mapping[str, Any]] = (), certificates: Sequence[Mapping[str, Any]] = (),
+    path: Path,
+    lines: Sequence[Mapping[str, Any]] = (),
+    *,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    settings: Sequence[str] = (),
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    layout: Any = LAYOUT,
+    timeline: Sequence[Mapping[str, Any]] = (),
+    experiment: str = "zoo.lm.Tiny",
+    elastic: Sequence[Mapping[str, Any]] = (),
+    certificates: Sequence[Mapping[str, Any]] = (),
 ) -> JobDir:
     """Returns a job with these files; `samples` are the records of "DATASET/STEP"."""
     job = JobDir(path)
@@ -73,7 +85,8 @@ def written_job(
     if layout is not None:
         job.layout_json.write_text(json.dumps(layout))
     for file, items in (
-        (job.timeline_jsonl, timeline), (job.elastic_jsonl, elastic),
+        (job.timeline_jsonl, timeline),
+        (job.elastic_jsonl, elastic),
         (job.certificates_jsonl, certificates),
     ):
         if items:
@@ -89,11 +102,18 @@ def written_job(
 def change_line(generation: int, kind: str, from_step: int, devices: int) -> dict[str, Any]:
     """Returns a line of elastic.jsonl: a second each of notice, agreement and the first step."""
     return {
-        "generation": generation, "time": 1e9 + 100 * generation, "kind": kind,
-        "who": [] if kind == "start" else [3], "why": f"process 3 (host) {kind}",
-        "members": list(range(devices)), "hosts": ["host"] * devices, "num_devices": devices,
-        "mesh": {"replica": 1, "data": devices, "mdl": 1}, "from_step": from_step,
-        "source": "peers" if from_step else "new", "lost_steps": 2 if from_step else 0,
+        "generation": generation,
+        "time": 1e9 + 100 * generation,
+        "kind": kind,
+        "who": [] if kind == "start" else [3],
+        "why": f"process 3 (host) {kind}",
+        "members": list(range(devices)),
+        "hosts": ["host"] * devices,
+        "num_devices": devices,
+        "mesh": {"replica": 1, "data": devices, "mdl": 1},
+        "from_step": from_step,
+        "source": "peers" if from_step else "new",
+        "lost_steps": 2 if from_step else 0,
         "reached": True,
         "seconds": {"notice": 1.0, "agree": 1.0, "first_step": 1.0, "total": 3.0},
     }
@@ -102,10 +122,16 @@ def change_line(generation: int, kind: str, from_step: int, devices: int) -> dic
 def certificate_line(step: int, difference: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns a line of certificates.jsonl."""
     return {
-        "step": step, "time": 1e9 + step, "rows": 4, "meshes": {"own": {"data": 4}},
-        "certified": difference is None, "num_comparisons": 11,
-        "closest": {"leaf": "mdl_vars/params/w/a", "share": step / 1000}, "seconds": 0.25,
-        "state_digest": f"{step:032x}", "difference": difference,
+        "step": step,
+        "time": 1e9 + step,
+        "rows": 4,
+        "meshes": {"own": {"data": 4}},
+        "certified": difference is None,
+        "num_comparisons": 11,
+        "closest": {"leaf": "mdl_vars/params/w/a", "share": step / 1000},
+        "seconds": 0.25,
+        "state_digest": f"{step:032x}",
+        "difference": difference,
     }
 
 
@@ -114,17 +140,59 @@ def nonsense_job(path: Path, seed: int) -> JobDir:
     rng = random.Random(seed)
 
     def value() -> Any:
-        return rng.choice([
-            None, True, "NaN", "-Infinity", "x" * 99, 10**400, -(10**400), 1e308, -1e308, 0, -3,
-            2**53 + 1, 0.1, [], {}, [[1]], {"a": 1}, "\ud800", "</script><b>",
-        ])
+        return rng.choice(
+            [
+                None,
+                True,
+                "NaN",
+                "-Infinity",
+                "x" * 99,
+                10**400,
+                -(10**400),
+                1e308,
+                -1e308,
+                0,
+                -3,
+                2**53 + 1,
+                0.1,
+                [],
+                {},
+                [[1]],
+                {"a": 1},
+                "\ud800",
+                "</script><b>",
+            ]
+        )
 
     def line() -> str:
         names = [
-            "loss", "dataset", "step_time", "tokens_per_second", "save_time", "prompt", "launch",
-            "num_skipped_in_a_row", "continuation", "seconds", "first_step", "last_step",
-            "ended_by", "generation", "time", "why", "kind", "members", "who", "mesh", "from_step",
-            "reached", "certified", "difference", "closest", "__proto__", "",
+            "loss",
+            "dataset",
+            "step_time",
+            "tokens_per_second",
+            "save_time",
+            "prompt",
+            "launch",
+            "num_skipped_in_a_row",
+            "continuation",
+            "seconds",
+            "first_step",
+            "last_step",
+            "ended_by",
+            "generation",
+            "time",
+            "why",
+            "kind",
+            "members",
+            "who",
+            "mesh",
+            "from_step",
+            "reached",
+            "certified",
+            "difference",
+            "closest",
+            "__proto__",
+            "",
         ]
         item = {name: value() for name in rng.sample(names, rng.randrange(len(names)))}
         if rng.random() < 0.9:
@@ -134,8 +202,15 @@ def nonsense_job(path: Path, seed: int) -> JobDir:
 
     job = written_job(path)
     files = [
-        "metrics.jsonl", "eval_metrics.jsonl", "timeline.jsonl", "config.txt", "layout.json",
-        "decode/x/7.jsonl", "decode/x/08.jsonl", "profiles/3/profile.txt", "elastic.jsonl",
+        "metrics.jsonl",
+        "eval_metrics.jsonl",
+        "timeline.jsonl",
+        "config.txt",
+        "layout.json",
+        "decode/x/7.jsonl",
+        "decode/x/08.jsonl",
+        "profiles/3/profile.txt",
+        "elastic.jsonl",
         "certificates.jsonl",
     ]
     for name in rng.sample(files, 7):

@@ -41,8 +41,9 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
     metrics, total, hits = metrics_of(BATCH), 0.0, 0.0
     for b in range(3):
         for t in range(5):
-            row, label, w = LOGITS[b, t].astype(np.float64), *(
-                BATCH[k][b, t] for k in ("labels", "weights")
+            row, label, w = (
+                LOGITS[b, t].astype(np.float64),
+                *(BATCH[k][b, t] for k in ("labels", "weights")),
             )
             total += w * (np.log(np.exp(row).sum()) - row[label])
             hits += w * (row.argmax() == label)
@@ -64,7 +65,9 @@ def test_bits_are_named_after_what_a_token_is():
     # Ids beyond the bytes, of which nobody said what they are.
     model = lambda ids, key: (jnp.asarray(LOGITS), None)  # noqa: E731
     for vocab_size, tokenizer, unit in (
-        (257, None, "byte"), (300, None, "token"), (300, ByteTokenizer(), "byte")
+        (257, None, "byte"),
+        (300, None, "token"),
+        (300, ByteTokenizer(), "byte"),
     ):
         model.vocab_size = vocab_size
         metrics = task(tokenizer=tokenizer).compute_loss(model, BATCH, None)
@@ -88,13 +91,21 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
 def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups):
     """Whatever is in them; and in one group they take no places from true tokens."""
     experts = functools.partial(
-        layers.TransformerFeedForwardMoe, num_experts=3, num_groups=num_groups,
-        unadjusted_expert_capacity_factor=0.0, expert_capacity_dim=4, moe_router_z_loss_weight=0.1,
+        layers.TransformerFeedForwardMoe,
+        num_experts=3,
+        num_groups=num_groups,
+        unadjusted_expert_capacity_factor=0.0,
+        expert_capacity_dim=4,
+        moe_router_z_loss_weight=0.1,
     )
     model = layers.TransformerLm(
-        7, 6, 8, 2, 1, transformer_layer_tpl=functools.partial(
-            layers.Transformer, tr_fflayer_tpl=experts
-        ), rngs=nnx.Rngs(3),
+        7,
+        6,
+        8,
+        2,
+        1,
+        transformer_layer_tpl=functools.partial(layers.Transformer, tr_fflayer_tpl=experts),
+        rngs=nnx.Rngs(3),
     )
     ids = np.random.default_rng(2).integers(0, 7, (2, 6)).astype(np.int32)
     ids[1, :5] = ids[1, 0]  # So that the busiest expert is full.
@@ -126,7 +137,9 @@ def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups
 def test_a_batch_of_filler_alone_weighs_nothing_and_is_finite():
     metrics = metrics_of({**BATCH, "weights": np.zeros((3, 5), np.float32)})
     assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {
-        "loss": (0.0, 0.0), "bits_per_byte": (0.0, 0.0), "accuracy": (0.0, 0.0)
+        "loss": (0.0, 0.0),
+        "bits_per_byte": (0.0, 0.0),
+        "accuracy": (0.0, 0.0),
     }
 
 
@@ -146,12 +159,22 @@ def test_records_hold_the_text_of_true_rows_only():
     }
     assert task().decode_to_records(inputs, outputs) == [
         {
-            "prompt": "ab", "continuation": "cd", "prefix_length": 3, "decode_length": 3,
-            "ended": True, "log_prob": -1.5, "output_ids": [99, 100, eos],
+            "prompt": "ab",
+            "continuation": "cd",
+            "prefix_length": 3,
+            "decode_length": 3,
+            "ended": True,
+            "log_prob": -1.5,
+            "output_ids": [99, 100, eos],
         },
         {
-            "prompt": "x", "continuation": "wxyz", "prefix_length": 2, "decode_length": 4,
-            "ended": False, "log_prob": -2.5, "output_ids": [119, 120, 121, 122],
+            "prompt": "x",
+            "continuation": "wxyz",
+            "prefix_length": 2,
+            "decode_length": 4,
+            "ended": False,
+            "log_prob": -2.5,
+            "output_ids": [119, 120, 121, 122],
         },
     ]
 
@@ -165,7 +188,8 @@ def test_a_missing_input_names_the_key_the_dataset_and_what_there_is():
 
 def test_each_hypothesis_has_a_record_and_its_text_ends_before_a_stop_string():
     inputs = {
-        "ids": np.asarray([list(b"ab")]), "prefix_lengths": np.asarray([2]),
+        "ids": np.asarray([list(b"ab")]),
+        "prefix_lengths": np.asarray([2]),
         "weights": np.asarray([1.0]),
     }
     outputs = {
@@ -203,8 +227,10 @@ class Reporting(BaseLayer):
             layer.router_loss.set_value(0.25 * layer.weight)
             layer.dropped.set_value(layer.weight)
         return {
-            "total_loss": jnp.float32(2.0), "avg_xent": jnp.float32(1.0),
-            "aux_loss": jnp.float32(1.0), "accuracy": jnp.float32(0.5),
+            "total_loss": jnp.float32(2.0),
+            "avg_xent": jnp.float32(1.0),
+            "aux_loss": jnp.float32(1.0),
+            "accuracy": jnp.float32(0.5),
             "total_weight": jnp.sum(weights),
         }
 
@@ -220,8 +246,11 @@ def test_what_layers_add_to_the_loss_and_report_are_metrics_too():
     metrics = task().compute_loss(Reporting(), batch, None)
     assert {name: float(value) for name, (value, _) in metrics.items()} == {
         # To be minimised is the loss with what the layers add; bits are of the text alone.
-        "loss": 2.0, "bits_per_byte": pytest.approx(1.0 / np.log(2)), "accuracy": 0.5,
-        "aux_loss": 1.0, "dropped": 2.0,
+        "loss": 2.0,
+        "bits_per_byte": pytest.approx(1.0 / np.log(2)),
+        "accuracy": 0.5,
+        "aux_loss": 1.0,
+        "dropped": 2.0,
     }
     assert {float(weight) for _, weight in metrics.values()} == {7.5}
 

@@ -139,7 +139,7 @@ def test_an_array_by_itself_is_the_prediction_and_rows_without_weights_are_all_t
         ((1.0, {"loss": 2.0}), "'loss'. Rename"),
         ((1.0, {"norms": {"w": 2.0}}), "dict.*'norms'"),
         ((1.0, {"z": 1j}), "complex.*'z'"),
-        (lambda inputs: (inputs["x"] > 0), r"bool\(5,\)"),
+        (lambda inputs: inputs["x"] > 0, r"bool\(5,\)"),
         (3, "type int "),
     ],
 )

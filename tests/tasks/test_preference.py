@@ -52,9 +52,14 @@ def task_of(kind):
     model, frozen = model_of(kind)
     learner = Learner(functools.partial(optax.adam), 0.05, **frozen)
     return DpoTask(
-        fdl.build(model), learner, beta=BETA, label_smoothing=SMOOTHING,
+        fdl.build(model),
+        learner,
+        beta=BETA,
+        label_smoothing=SMOOTHING,
         inputs_split_mapping={
-            "map_1d": ("data",), "map_2d": ("data", None), "map_3d": ("data", None, None),
+            "map_1d": ("data",),
+            "map_2d": ("data", None),
+            "map_3d": ("data", None, None),
         },
     )
 
@@ -119,8 +124,11 @@ def test_the_loss_is_that_of_the_paper(kind, pairs):
         state.mdl_vars, partitioner.global_batch(batch), partitioner.key(0)
     )
     expected = {
-        "loss": loss, "rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1],
-        "rewards/margins": margins, "rewards/accuracies": margins > 0,
+        "loss": loss,
+        "rewards/chosen": rewards[:, 0],
+        "rewards/rejected": rewards[:, 1],
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
     }
     assert np.abs(rewards).max() > 0.01
     for name, values in expected.items():
@@ -146,8 +154,10 @@ def test_the_reference_stays_and_the_rest_learns(kind, pairs):
             jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
         )
     }
-    learns = (lambda path: "lora_" in path) if kind == "adapters" else (
-        lambda path: not path.startswith("reference/")
+    learns = (
+        (lambda path: "lora_" in path)
+        if kind == "adapters"
+        else (lambda path: not path.startswith("reference/"))
     )
     assert all(changed[path] == learns(path) for path in changed), changed
     assert sum(changed.values()) and not all(changed.values())
@@ -196,9 +206,10 @@ class Dropped(nnx.Module):
         return {"per_sequence_xent": -jnp.sum(chosen * weights, axis=-1)}
 
 
-@pytest.mark.parametrize("kind", slow_but(
-    {"copy", "nnx", "stochastic depth"}, ["copy", "adapters", "nnx", "stochastic depth"]
-))
+@pytest.mark.parametrize(
+    "kind",
+    slow_but({"copy", "nnx", "stochastic depth"}, ["copy", "adapters", "nnx", "stochastic depth"]),
+)
 def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind, pairs):
     if kind in KINDS:
         model, _ = model_of(kind)

@@ -16,7 +16,8 @@ from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from praxis_tools.check.asserts.layers import drawn
 
 BATCH = {
-    "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),
+    "src_ids": np.zeros((3, 2), np.int32),
+    "src_paddings": np.zeros((3, 2), np.float32),
     "ids": np.zeros((3, 4), np.int32),
     "labels": np.asarray([[5, 6, 1, 0], [7, 1, 0, 0], [0, 0, 0, 0]], np.int32),
     "weights": np.asarray([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], np.float32),
@@ -34,7 +35,9 @@ class Model:
         assert set(given) == {"target_paddings"}
         return {
             "per_example_argmax": jnp.asarray([[5, 6, 1, 9], [7, 2, 0, 0], [3, 3, 3, 3]]),
-            "total_loss": jnp.float32(1.5), "accuracy": jnp.float32(0.8), "total_weight": 5.0,
+            "total_loss": jnp.float32(1.5),
+            "accuracy": jnp.float32(0.8),
+            "total_weight": 5.0,
         }
 
 
@@ -42,7 +45,9 @@ def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch
     monkeypatch.setattr("praxis_lite.tasks.sequence_to_sequence.aux_loss", lambda model: None)
     metrics = task().compute_loss(Model(), {**BATCH, "paddings": BATCH["src_paddings"]}, None)
     assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {
-        "loss": (1.5, 5.0), "accuracy": (pytest.approx(0.8), 5.0), "exact_match": (0.5, 2.0)
+        "loss": (1.5, 5.0),
+        "accuracy": (pytest.approx(0.8), 5.0),
+        "exact_match": (0.5, 2.0),
     }
 
 
@@ -51,14 +56,27 @@ def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch
 def test_filler_rows_enter_no_loss_of_experts_and_take_no_places(optional):
     """Neither in the encoder nor in the decoder, whatever is in them."""
     experts = functools.partial(
-        layers.TransformerFeedForwardMoe, num_experts=3, num_groups=1,
-        unadjusted_expert_capacity_factor=0.0, expert_capacity_dim=4, moe_router_z_loss_weight=0.1,
+        layers.TransformerFeedForwardMoe,
+        num_experts=3,
+        num_groups=1,
+        unadjusted_expert_capacity_factor=0.0,
+        expert_capacity_dim=4,
+        moe_router_z_loss_weight=0.1,
     )
     block = functools.partial(layers.Transformer, tr_fflayer_tpl=experts)
-    model = NnxModel(functools.partial(
-        layers.TransformerEncoderDecoder, 7, 6, 8, 2, 1, 1,
-        encoder_layer_tpl=block, decoder_layer_tpl=block,
-    ))
+    model = NnxModel(
+        functools.partial(
+            layers.TransformerEncoderDecoder,
+            7,
+            6,
+            8,
+            2,
+            1,
+            1,
+            encoder_layer_tpl=block,
+            decoder_layer_tpl=block,
+        )
+    )
     mdl_vars = drawn(model)
     rng = np.random.default_rng(2)
     ids = rng.integers(0, 7, (3, 2, 5)).astype(np.int32)
@@ -91,23 +109,36 @@ def test_filler_rows_enter_no_loss_of_experts_and_take_no_places(optional):
 
 def test_records_of_true_rows_say_whether_the_target_was_found():
     inputs = {
-        "src_ids": np.asarray([[6, 5, 0], [7, 7, 7]]), "labels": np.asarray([[5, 6, 1, 0]] * 2),
-        "src_paddings": np.asarray([[0, 0, 1], [0, 0, 0]]), "weights": np.asarray([1.0, 0.0]),
+        "src_ids": np.asarray([[6, 5, 0], [7, 7, 7]]),
+        "labels": np.asarray([[5, 6, 1, 0]] * 2),
+        "src_paddings": np.asarray([[0, 0, 1], [0, 0, 0]]),
+        "weights": np.asarray([1.0, 0.0]),
     }
     outputs = {
         "output_ids": np.asarray([[[5, 6, 1], [5, 1, 0]]] * 2),
         "decode_lengths": np.asarray([[3, 2]] * 2),
-        "logprobs": np.full((2, 2, 3), -0.5), "scores": np.asarray([[-1.0, -2.0]] * 2),
+        "logprobs": np.full((2, 2, 3), -0.5),
+        "scores": np.asarray([[-1.0, -2.0]] * 2),
     }
     decoder = BeamSearch(beam_size=2, eos_id=END)
     assert task(decoder=decoder).decode_to_records(inputs, outputs) == [
         {
-            "source_ids": [6, 5], "output_ids": [5, 6, 1], "log_prob": -1.5,
-            "target_ids": [5, 6, 1], "is_match": True, "sample": 0, "score": -1.0,
+            "source_ids": [6, 5],
+            "output_ids": [5, 6, 1],
+            "log_prob": -1.5,
+            "target_ids": [5, 6, 1],
+            "is_match": True,
+            "sample": 0,
+            "score": -1.0,
         },
         {
-            "source_ids": [6, 5], "output_ids": [5, 1], "log_prob": -1.5,
-            "target_ids": [5, 6, 1], "is_match": False, "sample": 1, "score": -2.0,
+            "source_ids": [6, 5],
+            "output_ids": [5, 1],
+            "log_prob": -1.5,
+            "target_ids": [5, 6, 1],
+            "is_match": False,
+            "sample": 1,
+            "score": -2.0,
         },
     ]
 

@@ -52,12 +52,18 @@ def zarr_json(shape, shard, inner):
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     zstd = {"name": "zstd", "configuration": {"level": 3, "checksum": False}}
     sharding = {
-        "chunk_shape": inner, "codecs": [little, zstd], "index_codecs": [little, {"name": "crc32c"}]
+        "chunk_shape": inner,
+        "codecs": [little, zstd],
+        "index_codecs": [little, {"name": "crc32c"}],
     }
     return {
-        "zarr_format": 3, "node_type": "array", "shape": shape, "data_type": "float32",
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": "float32",
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-        "chunk_key_encoding": {"name": "default"}, "fill_value": 0.0,
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0.0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
 

@@ -58,11 +58,13 @@ def _weights(tree):
 
 
 @pytest.mark.parametrize(
-    ("form", "shape"), [
-        ("state", (1, 4, 2)), ("zarr3", (1, 1, 1)),
+    ("form", "shape"),
+    [
+        ("state", (1, 4, 2)),
+        ("zarr3", (1, 1, 1)),
         pytest.param("steps", (1, 2, 4), marks=pytest.mark.slow),
         pytest.param("files zarr3=True", (1, 4, 2), marks=pytest.mark.slow),
-    ]
+    ],
 )
 def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
     model, folder = saved
@@ -76,10 +78,20 @@ def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
 
 
 @pytest.mark.parametrize(
-    "form", [
-        "state", "pure", "single", "several/model", "zarr3", "manager", "manager/2/default",
-        "files zarr3=True", "files zarr3=False", "files zarr3=True/state", "manager_of_files",
-    ]
+    "form",
+    [
+        "state",
+        "pure",
+        "single",
+        "several/model",
+        "zarr3",
+        "manager",
+        "manager/2/default",
+        "files zarr3=True",
+        "files zarr3=False",
+        "files zarr3=True/state",
+        "manager_of_files",
+    ],
 )
 def test_a_model_in_hand_has_the_weights(saved, form):
     model, folder = saved
@@ -142,8 +154,23 @@ def test_the_steps_of_a_job_are_not_taken_for_orbaxs(tmp_path, mesh_of):
 @pytest.mark.parametrize(
     "dtype",
     [
-        "bool", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
+        "bool",
+        "int4",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
         "complex128",
     ],
 )

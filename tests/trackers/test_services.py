@@ -30,12 +30,18 @@ def tracked(tmp_path_factory):
         environment = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
         with mock.patch.dict(os.environ, environment):
             return start_process(
-                "--exp=jobzoo.experiments.Tiny", "--job_log_dir=job", "--set",
-                f"run.num_train_steps={num_steps}", "run.log_every_steps=1",
-                "run.checkpoints.every_steps=5", "run.evaluation.every_steps=5",
-                "run.trackers.wandb=WeightsAndBiases()", "run.trackers.mlflow=MLflow()",
+                "--exp=jobzoo.experiments.Tiny",
+                "--job_log_dir=job",
+                "--set",
+                f"run.num_train_steps={num_steps}",
+                "run.log_every_steps=1",
+                "run.checkpoints.every_steps=5",
+                "run.evaluation.every_steps=5",
+                "run.trackers.wandb=WeightsAndBiases()",
+                "run.trackers.mlflow=MLflow()",
                 f"run.trackers.mlflow.tracking_uri={uri}",
-                "run.trackers.mlflow.experiment=tiny", cwd=folder,
+                "run.trackers.mlflow.experiment=tiny",
+                cwd=folder,
             )
 
     process, deadline = launch(5000), time.monotonic() + 240
@@ -52,7 +58,8 @@ def tracked(tmp_path_factory):
     assert process.returncode == 0, err
     read = subprocess.run(
         [sys.executable, "-m", "tests.support.read_trackers", str(job.path), uri],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
     )
     assert read.returncode == 0, read.stderr
     return job, json.loads(read.stdout), made + 4, out

@@ -22,14 +22,17 @@ def events_in(log_dir):
         data = path.read_bytes()
         while data:
             (size,) = struct.unpack_from("<Q", data)
-            events.append(event_pb2.Event.FromString(data[12:12 + size]))
-            data = data[16 + size:]
+            events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
     return events
 
 
 def scalars_in(log_dir):
-    return [(event.step, value.tag, value.simple_value)
-            for event in events_in(log_dir) for value in event.summary.value]
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in events_in(log_dir)
+        for value in event.summary.value
+    ]
 
 
 def test_scalars_come_back_at_their_steps_before_the_file_is_closed(tmp_path):

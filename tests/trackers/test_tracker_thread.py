@@ -43,9 +43,13 @@ def test_a_tracker_gets_each_step_once_over_launches_of_which_one_was_killed():
     assert launch(tracker, 3, 9, offset=0.5, evaluates=[4, 8], made=5, evaluated=4) == []
     assert losses(tracker) == {1: 1, 3: 3, 5: 5, 7: 7.5, 9: 9.5}
     assert tracker.points == [
-        (1, {"loss": 1}), (3, {"loss": 3}), (4, {"heldout/loss": -4, "other/loss": -4}),
-        (5, {"loss": 5}), (7, {"loss": 7.5}),
-        (8, {"heldout/loss": -7.5, "other/loss": -7.5}), (9, {"loss": 9.5}),
+        (1, {"loss": 1}),
+        (3, {"loss": 3}),
+        (4, {"heldout/loss": -4, "other/loss": -4}),
+        (5, {"loss": 5}),
+        (7, {"loss": 7.5}),
+        (8, {"heldout/loss": -7.5, "other/loss": -7.5}),
+        (9, {"loss": 9.5}),
     ]
     assert [run.id for run in tracker.starts] == [run_in("/nowhere").id] * 2
     assert tracker.ending == ["finished"] * 2

@@ -17,7 +17,8 @@ from tests.support.job_runs import copy_of_trained, launch, start_process, succe
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
 SAMPLE = (
-    "task.decoder.temperature=1.5", "task.decoder.num_samples=3",
+    "task.decoder.temperature=1.5",
+    "task.decoder.num_samples=3",
     "decode_datasets.prompts.batch_size=2",
 )
 

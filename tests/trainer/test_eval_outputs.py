@@ -159,9 +159,7 @@ def test_random_streams_of_an_nnx_module_come_of_the_key_in_evaluation():
 def test_a_train_step_leaves_per_example_outputs_out():
     partitioner, _ = on_mesh("compiler")
     key = partitioner.key(0)
-    _, outputs = partitioner.train_step(
-        partitioner.init(key), partitioner.global_batch(BATCH), key
-    )
+    _, outputs = partitioner.train_step(partitioner.init(key), partitioner.global_batch(BATCH), key)
     assert set(outputs["metrics"]) == {"loss"}
 
 
@@ -309,8 +307,9 @@ def test_a_loss_of_its_own_for_evaluation_gets_a_key_that_the_evaluator_folds(tm
 
     task = LossTask(model_of(), loss, Learner(optax.sgd, 0.1), eval_loss=eval_loss)
     partitioner = Partitioner(task, on_mesh("one device")[0].mesh)
-    data = InMemory({"x": RNG.normal(size=(11, DIMS)).astype(np.float32)}, batch_size=7,
-                    shuffle=False)
+    data = InMemory(
+        {"x": RNG.normal(size=(11, DIMS)).astype(np.float32)}, batch_size=7, shuffle=False
+    )
     evaluator = Evaluator(partitioner, {"heldout": data}, None, seed=5)
     losses = {
         step: evaluator.run(step, on_mesh("one device")[1])["heldout"]["loss"] for step in (4, 3)

@@ -250,7 +250,9 @@ def whole():
 def test_a_hook_is_called_every_so_many_steps_with_what_the_files_have(whole):
     job, calls, _ = whole
     assert [(step, is_last) for step, _, is_last in of_kind(calls, "step")] == [
-        (3, False), (6, False), (7, True),
+        (3, False),
+        (6, False),
+        (7, True),
     ]
     lines = read_json_lines(job.metrics_jsonl)
     assert [line for _, line, _ in of_kind(calls, "metrics")] == lines
@@ -273,8 +275,13 @@ def test_the_hook_is_in_the_config_and_is_set_by_its_place(whole, tmp_path):
     assert "jobzoo.hooked:Recorder" in json.dumps(config)
     assert "hooks[0].every=3" in whole[0].config_txt.read_text()
     calls, _ = calls_of(
-        HOOKED, f"--job_log_dir={tmp_path}", "--set", "hooks[0].every=2", "hooks[0].waits=false",
-        "run.evaluation.every_steps=None", "run.checkpoints.every_steps=100",
+        HOOKED,
+        f"--job_log_dir={tmp_path}",
+        "--set",
+        "hooks[0].every=2",
+        "hooks[0].waits=false",
+        "run.evaluation.every_steps=None",
+        "run.checkpoints.every_steps=100",
     )
     assert [step for step, *_ in of_kind(calls, "step")] == [2, 4, 6, 7]
     # It did not wait, so its own steps were seen before their numbers were read; but the last,

@@ -39,10 +39,14 @@ def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeyp
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     home()
     command = CommandLine(
-        exp="jobzoo.experiments.Tiny", packages=["jobzoo"], job_log_dir=str(tmp_path),
+        exp="jobzoo.experiments.Tiny",
+        packages=["jobzoo"],
+        job_log_dir=str(tmp_path),
         settings=[
-            "run.num_train_steps=1", "task.learner.learning_rate=0.0",
-            "run.evaluation.max_batches=1", "run.init_from_huggingface=seven",
+            "run.num_train_steps=1",
+            "task.learner.learning_rate=0.0",
+            "run.evaluation.max_batches=1",
+            "run.init_from_huggingface=seven",
         ],
     )
     sources = {"init_from_huggingface": Sevens}

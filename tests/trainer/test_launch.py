@@ -91,7 +91,6 @@ def test_a_loaded_model_has_the_averages_where_the_run_says_so():
     )
 
 
-
 @pytest.mark.slow
 def test_the_averages_evaluated_are_those_of_the_checkpoint():
     job, _ = averaged()
@@ -121,8 +120,13 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
         "run.stopping.max_skipped_steps_in_a_row=3",
     )
     done = launch(
-        LINE, f"--job_log_dir={job.path}", "--set", *limits, "run.num_train_steps=30",
-        "run.checkpoints.every_steps=1", "run.checkpoints.max_to_keep=9",
+        LINE,
+        f"--job_log_dir={job.path}",
+        "--set",
+        *limits,
+        "run.num_train_steps=30",
+        "run.checkpoints.every_steps=1",
+        "run.checkpoints.max_to_keep=9",
     )
     assert done.code == 2
     words = " ".join(done.err.split())
@@ -130,7 +134,10 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     assert "step 7 " in words and "of step 7" in words
     assert "run.stopping.max_skipped_steps_in_a_row" in words
     assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
-        0, 1, 2, 3
+        0,
+        1,
+        2,
+        3,
     ]
     # Nothing was lost, and the weights are those of step 7: it goes on once the limit is gone.
     again = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=11")
@@ -158,7 +165,8 @@ UNSOUND = {
     "a skipped step": (("datasets.train.nan_at=29,",), "The last step, 29, was skipped", 29),
     "two skipped steps": (
         ("datasets.train.nan_at=5,6", "run.num_train_steps=7", "run.loss_spikes.action=report"),
-        "The last 2 steps, up to step 7, were skipped", 7,
+        "The last 2 steps, up to step 7, were skipped",
+        7,
     ),
 }
 
@@ -178,15 +186,20 @@ def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, 
         assert saved.latest_step() == step
     # A launch that has nothing to do says it again.
     again = launch(*argv)
-    assert again.code == 3 and "has already completed" in again.out and words in " ".join(
-        again.err.split()
+    assert (
+        again.code == 3
+        and "has already completed" in again.out
+        and words in " ".join(again.err.split())
     )
 
 
 def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
     done = launch(
-        "--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}", "--set",
-        "datasets.heldout.weight=1.0", "datasets.heldout.nan_at=1,",
+        "--exp=jobzoo.lines.Weightless",
+        f"--job_log_dir={tmp_path}",
+        "--set",
+        "datasets.heldout.weight=1.0",
+        "datasets.heldout.nan_at=1,",
     )
     message = " ".join(done.err.split())
     assert done.code == 3, done
@@ -208,7 +221,9 @@ def test_an_id_without_a_row_ends_training_before_its_step(tmp_path, monkeypatch
 def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path):
     schedule = "task.learner.learning_rate"
     done = launch(
-        "--exp=jobzoo.lines.Scheduled", f"--job_log_dir={tmp_path}", "--set",
+        "--exp=jobzoo.lines.Scheduled",
+        f"--job_log_dir={tmp_path}",
+        "--set",
         f"{schedule}.value=1e30",
     )
     message = " ".join(done.err.split())

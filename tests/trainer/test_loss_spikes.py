@@ -160,9 +160,7 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
         return key_of(*args)
 
     monkeypatch.setattr(Partitioner, "key", counting)
-    done = succeed(
-        LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoints.every_steps=None"
-    )
+    done = succeed(LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoints.every_steps=None")
     assert done.out.count("initialising the state") == 2
     assert held[2] == held[0]  # The state is let go of before there is another one.
     assert "rolled back from the loss spike of step 16 to step 0" in done.out
@@ -211,7 +209,9 @@ def pair(tmp_path_factory):
     shutil.copytree(alone.path, pair.path)
     succeed(*argv, f"--job_log_dir={alone.path}")
     ended = process_pairs.run(
-        *argv, f"--job_log_dir={pair.path}", cwd=tmp_path,
+        *argv,
+        f"--job_log_dir={pair.path}",
+        cwd=tmp_path,
         env=({"JAX_NUM_CPU_DEVICES": "1"},) * 2,
     )
     assert [item.code for item in ended] == [0, 0], [element.err for element in ended]

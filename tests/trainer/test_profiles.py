@@ -56,8 +56,12 @@ def test_which_processes_trace_is_one_of_two_words():
 @pytest.mark.parametrize(
     ("text", "expected", "words"),
     [
-        ("", 3, ""), (" 12\n", 12, ""), ("0", 0, "expected a number"),
-        ("1001", 0, "1001"), ("three \x1b[2J", 0, r"\x1b"), ("9" * 10_000, 0, "999..."),
+        ("", 3, ""),
+        (" 12\n", 12, ""),
+        ("0", 0, "expected a number"),
+        ("1001", 0, "1001"),
+        ("three \x1b[2J", 0, r"\x1b"),
+        ("9" * 10_000, 0, "999..."),
     ],
 )
 def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, text, expected, words):
@@ -136,7 +140,9 @@ def steps_in(folder: Path, process: int = 0) -> list[int]:
     return sorted(
         dict(event.stats)["step_num"]
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-        for line in plane.lines for event in line.events if event.name == "train"
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
     )
 
 
@@ -156,7 +162,10 @@ def runs_in(folder: Path, process: int = 0) -> dict[int, int]:
 @pytest.mark.slow
 def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
     done = succeed(
-        TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.steps=1:2,3:5",
+        TINY,
+        f"--job_log_dir={tmp_path / 'job'}",
+        "--set",
+        "run.profile.steps=1:2,3:5",
     )
     job = JobDir(tmp_path / "job")
     assert sorted(path.name for path in job.profiles.iterdir()) == ["1", "3"]
@@ -183,8 +192,13 @@ def test_a_signal_and_a_file_ask_while_a_job_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
     job = JobDir(tmp_path / "job")
     process = start_process(
-        TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=400",
-        "run.checkpoints.every_steps=None", "run.evaluation.every_steps=None", cwd=tmp_path,
+        TINY,
+        f"--job_log_dir={job.path}",
+        "--set",
+        "run.num_train_steps=400",
+        "run.checkpoints.every_steps=None",
+        "run.evaluation.every_steps=None",
+        cwd=tmp_path,
     )
 
     def profiled():
@@ -217,8 +231,9 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     other = JobDir(tmp_path / "other")
     jax.profiler.start_trace(tmp_path / "of_the_user")
     try:
-        done = succeed(LINE, f"--job_log_dir={other.path}", "--set", "run.num_train_steps=7",
-                       *steps[1:])
+        done = succeed(
+            LINE, f"--job_log_dir={other.path}", "--set", "run.num_train_steps=7", *steps[1:]
+        )
     finally:
         jax.profiler.stop_trace()
     assert done.out.count("no profile is recorded of steps 2 to 3, but training continues") == 1
@@ -230,14 +245,20 @@ def test_a_trace_that_the_disk_does_not_take_is_lost_and_the_next_is_written(tmp
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
     with files_of_at_most(40_000):
-        done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=5",
-                      "run.profile.steps=2:4")
+        done = launch(
+            LINE,
+            f"--job_log_dir={job.path}",
+            "--set",
+            "run.num_train_steps=5",
+            "run.profile.steps=2:4",
+        )
     assert done.code == 0, done.err
     assert done.out.count("the profile of steps 2 to 3 is lost, but training continues") == 1
     assert "File too large" in done.out
     assert list(job.profiles.iterdir()) == []
-    succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=9",
-            "run.profile.steps=6:8")
+    succeed(
+        LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=9", "run.profile.steps=6:8"
+    )
     assert steps_in(job.profiles / "6") == [6, 7]
     assert runs_in(job.profiles / "6") == dict.fromkeys(range(2), 2)
 
@@ -261,8 +282,9 @@ def test_outside_of_the_main_thread_it_is_said_that_sigusr1_is_not_heard(tmp_pat
 def test_a_resumed_job_profiles_the_steps_of_a_range_that_are_left(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=2")
-    done = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=4",
-                   "run.profile.steps=2:4")
+    done = succeed(
+        LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=4", "run.profile.steps=2:4"
+    )
     assert "profiled step 3:" in done.out
     assert runs_in(job.profiles / "3") == dict.fromkeys(range(2), 1)
 
@@ -270,10 +292,15 @@ def test_a_resumed_job_profiles_the_steps_of_a_range_that_are_left(tmp_path):
 @pytest.mark.nightly
 def test_two_processes_profile_the_same_steps(tmp_path):
     ends = process_pairs.run(
-        TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.processes=all",
+        TINY,
+        f"--job_log_dir={tmp_path / 'job'}",
+        "--set",
+        "run.profile.processes=all",
         cwd=tmp_path,
-        env=[{"JAX_NUM_CPU_DEVICES": "4"},
-             {"JAX_NUM_CPU_DEVICES": "4", "JOBZOO_KILL_AT": "1", "JOBZOO_SIGNAL": "SIGUSR1"}],
+        env=[
+            {"JAX_NUM_CPU_DEVICES": "4"},
+            {"JAX_NUM_CPU_DEVICES": "4", "JOBZOO_KILL_AT": "1", "JOBZOO_SIGNAL": "SIGUSR1"},
+        ],
     )
     assert [end.code for end in ends] == [0, 0], ends
     assert "lost" not in ends[1].out + ends[1].err

@@ -274,8 +274,10 @@ def test_each_later_step_stands_once_whatever_became_of_metrics_jsonl(tmp_path, 
     with mock.patch.object(TextWindows, "nondeterminism", lambda self: "it throws dice"):
         done = run(job, "numpy", "--set", "run.num_train_steps=12")
     for name in ("train", "heldout"):
-        assert (f"datasets.{name} is not deterministic: it throws dice; a resumed run will see "
-                "different batches\n") in done.out
+        assert (
+            f"datasets.{name} is not deterministic: it throws dice; a resumed run will see "
+            "different batches\n"
+        ) in done.out
     lines = lines_of(job.metrics_jsonl)
     assert [line["step"] for line in lines] == [*kept, NUM_STEPS + 1]
     assert lines[:-1] == lines_of(uninterrupted("numpy").metrics_jsonl)[: len(kept)]
@@ -300,9 +302,13 @@ def test_dropout_masks_have_the_same_bits_on_six_meshes(mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meshes", [
-    [(1, 4, 2), (2, 2, 2), (1, 3, 2)], pytest.param(MESHES, marks=pytest.mark.nightly),
-])
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [(1, 4, 2), (2, 2, 2), (1, 3, 2)],
+        pytest.param(MESHES, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_job_that_goes_through_many_meshes_is_that_of_one_over_100_steps(tmp_path, meshes):
     exp = "--exp=jobzoo.resuming.InFloat32"
     job, whole = JobDir(tmp_path / "many"), JobDir(tmp_path / "one")
@@ -310,8 +316,14 @@ def test_a_job_that_goes_through_many_meshes_is_that_of_one_over_100_steps(tmp_p
     ends = [round(100 * k / len(meshes)) for k in range(1, len(meshes) + 1)]
     for shape, end in zip(meshes, ends, strict=True):
         mesh = ",".join(map(str, shape))
-        done = run(job, "numpy", "--set", f"mesh.ici_mesh_shape={mesh}",
-                   f"run.num_train_steps={end}", exp=exp)
+        done = run(
+            job,
+            "numpy",
+            "--set",
+            f"mesh.ici_mesh_shape={mesh}",
+            f"run.num_train_steps={end}",
+            exp=exp,
+        )
     assert f"restored the checkpoint of step {ends[-2]}" in done.out
     assert "mesh.ici_mesh_shape: 2,2,2 -> 1,3,2" in done.out
     actual, expected = (lines_of(item.metrics_jsonl) for item in (job, whole))

@@ -43,9 +43,13 @@ def test_a_save_is_due_until_one_is_begun(mesh_of):
 def test_a_job_saves_by_the_clock_and_reports_the_steps_that_it_recomputes(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     again = launch(
-        "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",
-        "run.num_train_steps=12", "run.checkpoints.every_steps=None",
-        "run.checkpoints.every_seconds=1", "run.checkpoints.max_to_keep=9",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={job.path}",
+        "--set",
+        "run.num_train_steps=12",
+        "run.checkpoints.every_steps=None",
+        "run.checkpoints.every_seconds=1",
+        "run.checkpoints.max_to_keep=9",
     )
     assert again.code == 0, again.err
     assert "checkpoints: the first after 1 s" in again.out
@@ -53,7 +57,9 @@ def test_a_job_saves_by_the_clock_and_reports_the_steps_that_it_recomputes(tmp_p
         if step.name.isdigit() and int(step.name) > 6:
             step.rename(job.checkpoints / f"{step.name}.gone")
     again = launch(
-        "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={job.path}",
+        "--set",
         "run.num_train_steps=12",
     )
     assert "steps 7 to 12 were not saved" in again.out

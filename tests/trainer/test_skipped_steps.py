@@ -15,7 +15,8 @@ def lines_of(in_a_row, *, debug_nans=False, bad_value=0.0, most=100):
     """Returns the lines of a training whose steps are skipped, by the counts of each step."""
     lines, data = [], InMemory({"x": np.arange(7.0)}, 3, shuffle=True)
     job = types.SimpleNamespace(
-        run=RunConfig(num_train_steps=999, debug_nans=debug_nans), datasets={"train": data},
+        run=RunConfig(num_train_steps=999, debug_nans=debug_nans),
+        datasets={"train": data},
         files=types.SimpleNamespace(non_finite_txt="non_finite.txt"),
     )
     checkpoints = types.SimpleNamespace(all_steps=lambda: [], directory="c")

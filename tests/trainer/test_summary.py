@@ -23,7 +23,10 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
         job.eval_metrics_jsonl,
         [
             {
-                "step": 200, "dataset": "heldout", "loss": 1.75, "bits_per_byte": 2.525,
+                "step": 200,
+                "dataset": "heldout",
+                "loss": 1.75,
+                "bits_per_byte": 2.525,
                 "gzip_bits_per_byte": 2.5,
             },
             {"step": 100, "dataset": "heldout", "loss": 7.0, "bits_per_byte": 3.0},
@@ -47,7 +50,9 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     # The newest step, three prompts, lines kept apart.
     assert continuations.splitlines()[0] == "Continuations (heldout, step 200, 3 of 5)"
     assert [line.strip() for line in continuations.splitlines()[1:4]] == [
-        "prompt    | prompt 0", "output | two", "| lines",
+        "prompt    | prompt 0",
+        "output | two",
+        "| lines",
     ]
     assert "prompt 2" in continuations and "prompt 3" not in continuations
     assert "old" not in continuations
@@ -59,8 +64,12 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
 def test_it_shows_where_the_time_of_the_job_and_of_a_step_went(tmp_path):
     job = JobDir(tmp_path)
     times = {
-        "step_time": 0.5, "input_time": 0.1, "dispatch_time": 0.01, "device_time": 0.35,
-        "evaluation_time": 0.0, "save_time": 0.2,
+        "step_time": 0.5,
+        "input_time": 0.1,
+        "dispatch_time": 0.01,
+        "device_time": 0.35,
+        "evaluation_time": 0.0,
+        "save_time": 0.2,
     }
     shares = {"mfu": 0.3, "hfu": 0.4}
     slow = times | {"step_time": 1.5, "mfu": 0.1, "hfu": 0.4 / 3}
@@ -73,10 +82,14 @@ def test_it_shows_where_the_time_of_the_job_and_of_a_step_went(tmp_path):
     _, time, step, _ = summary(job, more=time_section).replace("\n\n  ", "\n  ").split("\n\n")
     assert time.startswith("Where the time went\n") and "goodput: 25.0%" in time
     assert [line.split() for line in step.splitlines()[1:]] == [
-        ["step_time", "1", "s", "100.0%"], ["input_time", "0.1", "s", "10.0%"],
-        ["dispatch_time", "0.01", "s", "1.0%"], ["device_time", "0.35", "s", "35.0%"],
-        ["evaluation_time", "0", "s", "0.0%"], ["save_time", "0.2", "s", "20.0%"],
-        ["mfu", "15.0%"], ["hfu", "20.0%"],
+        ["step_time", "1", "s", "100.0%"],
+        ["input_time", "0.1", "s", "10.0%"],
+        ["dispatch_time", "0.01", "s", "1.0%"],
+        ["device_time", "0.35", "s", "35.0%"],
+        ["evaluation_time", "0", "s", "0.0%"],
+        ["save_time", "0.2", "s", "20.0%"],
+        ["mfu", "15.0%"],
+        ["hfu", "20.0%"],
     ]
 
 
@@ -93,9 +106,7 @@ def test_it_says_how_tensorboard_is_had_and_takes_packages_as_the_other_modes_do
 
 def test_a_long_line_is_wrapped_and_an_empty_continuation_shown(tmp_path):
     job = JobDir(tmp_path)
-    write_lines(
-        job.decode_jsonl("p", 7), [{"prompt": "word " * 50, "continuation": ""}]
-    )
+    write_lines(job.decode_jsonl("p", 7), [{"prompt": "word " * 50, "continuation": ""}])
     lines = summary(job).split("\n\n")[0].splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(line.count("word") for line in lines) == 50
@@ -128,8 +139,13 @@ def test_texts_of_continuations_may_have_any_letters(tmp_path):
     path = job.decode_jsonl("p", 7)
     add_records(path, [{"prompt": "a\u2028b", "continuation": "c\x85d\x1b[31m"}])
     lines = summary(job).split("\n\n")[0].splitlines()
-    assert lines == ["Continuations (p, step 7)", "  prompt    | a", "            | b",
-                     "     output | c", "            | d\\x1b[31m"]
+    assert lines == [
+        "Continuations (p, step 7)",
+        "  prompt    | a",
+        "            | b",
+        "     output | c",
+        "            | d\\x1b[31m",
+    ]
 
 
 @pytest.mark.parametrize("line", ["7", "{", '"a"', "\udcff", ""])

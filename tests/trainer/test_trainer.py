@@ -131,35 +131,43 @@ def test_a_fingerprint_is_compared_as_json_keeps_it():
         check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ["b"]}}))
 
 
-CHANGED = {"next_batch": 7, "skipped": [2, 5, 9], "fingerprint": {
-    "seed": 3, "batch_size": 13, "corpus": {"sha256": "ab", "heldout_percent": 10}
-}}
-NOW = Pipeline(None, {
-    "seed": 4, "batch_size": 13, "corpus": {"sha256": "cd", "heldout_percent": 20}, "stride": None
-})
+CHANGED = {
+    "next_batch": 7,
+    "skipped": [2, 5, 9],
+    "fingerprint": {"seed": 3, "batch_size": 13, "corpus": {"sha256": "ab", "heldout_percent": 10}},
+}
+NOW = Pipeline(
+    None,
+    {
+        "seed": 4,
+        "batch_size": 13,
+        "corpus": {"sha256": "cd", "heldout_percent": 20},
+        "stride": None,
+    },
+)
 
 
 def test_changed_data_is_accepted_by_name_alone():
     with pytest.raises(ConfigError) as refused:
         check_resumable(CHANGED, NOW, ("corpus.sha256",))
     # Two batches of seven were left out before.
-    assert " corpus.heldout_percent was 10, is 20; " in (
-        str(refused.value)
-    )
+    assert " corpus.heldout_percent was 10, is 20; " in (str(refused.value))
     assert "seed was 3, is 4. " in str(refused.value) and "sha256 was" not in str(refused.value)
     assert "'run.accept_changed_data=corpus.heldout_percent,seed'" in str(refused.value)
     message = check_resumable(CHANGED, NOW, ("corpus", "seed", "batch_size"))
     assert message == [
         f"datasets.train: {difference} (run.accept_changed_data)"
         for difference in (
-            "corpus.heldout_percent was 10, is 20", "corpus.sha256 was 'ab', is 'cd'",
+            "corpus.heldout_percent was 10, is 20",
+            "corpus.sha256 was 'ab', is 'cd'",
             "seed was 3, is 4",
         )
     ]
 
 
-@pytest.mark.parametrize(("name", "words"), [("sed", r"'sed'.*seed\?"), ("corp", "'corp'"),
-                                             ("", "''")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("sed", r"'sed'.*seed\?"), ("corp", "'corp'"), ("", "''")]
+)
 def test_a_name_that_the_data_has_not_is_refused(name, words):
     with pytest.raises(ConfigError, match=f"run.accept_changed_data.*{words}"):
         check_resumable(CHANGED, NOW, ("seed", name))
@@ -185,7 +193,9 @@ def test_moved_files_are_the_same_data(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.copytree(home() / "texts", tmp_path / "elsewhere")
     done = succeed(
-        TINY, f"--job_log_dir={job.path}",
-        "--set", f"datasets.train.corpus.files={tmp_path}/elsewhere/*.txt",
+        TINY,
+        f"--job_log_dir={job.path}",
+        "--set",
+        f"datasets.train.corpus.files={tmp_path}/elsewhere/*.txt",
     )
     assert "has already completed its 7 steps" in done.out

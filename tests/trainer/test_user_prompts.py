@@ -169,8 +169,12 @@ def test_a_conversation_is_read_line_by_line_and_each_answer_is_part_of_the_next
 def test_each_turn_of_a_chat_has_its_own_draws(job, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWho?\n"))
     done = succeed(
-        "--mode=decode", f"--job_log_dir={job.path}", "--chat", "--set",
-        "task.decoder=praxis_lite.decode.Sample()", "task.decoder.temperature=9.0",
+        "--mode=decode",
+        f"--job_log_dir={job.path}",
+        "--chat",
+        "--set",
+        "task.decoder=praxis_lite.decode.Sample()",
+        "task.decoder.temperature=9.0",
     )
     first, _, second = done.out.partition("Ctrl-D")[2].partition("(a new conversation)\n")
     assert first.partition("\n")[2] != second

@@ -14,9 +14,7 @@ Path = tuple[str, ...]
 _ADAPTER_SIZE_RATIO = 2
 
 
-def check_frozen_base(
-    groups: WeightGroups, loaded: Collection[str], *, may_be_new: bool
-) -> None:
+def check_frozen_base(groups: WeightGroups, loaded: Collection[str], *, may_be_new: bool) -> None:
     """Checks that the frozen weights of a new state are pretrained.
 
     An error is raised if adapters or other much smaller weights are trained together with a frozen
@@ -37,14 +35,16 @@ def check_frozen_base(
     specs = dict(spec_items(groups.weight_specs))
     trained = {path for group in groups.by_name.values() for path in group.paths}
     new = {
-        path: _size(spec) for path, spec in specs.items()
+        path: _size(spec)
+        for path, spec in specs.items()
         if path not in trained and "/".join(path) not in loaded and _is_matrix(spec)
     }
     trained_by_module: dict[Path, list[Path]] = {}
     for path in trained:
         trained_by_module.setdefault(path[:-1], []).append(path)
     adapted = [
-        path for path in new
+        path
+        for path in new
         if _has_adapters(new[path], trained_by_module.get(path[:-1], ()), specs)
     ]
     is_majority = sum(new.values()) > sum(map(_size, specs.values())) / 2
@@ -62,9 +62,7 @@ def check_frozen_base(
     )
 
 
-def _has_adapters(
-    size: int, trained: Sequence[Path], specs: Mapping[Path, WeightSpec]
-) -> bool:
+def _has_adapters(size: int, trained: Sequence[Path], specs: Mapping[Path, WeightSpec]) -> bool:
     """Returns whether the trained weights of the same module adapt a frozen weight of this size."""
     if any(path[-1] in ADAPTER_WEIGHTS for path in trained):
         return True

@@ -44,7 +44,8 @@ class FromCheckpoints:
         note("initialising the state. See init_from_checkpoint.txt.")
         arrays = _loaded(self.plan, mesh)
         return {
-            kept: x for path, weight in arrays.items()
+            kept: x
+            for path, weight in arrays.items()
             for kept, x in in_kept_form(self._layout, path, weight, mesh).items()
         }
 
@@ -59,7 +60,8 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
     # All processes must read in the same order, so read in the order of the plan.
     for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
         remaining = {
-            path: source.path for path, source in plan.sources.items()
+            path: source.path
+            for path, source in plan.sources.items()
             if source[:2] == (directory, step)
         }
         with opened(directory) as saved:

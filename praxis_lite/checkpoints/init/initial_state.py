@@ -112,7 +112,8 @@ def _missing_leaves(
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {
         f"{item}/{leaf.path}": leaf.sharding(mesh)
-        for leaf in layout.leaves() if f"{item}/{leaf.path}" not in arrays
+        for leaf in layout.leaves()
+        if f"{item}/{leaf.path}" not in arrays
     }
 
     def missing(argument: Any) -> dict[str, jax.Array]:

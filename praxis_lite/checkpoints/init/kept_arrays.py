@@ -38,7 +38,9 @@ def whole_layout(layout: StateLayout) -> StateLayout:
         return jax.ShapeDtypeStruct(form.spec.shape, form.spec.dtype)
 
     return dataclasses.replace(
-        layout, shapes=replace_packed(layout.shapes, shape), forms={},
+        layout,
+        shapes=replace_packed(layout.shapes, shape),
+        forms={},
         specs=replace_packed(
             layout.specs, lambda path, form: form.spec.partition_spec(axis_names, path)
         ),
@@ -51,9 +53,11 @@ def whole_layout(layout: StateLayout) -> StateLayout:
 def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
     """Converts paths of weights in `whole_layout(layout)` to their paths in `layout`."""
     return {
-        part for path in paths
+        part
+        for path in paths
         for part in (
-            [f"{path}/{name}" for name in layout.forms[path].parts] if path in layout.forms
+            [f"{path}/{name}" for name in layout.forms[path].parts]
+            if path in layout.forms
             else [path]
         )
     }
@@ -102,7 +106,8 @@ def whole_arrays(
         part_leaves = {name: leaf_by_path[f"{path}/{name}"] for name in form.parts}
 
         def unpack(
-            parts: Mapping[str, jax.Array], form: PackedForm = form,
+            parts: Mapping[str, jax.Array],
+            form: PackedForm = form,
             part_leaves: Mapping[str, LeafLayout] = part_leaves,
             leaf: LeafLayout = whole_leaves[path],
         ) -> jax.Array:

@@ -109,7 +109,8 @@ class NnxCheckpoint:
         """
         return {
             f"mdl_vars/{collection}/{path}": jax.ShapeDtypeStruct(x.shape, x.dtype)
-            for collection in COLLECTIONS for path, x in self.arrays(step).items()
+            for collection in COLLECTIONS
+            for path, x in self.arrays(step).items()
         }
 
     def latest_step(self) -> int | None:
@@ -170,7 +171,8 @@ def _step_folders(directory: Path) -> dict[int, Path]:
     if _is_checkpoint(directory) or not directory.is_dir():
         return {}
     steps = {
-        int(match[1]): path for path in directory.iterdir()
+        int(match[1]): path
+        for path in directory.iterdir()
         if (match := _STEP.fullmatch(path.name)) and _is_checkpoint(path)
     }
     return dict(sorted(steps.items()))
@@ -186,7 +188,8 @@ def _folder_of_arrays(checkpoint: Path) -> Path:
         return checkpoint
     # Ignore the databases of single processes, which are incomplete.
     items = [
-        path for path in sorted(checkpoint.iterdir())
+        path
+        for path in sorted(checkpoint.iterdir())
         if _has_arrays(path) and not path.name.startswith("ocdbt.process_")
     ]
     if not items:

@@ -16,9 +16,7 @@ from praxis_lite.job.local_directory import local_directory
 SETTING = "run.init_from_checkpoint_rules"
 
 
-def located(
-    key: str, rules: CheckpointLoadingRules
-) -> tuple[Path, int | Literal["best"] | None]:
+def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Literal["best"] | None]:
     """Returns the directory that contains a source's steps, and the step to load.
 
     Args:

@@ -50,9 +50,16 @@ def new_manifest(
     """
     leaves = {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
     return {
-        "format": FORMAT, "step": step, "leaves": leaves, "files": {},
-        "data": dict(data), "config_xxh3_128": config_digest, "versions": dict(_versions()),
-        "mesh": dict(layout.axis_sizes), "metrics": dict(metrics), "best": best,
+        "format": FORMAT,
+        "step": step,
+        "leaves": leaves,
+        "files": {},
+        "data": dict(data),
+        "config_xxh3_128": config_digest,
+        "versions": dict(_versions()),
+        "mesh": dict(layout.axis_sizes),
+        "metrics": dict(metrics),
+        "best": best,
     }
 
 

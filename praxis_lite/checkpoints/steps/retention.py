@@ -54,7 +54,9 @@ class BestCheckpoints:
     def __post_init__(self) -> None:
         check_watched_metric("best_checkpoints", self.metric, self.mode)
         require(
-            is_whole(self.max_to_keep), "BestCheckpoints.max_to_keep", self.max_to_keep,
+            is_whole(self.max_to_keep),
+            "BestCheckpoints.max_to_keep",
+            self.max_to_keep,
             "a whole number, 1 or more",
         )
 

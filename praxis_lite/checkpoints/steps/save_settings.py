@@ -44,7 +44,8 @@ class SaveSettings:
 
     def __post_init__(self) -> None:
         check_whole_numbers(
-            "run.checkpoints", self,
+            "run.checkpoints",
+            self,
             {"retries": (0, math.inf), "every_seconds": (0, math.inf)},
         )
 

@@ -91,7 +91,8 @@ def _files(folder: Path) -> dict[str, Path]:
     """Returns all files below a folder by relative name."""
     return {
         str(path.relative_to(folder)): path
-        for path in sorted(folder.rglob("*")) if not path.is_dir()
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
     }
 
 
@@ -104,9 +105,7 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
-def _file_errors(
-    actual: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def _file_errors(actual: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Compares files with their entries in the manifest, and returns a line for each error."""
 
     def name_or_size_error(name: str) -> str | None:

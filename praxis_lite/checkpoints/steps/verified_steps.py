@@ -30,7 +30,11 @@ class VerifiedSteps:
     """
 
     def __init__(
-        self, directory: Path, *, owned: bool, note: Callable[[str], None],
+        self,
+        directory: Path,
+        *,
+        owned: bool,
+        note: Callable[[str], None],
         evaluated: Callable[[], Metrics] = dict,
     ):
         self.directory, self._owned, self._note = directory, owned, note

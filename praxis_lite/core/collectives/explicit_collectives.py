@@ -66,9 +66,7 @@ class ExplicitCollectives:
 
     data_axes: Sequence[str] = ("data",)
 
-    def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
-    ) -> Gradients:
+    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
@@ -90,7 +88,11 @@ class ExplicitCollectives:
 
 class _OnMesh:
     def __init__(
-        self, data_axes: tuple[str, ...], task: Task, mesh: Mesh, layout: StateLayout,
+        self,
+        data_axes: tuple[str, ...],
+        task: Task,
+        mesh: Mesh,
+        layout: StateLayout,
         learner: BoundLearner,
     ):
         self.data_axes, self.mesh = data_axes, mesh
@@ -100,8 +102,8 @@ class _OnMesh:
         require(
             self.num_parts > 1 or mesh.size == 1,
             f"The number of devices along ExplicitCollectives.data_axes {data_axes}",
-            self.num_parts, f"2 or more on the mesh {dict(mesh.shape)}, because XLA cannot "
-            "compile it otherwise",
+            self.num_parts,
+            f"2 or more on the mesh {dict(mesh.shape)}, because XLA cannot compile it otherwise",
             "Omit the Partitioner's gradients, or use another mesh.",
         )
         params, groups = layout.select("params"), learner.groups
@@ -111,12 +113,16 @@ class _OnMesh:
         self._trained, self._frozen = groups.split(self._weights)
         declared = task.weight_sharding
         self._on_each_device = functools.partial(
-            on_each_device, data_axes=data_axes,
+            on_each_device,
+            data_axes=data_axes,
             axis_rules=declared.rules_in_use if declared else (),
         )
 
     def _mapped_weight(
-        self, path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, spec: PartitionSpec,
+        self,
+        path: tuple[Any, ...],
+        shape: jax.ShapeDtypeStruct,
+        spec: PartitionSpec,
         weight_spec: WeightSpec,
     ) -> MappedWeight:
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
@@ -125,7 +131,8 @@ class _OnMesh:
     def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
         """Returns the number of padding rows that a batch needs to split evenly."""
         return num_missing_rows(
-            inputs, self.num_parts * num_micro_batches,
+            inputs,
+            self.num_parts * num_micro_batches,
             f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
             "micro-batches",
         )
@@ -182,7 +189,11 @@ class _OnMesh:
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
-                local_loss, fixed, blocks, old, inputs,
+                local_loss,
+                fixed,
+                blocks,
+                old,
+                inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
                 num_micro_batches=num_micro_batches,
                 inputs_split_mapping=inputs_split_mapping,
@@ -191,8 +202,7 @@ class _OnMesh:
                 ),
             )
             metrics = {
-                name.removeprefix("mean/"): pair for name, pair in metrics.items()
-                if name != "loss"
+                name.removeprefix("mean/"): pair for name, pair in metrics.items() if name != "loss"
             }
             with jax.named_scope("sum_over_devices"):
                 grads = jax.tree.map(
@@ -233,9 +243,7 @@ class _OnMesh:
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
             metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
-            metrics = {
-                name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()
-            }
+            metrics = {name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()}
             return weighted_means(metrics, self.data_axes), examples
 
         metrics, examples = self._on_each_device(
@@ -261,7 +269,8 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     require(
         not unknown and bool(axes) and len(set(axes)) == len(axes),
-        "ExplicitCollectives.data_axes", axes,
+        "ExplicitCollectives.data_axes",
+        axes,
         f"one or more of the mesh axes {mesh.axis_names}, without duplicates",
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )
@@ -269,8 +278,12 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 
 
 def on_each_device(
-    function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any,
-    data_axes: tuple[str, ...], axis_rules: LogicalAxisRules = (),
+    function: Callable[..., Any],
+    inputs: PyTree,
+    *others: tuple[PyTree, PyTree],
+    out: Any,
+    data_axes: tuple[str, ...],
+    axis_rules: LogicalAxisRules = (),
 ) -> Any:
     """Runs `function(inputs, *others)` on each device, in a `jax.shard_map` over the data axes.
 
@@ -287,7 +300,9 @@ def on_each_device(
     """
     rows = jax.tree.map(lambda x: PartitionSpec(data_axes) if x.ndim else PartitionSpec(), inputs)
     mapped = jax.shard_map(
-        function, in_specs=(rows, *(specs for _, specs in others)), out_specs=out,
+        function,
+        in_specs=(rows, *(specs for _, specs in others)),
+        out_specs=out,
         axis_names=set(data_axes),
     )
     # Constraints inside must not use data axes.

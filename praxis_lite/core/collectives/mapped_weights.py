@@ -16,7 +16,10 @@ from praxis_lite.core.sharding.split_dims import constrain, without_axes
 
 
 def gather_of(
-    path: str, shape: Sequence[int], spec: PartitionSpec, manual_axes: Sequence[str],
+    path: str,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    manual_axes: Sequence[str],
     axis_sizes: Mapping[str, int],
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns the function that gathers a weight from its blocks, for `ShardedWeight.gather`.
@@ -65,7 +68,9 @@ def gather_of(
             # Make the other axes manual, too: otherwise XLA extends an all-gather over some of the
             # axes that split a dim to all of them.
             all_gather = jax.shard_map(
-                all_gather, in_specs=local_spec, out_specs=local_spec,
+                all_gather,
+                in_specs=local_spec,
+                out_specs=local_spec,
                 axis_names=manual_axes_for(auto_axes),
             )
         weight = all_gather(block) if manual else block
@@ -97,8 +102,12 @@ class MappedWeight:
 
 
 def mapped_weight(
-    path: str, shape: Sequence[int], num_layers: int, spec: PartitionSpec,
-    manual_axes: Sequence[str], axis_sizes: Mapping[str, int],
+    path: str,
+    shape: Sequence[int],
+    num_layers: int,
+    spec: PartitionSpec,
+    manual_axes: Sequence[str],
+    axis_sizes: Mapping[str, int],
 ) -> MappedWeight:
     """Returns the MappedWeight that describes how a weight enters a `jax.shard_map`.
 

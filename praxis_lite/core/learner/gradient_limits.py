@@ -42,7 +42,9 @@ class GradientLimits:
         del limits["owner"]
         for name, limit in limits.items():
             require(
-                is_number(limit) and limit >= 0, f"{self.owner}.{name}", limit,
+                is_number(limit) and limit >= 0,
+                f"{self.owner}.{name}",
+                limit,
                 "a positive number, or 0 for no limit",
             )
         clips = [name for name, limit in limits.items() if limit and name.startswith("clip")]

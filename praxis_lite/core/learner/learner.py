@@ -113,7 +113,9 @@ class Learner:
         host_slots: Patterns = (),
     ):
         self.limits = GradientLimits(
-            clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
+            clip_gradient_norm_to_value,
+            clip_gradient_single_norm_to_value,
+            clip_gradient_to_value,
             skip_step_gradient_norm_value,
         )
         self.auxiliary_optimizers = tuple(auxiliary_optimizers)
@@ -128,11 +130,15 @@ class Learner:
         self.host_slots = _patterns(host_slots)
         compiled_patterns("Learner.host_slots", self.host_slots)
         self._optimizer_names = functools.partial(
-            optimizer_names, auxiliary=self.auxiliary_optimizers, exclusion=exclusion,
+            optimizer_names,
+            auxiliary=self.auxiliary_optimizers,
+            exclusion=exclusion,
             inclusion=inclusion,
         )
         require(
-            0 <= ema_decay < 1, "Learner.ema_decay", ema_decay,
+            0 <= ema_decay < 1,
+            "Learner.ema_decay",
+            ema_decay,
             "a number in [0, 1), where 0 disables the average",
         )
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
@@ -186,13 +192,17 @@ class Learner:
             for name, optimizer in self._optimizers.items()
         }
         for name, optimizer in optimizers.items():
-            local = dict(items[path] for path, optimizer_name in names.items()
-                         if optimizer_name == name)
+            local = dict(
+                items[path] for path, optimizer_name in names.items() if optimizer_name == name
+            )
             owner = f"AuxiliaryOptimizer '{name}'" if name else "Learner"
             if local and couples_weights(optimizer, local, owner):
                 whole_tree.append(name)
         by_name = grouped(
-            weight_specs, names, optimizers, by_stack=self.vectorize_on_repeat_prefix,
+            weight_specs,
+            names,
+            optimizers,
+            by_stack=self.vectorize_on_repeat_prefix,
             whole_tree=whole_tree,
         )
         specs = None

@@ -74,10 +74,13 @@ def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Sched
     """
     if isinstance(learning_rate, int | float):
         require(
-            0 <= learning_rate <= MAX_LEARNING_RATE, setting, learning_rate,
+            0 <= learning_rate <= MAX_LEARNING_RATE,
+            setting,
+            learning_rate,
             f"a number from 0 to {MAX_LEARNING_RATE:g}, such as 1e-3",
-            "A negative rate would increase the loss." if learning_rate < 0 else
-            "A model cannot learn at this rate.",
+            "A negative rate would increase the loss."
+            if learning_rate < 0
+            else "A model cannot learn at this rate.",
         )
     elif not isinstance(learning_rate, jax.Array | np.number):
         expected = "a number, or a schedule (a function of the number of updates)"

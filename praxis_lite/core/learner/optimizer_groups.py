@@ -45,9 +45,10 @@ class AuxiliaryOptimizer:
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.name, str)
-            and re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is not None,
-            "AuxiliaryOptimizer.name", self.name, "letters, digits, '_' and '-'",
+            isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is not None,
+            "AuxiliaryOptimizer.name",
+            self.name,
+            "letters, digits, '_' and '-'",
         )
         compiled_patterns(f"AuxiliaryOptimizer.regex of '{self.name}'", (self.regex,))
         checked_rate("AuxiliaryOptimizer.learning_rate", self.learning_rate)
@@ -75,8 +76,10 @@ def check_choices(
 
 
 def optimizer_names(
-    paths: Collection[str], auxiliary: Iterable[AuxiliaryOptimizer] = (),
-    exclusion: Iterable[str] = (), inclusion: Iterable[str] = (),
+    paths: Collection[str],
+    auxiliary: Iterable[AuxiliaryOptimizer] = (),
+    exclusion: Iterable[str] = (),
+    inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
     """Maps the path of each trained weight to the name of its optimizer; "" is the main optimizer.
 

@@ -137,15 +137,18 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 
     def slots_if(resize: Callable[[Shape], Shape]) -> PyTree:
         structs = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype), weight_specs,
+            lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype),
+            weight_specs,
             is_leaf=_is_weight_spec,
         )
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = slots_if(lambda shape: shape)
     # Trace the second probe only for slots that the first one does not explain.
-    probes = [(functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
-              for resize in (_distinct_above, _distinct_below)]
+    probes = [
+        (functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
+        for resize in (_distinct_above, _distinct_below)
+    ]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
         # The path of a slot ends with the path of its weight, unless it belongs to no weight.
@@ -177,8 +180,7 @@ def _recognise(
         # Otherwise the optimizer behaves differently at the probed sizes; for example, it may
         # factor only large weights.
         expected = [
-            size if dim is None else shape[dim]
-            for dim, size in zip(dims, probed_slot, strict=True)
+            size if dim is None else shape[dim] for dim, size in zip(dims, probed_slot, strict=True)
         ]
         if expected == list(slot_shape):
             return dims

@@ -145,7 +145,8 @@ class BoundLearner:
         scalars = {
             "grad_norm": grad_norm,
             "num_skipped_steps": new["num_skipped_steps"],
-            "num_skipped_in_a_row": new["num_skipped_in_a_row"], **rates,
+            "num_skipped_in_a_row": new["num_skipped_in_a_row"],
+            **rates,
         }
         if learner.limits.skip_step_gradient_norm_value:
             scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_small, 1.0, 0.0)
@@ -162,12 +163,14 @@ class BoundLearner:
     def _to_storage(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
         """Pads arrays that belong in host memory and moves them there; inverse of `_to_device`."""
         layouts = self.layouts
-        return {
-            k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()
-        }
+        return {k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()}
 
     def _updates(
-        self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
+        self,
+        grads: PyTree,
+        norms: dict[str, jax.Array],
+        slots: dict[str, PyTree],
+        weights: PyTree,
         loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the weight updates and the new slots, computed one layer at a time."""

@@ -118,8 +118,11 @@ class WeightGroups:
 
 
 def grouped(
-    weight_specs: PyTree, names: Mapping[str, str],
-    optimizers: Mapping[str, optax.GradientTransformation], *, by_stack: bool = True,
+    weight_specs: PyTree,
+    names: Mapping[str, str],
+    optimizers: Mapping[str, optax.GradientTransformation],
+    *,
+    by_stack: bool = True,
     whole_tree: Collection[str] = (),
 ) -> dict[str, Group]:
     """Returns the groups of `WeightGroups` by name.

@@ -74,7 +74,10 @@ def over_whole_tree(
 
 
 def updates_of(
-    optimizer: optax.GradientTransformation, grads: PyTree, slots: PyTree, weights: PyTree,
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    slots: PyTree,
+    weights: PyTree,
     loss: jax.Array,
 ) -> tuple[PyTree, PyTree]:
     """Returns an optimizer's updates and new slots; passes the loss if `update` accepts it."""

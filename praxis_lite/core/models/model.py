@@ -46,6 +46,7 @@ class Model(abc.ABC):
     A learner may update "params". "non_trainable" contains the variables that a forward pass
     assigns, such as statistics and caches.
     """
+
     # Maps the paths of packed weights, such as "params/ffn/w", to their packed formats.
     packed_forms: Mapping[str, Any] = {}
 
@@ -95,7 +96,8 @@ def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
       weight_specs: Result of `Model.weight_specs`.
     """
     shapes: MdlVars = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), weight_specs,
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
+        weight_specs,
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
     return shapes
@@ -109,7 +111,8 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
 def whole(mdl_vars: Any) -> Any:
     """Gathers every `ShardedWeight` in a tree."""
     return jax.tree.map(
-        lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
+        lambda x: x.whole() if isinstance(x, ShardedWeight) else x,
+        mdl_vars,
         is_leaf=lambda x: isinstance(x, ShardedWeight),
     )
 

@@ -42,9 +42,13 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     # Leading dims that the layer did not declare stack layers, for example because of `nnx.vmap`.
     in_front = (None,) * (len(shape) - len(stack) - own_rank)
     spec = WeightSpec(
-        shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
+        shape,
+        value_of(leaf).dtype,
+        metadata.get("split_dims_mapping"),
+        (*in_front, *stack),
         num_dims_apart=0 if in_front else metadata.get("num_dims_apart", 0),
-        matrix=metadata.get("matrix"), memory_kind=metadata.get("memory_kind", DEVICE),
+        matrix=metadata.get("matrix"),
+        memory_kind=metadata.get("memory_kind", DEVICE),
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
     )
 

@@ -138,7 +138,8 @@ class NnxModel(Model):
     def tallies(self, module: nnx.Module) -> dict[str, jax.Array]:
         return {
             path_text(path): value_of(leaf)
-            for path, leaf in leaves_of(module) if isinstance(leaf, Tally)
+            for path, leaf in leaves_of(module)
+            if isinstance(leaf, Tally)
         }
 
     def moved(self, params: dict[str, Any], sums: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -219,8 +220,10 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     parameters = inspect.signature(function).parameters
     names = [name for name in parameters if name not in ("self", "rngs")]
     missing = [
-        name for name in names[num_positional:]
-        if name not in settings and parameters[name].default is inspect.Parameter.empty
+        name
+        for name in names[num_positional:]
+        if name not in settings
+        and parameters[name].default is inspect.Parameter.empty
         and parameters[name].kind not in _VARIADIC
     ]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -257,8 +260,11 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
     """Sets the mode of a module's dropout and batch norms, and returns the module."""
     # Do not call `Module.train` and `Module.eval`, because subclasses may override them.
     nnx.Module.set_attributes(
-        module, deterministic=not is_training, use_running_average=not is_training,
-        raise_if_not_found=False, graph=True,
+        module,
+        deterministic=not is_training,
+        use_running_average=not is_training,
+        raise_if_not_found=False,
+        graph=True,
     )
     return module
 

@@ -31,6 +31,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
       num_layers: Number of layers.
       num_stacked: Number of leading dims that stack layers in arrays that are still stacked.
     """
+
     def is_unstacked(x: Any) -> bool:
         return isinstance(x, UnstackedLayers)
 
@@ -40,9 +41,11 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
     def layer(index: int) -> Any:
         return jax.tree.map(
             # Arrays that are not weights, such as statistics, are still stacked.
-            lambda x: x.layers[index] if is_unstacked(x)
-            else x.reshape(-1, *x.shape[num_stacked:])[index],
-            blocks, is_leaf=is_unstacked,
+            lambda x: (
+                x.layers[index] if is_unstacked(x) else x.reshape(-1, *x.shape[num_stacked:])[index]
+            ),
+            blocks,
+            is_leaf=is_unstacked,
         )
 
     return [layer(index) for index in range(num_layers)]
@@ -76,6 +79,7 @@ class HostWeight:
 
 def weights_to_device(block: Any) -> Any:
     """Returns a module with its `HostWeight`s replaced by arrays in device memory."""
+
     def is_weight(x: Any) -> bool:
         return isinstance(x, HostWeight)
 

@@ -34,6 +34,7 @@ def pop_tallies(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, j
     others = {name: pair for name, pair in metrics.items() if not name.startswith(TALLY)}
     sums = {
         name.removeprefix(TALLY): jnp.round(value * weight)
-        for name, (value, weight) in metrics.items() if name.startswith(TALLY)
+        for name, (value, weight) in metrics.items()
+        if name.startswith(TALLY)
     }
     return others, sums

@@ -84,8 +84,15 @@ def value_and_grad(
     if axes := _row_axes(inputs):
         try:
             return _value_and_grad_reduced_once(
-                loss_fn, fixed, params, non_trainable, inputs, key, axes,
-                num_micro_batches=num_micro_batches, inputs_split_mapping=inputs_split_mapping,
+                loss_fn,
+                fixed,
+                params,
+                non_trainable,
+                inputs,
+                key,
+                axes,
+                num_micro_batches=num_micro_batches,
+                inputs_split_mapping=inputs_split_mapping,
             )
         except Exception as error:
             if not is_type_error(error):
@@ -97,14 +104,18 @@ def value_and_grad(
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed, params, non_trainable, constrain_rows(micro_batch, inputs_split_mapping),
+            fixed,
+            params,
+            non_trainable,
+            constrain_rows(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         weight = metrics["loss"][1]
         has_weight = weight != 0
         grad_sums = jax.tree.map(
             lambda total, g: total + jnp.where(has_weight, g.astype(jnp.float32) * weight, 0.0),
-            grad_sums, lay_out(to_device(grads)),
+            grad_sums,
+            lay_out(to_device(grads)),
         )
         new = jax.tree.map(lambda n, o: jnp.where(has_weight, n, o), new, non_trainable)
         return (grad_sums, new), metrics
@@ -136,8 +147,15 @@ def _row_axes(inputs: Batch) -> tuple[str, ...]:
 
 
 def _value_and_grad_reduced_once(
-    loss_fn: LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree, inputs: Batch,
-    key: jax.Array, axes: tuple[str, ...], *, num_micro_batches: int,
+    loss_fn: LossFn,
+    fixed: PyTree,
+    params: PyTree,
+    non_trainable: PyTree,
+    inputs: Batch,
+    key: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `value_and_grad` over Explicit axes with a single reduction over devices.
@@ -160,7 +178,10 @@ def _value_and_grad_reduced_once(
         grad_sums, old = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed, params, old, constrain_rows(micro_batch, inputs_split_mapping),
+            fixed,
+            params,
+            old,
+            constrain_rows(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         has_weight = metrics["loss"][1] != 0

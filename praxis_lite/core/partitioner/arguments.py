@@ -109,7 +109,10 @@ def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
     check_spec(inputs, call)
     for path, x in leaves_with_path(inputs):
         require(
-            x.dtype.kind not in "USOMm", f"{call}: the dtype of {path}", str(x.dtype), "numbers",
+            x.dtype.kind not in "USOMm",
+            f"{call}: the dtype of {path}",
+            str(x.dtype),
+            "numbers",
             "Use a tokenizer to convert text to ids.",
         )
     if isinstance(inputs, Mapping):
@@ -160,15 +163,19 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
         is_logical = actual.shape == leaf.shape
         hint = (
             "This is its shape without padding. Pass the result of this Partitioner's init or "
-            "steps, or of layout.pad(...) in jax.jit." if is_logical else
-            "It belongs to a different model, or to a Partitioner with a different mesh."
+            "steps, or of layout.pad(...) in jax.jit."
+            if is_logical
+            else "It belongs to a different model, or to a Partitioner with a different mesh."
         )
         raise ConfigError(
             f"{name} has the shape {tuple(actual.shape)}; expected {expected}"
             f"{', padded' if leaf.shape != leaf.padded_shape else ''}. {hint}"
         )
     require(
-        actual.dtype == leaf.dtype, f"The dtype of {name}", str(actual.dtype), leaf.dtype.name,
+        actual.dtype == leaf.dtype,
+        f"The dtype of {name}",
+        str(actual.dtype),
+        leaf.dtype.name,
         "Weights keep the dtype of init. To compute in a different dtype, set the model's "
         "fprop_dtype.",
     )

@@ -52,9 +52,16 @@ class Step:
     _may_lack_key = False
 
     def __init__(
-        self, name: str, title: str, where: TaskOnMesh, layout: StateLayout,
-        pure: Callable[..., Any], *, required_inputs: tuple[str, ...],
-        check_rows: Callable[[PyTree], None], is_typed: bool = True,
+        self,
+        name: str,
+        title: str,
+        where: TaskOnMesh,
+        layout: StateLayout,
+        pure: Callable[..., Any],
+        *,
+        required_inputs: tuple[str, ...],
+        check_rows: Callable[[PyTree], None],
+        is_typed: bool = True,
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
         self.where, self.layout, self._check_rows = where, layout, check_rows
@@ -122,17 +129,22 @@ class Step:
         return self.layout.abstract(self.where.mesh), batch, key
 
     def _jit(
-        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None,
-        also: Callable[[Any], Any] = lambda jaxpr: jaxpr, **settings: Any,
+        self,
+        function: Callable[..., Any],
+        compiler_options: dict[str, Any] | None,
+        also: Callable[[Any], Any] = lambda jaxpr: jaxpr,
+        **settings: Any,
     ) -> None:
         function.__name__ = f"_{self.name}"
         shardings, replicated = self.layout.shardings(self.where.mesh), self.where.replicated
         self.function = function
         # The batch has no in_shardings, because `global_batch` has already placed it.
         self._jitted = jax.jit(
-            without_xla_errors(function, also=also), in_shardings=(shardings, None, replicated),
+            without_xla_errors(function, also=also),
+            in_shardings=(shardings, None, replicated),
             out_shardings=(shardings, replicated) if self.trains else replicated,
-            compiler_options=compiler_options, **settings,
+            compiler_options=compiler_options,
+            **settings,
         )
         self._call_checked = functools.partial(arguments.checked_call, self._jitted, self.check)
 
@@ -181,8 +193,12 @@ class StepOfWeights(Step):
     trains, _arrays = False, "mdl_vars"
 
     def __init__(
-        self, *args: Any, compiler_options: dict[str, Any] | None, may_lack_key: bool,
-        in_form: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars, **named: Any,
+        self,
+        *args: Any,
+        compiler_options: dict[str, Any] | None,
+        may_lack_key: bool,
+        in_form: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars,
+        **named: Any,
     ):
         super().__init__(*args, **named)
         self._may_lack_key, self._in_form = may_lack_key, in_form

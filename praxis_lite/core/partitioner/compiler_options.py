@@ -50,9 +50,7 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     generic_platform = _PLATFORM_OF.get(platform, platform)
     chosen: dict[str, Any] = {}
     may_lack: set[str] = set()
-    for name, value in (
-        *options.get(generic_platform, {}).items(), *options.get(kind, {}).items()
-    ):
+    for name, value in (*options.get(generic_platform, {}).items(), *options.get(kind, {}).items()):
         bare = name.removesuffix("?")
         chosen[bare] = value
         (may_lack.discard if bare == name else may_lack.add)(bare)
@@ -60,7 +58,8 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     if not chosen or _rejection((*chosen.items(),), mesh) is None:
         return chosen or None
     rejected = {
-        name: _sentences(text, mesh) for name, value in chosen.items()
+        name: _sentences(text, mesh)
+        for name, value in chosen.items()
         if (text := _rejection(((name, value),), mesh))
     }
     if mistakes := [reason for name, reason in rejected.items() if name not in may_lack]:
@@ -104,6 +103,7 @@ def _sentences(rejection: str, mesh: Mesh) -> str:
         return f"{rejection}."
     package = "libtpu" if mesh.devices.flat[0].platform == "tpu" else "jaxlib"
     return unknown_option_message(
-        unknown[1], package,
+        unknown[1],
+        package,
         lambda name: not (_rejection(((name, ""),), mesh) or "").startswith(_UNKNOWN),
     )

@@ -68,7 +68,10 @@ class Partitioner:
     """
 
     def __init__(
-        self, task: Task, mesh: Mesh, *,
+        self,
+        task: Task,
+        mesh: Mesh,
+        *,
         gradients: GradientStrategy | None = None,
         compiler_options: CompilerOptions | None = None,
     ):
@@ -90,7 +93,8 @@ class Partitioner:
             self._init, compiler_options=init_options(mesh), out_shardings=out_shardings
         )
         self._eval_params = jax.jit(
-            self._eval_params_of_state, static_argnames="use_ema",
+            self._eval_params_of_state,
+            static_argnames="use_ema",
             out_shardings=self._mdl_layout.shardings(mesh)["params"],
         )
 
@@ -107,9 +111,12 @@ class Partitioner:
     def train_step(self) -> TrainStep:
         """The step (state, GlobalBatch, key) -> (state, outputs); it donates its input state."""
         return TrainStep(
-            self.where, self.layout,
+            self.where,
+            self.layout,
             functools.partial(
-                steps.train_step, self.task, learner=self.learner,
+                steps.train_step,
+                self.task,
+                learner=self.learner,
                 value_and_grad=self.gradients.value_and_grad,
                 wrap_host_weights=self._mdl_layout.wrap_host_weights,
             ),
@@ -133,9 +140,8 @@ class Partitioner:
         `is_real` is False for padding rows.
         """
         return self._eval_step(
-            "eval_examples", lambda metrics, examples, inputs: (
-                metrics, examples, is_true_row(inputs)
-            ),
+            "eval_examples",
+            lambda metrics, examples, inputs: (metrics, examples, is_true_row(inputs)),
         )
 
     def _eval_step(self, name: str, results: Callable[..., Any]) -> StepOfWeights:
@@ -143,8 +149,13 @@ class Partitioner:
             return results(*self.gradients.evaluate(self.task, mdl_vars, inputs, key), inputs)
 
         return StepOfWeights(
-            name, "An evaluation step", self.where, self._mdl_layout, pure,
-            required_inputs=self.task.required_inputs, may_lack_key=True,
+            name,
+            "An evaluation step",
+            self.where,
+            self._mdl_layout,
+            pure,
+            required_inputs=self.task.required_inputs,
+            may_lack_key=True,
             check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
             compiler_options=self.compiler_options,
         )
@@ -167,10 +178,15 @@ class Partitioner:
         Each call converts the weights, unless `for_decoding` has already converted them.
         """
         return StepOfWeights(
-            "decode_step", "A decoding step", self.where, self.decoding_weights.layout,
+            "decode_step",
+            "A decoding step",
+            self.where,
+            self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
-            required_inputs=self.task.required_decode_inputs, may_lack_key=False,
-            check_rows=lambda element_spec: None, compiler_options=self.decode_options,
+            required_inputs=self.task.required_decode_inputs,
+            may_lack_key=False,
+            check_rows=lambda element_spec: None,
+            compiler_options=self.decode_options,
             is_typed=False,  # JAX cannot type a cache that is written at a different index per row.
             in_form=lambda mdl_vars: self.decoding_weights.convert(
                 mdl_vars, "decode_step: mdl_vars"
@@ -251,8 +267,11 @@ class Partitioner:
         return {**state.mdl_vars, "params": params}
 
     def with_mdl_vars(
-        self, function: Callable[..., Any], static_argnums: int | Sequence[int] = (),
-        *, has_splits: bool = False,
+        self,
+        function: Callable[..., Any],
+        static_argnums: int | Sequence[int] = (),
+        *,
+        has_splits: bool = False,
     ) -> Callable[..., Any]:
         """Wraps a function of unpadded weights so that it takes padded mdl_vars.
 
@@ -278,8 +297,7 @@ class Partitioner:
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
             with self.where.tracing():
                 args = tuple(
-                    self.where.inputs(x) if isinstance(x, GlobalBatch) else lay_out(x)
-                    for x in args
+                    self.where.inputs(x) if isinstance(x, GlobalBatch) else lay_out(x) for x in args
                 )
                 return lay_out(function(layout.unpad(mdl_vars), *args))
 

@@ -84,7 +84,12 @@ def train_step(
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
     metrics, new_non_trainable, grads = value_and_grad(
-        loss_fn, {"frozen": frozen, "loss_scale": scale}, trainable, non_trainable, inputs, key,
+        loss_fn,
+        {"frozen": frozen, "loss_scale": scale},
+        trainable,
+        non_trainable,
+        inputs,
+        key,
         num_micro_batches=settings.gradient_accumulation_steps,
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
@@ -95,6 +100,7 @@ def train_step(
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
+
     # A skipped step must not change the state: a running mean would never recover from NaN.
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
@@ -107,7 +113,8 @@ def train_step(
     )
     new_non_trainable = jax.tree.map(unless_skipped, new_non_trainable, non_trainable)
     new_state = TrainState(
-        step=state.step + 1, mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
+        step=state.step + 1,
+        mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
         opt_states=opt_states,
     )
     return new_state, {"metrics": metrics, "learner": learner_scalars}

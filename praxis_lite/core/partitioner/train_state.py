@@ -127,7 +127,8 @@ class StateLayout:
         """Returns padded ShapeDtypeStructs with shardings, for lowering or restoring."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            self.padded_shapes, self.shardings(mesh),
+            self.padded_shapes,
+            self.shardings(mesh),
         )
 
     def pad(self, tree: PyTree, *, only_on_host: bool = False) -> PyTree:
@@ -162,7 +163,9 @@ class StateLayout:
             return tree
         return jax.tree.map(
             lambda x, shape, spec: HostWeight(x, shape.shape, spec) if is_on_host(x) else x,
-            tree, self.shapes, self.specs,
+            tree,
+            self.shapes,
+            self.specs,
         )
 
     def is_of(self, tree: PyTree) -> bool:
@@ -199,7 +202,10 @@ class StateLayout:
         for (path, x), spec, kind in zip(leaves, specs, self._kinds, strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
             yield LeafLayout(
-                path=path, shape=x.shape, dtype=x.dtype, spec=spec,
+                path=path,
+                shape=x.shape,
+                dtype=x.dtype,
+                spec=spec,
                 padded_shape=padded_shape(x.shape, spec, self.axis_sizes),
                 num_shards=math.prod(self.axis_sizes[axis] for axis in axes),
                 declared_by=self.declared_by.get(path, ""),
@@ -249,9 +255,12 @@ def layout_and_learner(
         jax.tree.map_with_path(lambda path, _: weights[path_of(path)].memory_kind, mdl_shapes)
     )
     layout = StateLayout(
-        shapes, TrainState(PartitionSpec(), mdl_specs, opt_specs), dict(axis_sizes),
+        shapes,
+        TrainState(PartitionSpec(), mdl_specs, opt_specs),
+        dict(axis_sizes),
         declared_by={f"mdl_vars/{path}": spec.declared_by for path, spec in weights.items()},
-        notes=decisions.notes, memory_kinds=kinds,
+        notes=decisions.notes,
+        memory_kinds=kinds,
         forms={f"mdl_vars/{path}": form for path, form in task.model.packed_forms.items()},
     )
     if layout.has_host_memory:

@@ -14,8 +14,15 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
 __all__ = (
-    "GlobalBatch", "InputsSplitMapping", "abstract_global_batch", "batch_spec", "global_batch",
-    "is_true_row", "num_rows_of", "replicated_key", "reshard_by_rank",
+    "GlobalBatch",
+    "InputsSplitMapping",
+    "abstract_global_batch",
+    "batch_spec",
+    "global_batch",
+    "is_true_row",
+    "num_rows_of",
+    "replicated_key",
+    "reshard_by_rank",
 )
 
 PyTree = Any
@@ -217,9 +224,9 @@ def check_inputs_split_mapping(
             example = next((split[:1] for split in inputs_split_mapping.values() if split), None)
             to_split = f"{key!r}: {example} to split it, or " if example else ""
             raise ConfigError(
-                f"inputs_split_mapping.{key} is missing; expected an entry for the batch leaf {path} "
-                f"of shape {x.shape} next to {sorted(inputs_split_mapping)}. Add {to_split}{key!r}: "
-                "None to leave it as it is."
+                f"inputs_split_mapping.{key} is missing; expected an entry for the batch leaf "
+                f"{path} of shape {x.shape}, in addition to {sorted(inputs_split_mapping)}. Add "
+                f"{to_split}{key!r}: None to leave it as it is."
             )
         split = inputs_split_mapping[key]
         if split is not None:

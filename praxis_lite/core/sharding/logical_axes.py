@@ -98,9 +98,7 @@ def logical_to_mesh_axes(
             + (f", so it uses {'+'.join(assigned[name]) or 'no axis'}" if name in assigned else "")
             for name, in_use in unavailable.items()
         ),
-        unmapped=tuple(
-            name for name in names if name not in assigned and name not in unavailable
-        ),
+        unmapped=tuple(name for name in names if name not in assigned and name not in unavailable),
     )
 
 
@@ -113,7 +111,9 @@ def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAx
         name, axes = pair
         is_list = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
         require(
-            isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,
+            isinstance(name, str) and (axes is None or is_list),
+            f"{setting}: a rule",
+            rule,
             "a pair of a logical axis name and a mesh axis, a tuple of mesh axes, or None",
             "For example, use ('mlp', 'mdl').",
         )

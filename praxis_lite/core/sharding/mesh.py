@@ -21,8 +21,14 @@ from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 __all__ = (
-    "all_devices", "attached_devices", "attached_mesh", "compiled_platform", "filled_mesh",
-    "make_mesh", "simulate_devices", "simulated_devices",
+    "all_devices",
+    "attached_devices",
+    "attached_mesh",
+    "compiled_platform",
+    "filled_mesh",
+    "make_mesh",
+    "simulate_devices",
+    "simulated_devices",
 )
 
 MAX_SIMULATED_DEVICES = 256

@@ -12,8 +12,14 @@ __all__ = ("MeshConfig", "TPUS")
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 # Maps `jax.Device.device_kind` to the TPU's name in topologies and compiler_options.
 TPUS = {
-    "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
-    "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
+    "tpu v4": "v4",
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+    "tpu v5": "v5p",
+    "tpu v5p": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+    "tpu7x": "tpu7x",
 }
 
 
@@ -55,9 +61,15 @@ class MeshConfig:
             if shape is None:
                 continue
             may_be_free = field == "ici_mesh_shape"
-            is_valid = len(shape) == len(names) and list(shape).count(-1) <= may_be_free and all(
-                isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
-                for size in shape
+            is_valid = (
+                len(shape) == len(names)
+                and list(shape).count(-1) <= may_be_free
+                and all(
+                    isinstance(size, int)
+                    and not isinstance(size, bool)
+                    and (size > 0 or size == -1)
+                    for size in shape
+                )
             )
             expected = f"one positive integer for each of the axes {names}" + (
                 ", or -1 for one of them" if may_be_free else ""
@@ -68,7 +80,9 @@ class MeshConfig:
             expected = f"one of {', '.join(AXIS_TYPES)}, or one of these for each axis of {names}"
             require(
                 isinstance(self.axis_types, Sequence) and len(self.axis_types) == len(names),
-                "mesh.axis_types", self.axis_types, expected,
+                "mesh.axis_types",
+                self.axis_types,
+                expected,
             )
         for name in self.axis_type_names:
             require_choice("mesh.axis_types", name, AXIS_TYPES)
@@ -115,7 +129,8 @@ def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) 
         of_all_tpus = first.get("tpu", {}) if name in TPUS.values() else {}
         present = {key.removesuffix("?") for key in (*preferred, *of_all_tpus)}
         others = {
-            key: value for key, value in more.get(name, {}).items()
+            key: value
+            for key, value in more.get(name, {}).items()
             if key.removesuffix("?") not in present
         }
         merged[name] = others | preferred

@@ -97,7 +97,8 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
         registered = REGISTERED.get(name)
         # Allow a reloaded module or a rerun notebook cell to register its rule again.
         is_same = registered is None or (registered.__module__, registered.__qualname__) == (
-            factory.__module__, factory.__qualname__
+            factory.__module__,
+            factory.__qualname__,
         )
         if not name.isidentifier() or not is_same:
             raise ConfigError(

@@ -160,8 +160,11 @@ class LogicalPartitioning:
             )
         rules = (*leaf.logical_axis_rules, *job_mesh.logical_axis_rules)
         split = logical_to_mesh_axes(
-            (*names, *(None,) * (len(spec) - len(names))), rules, axis_names=job_mesh.axis_sizes,
-            taken=[axis for entry in spec for axis in axes_of(entry)], path=leaf.path,
+            (*names, *(None,) * (len(spec) - len(names))),
+            rules,
+            axis_names=job_mesh.axis_sizes,
+            taken=[axis for entry in spec for axis in axes_of(entry)],
+            path=leaf.path,
         )
         if split.unmapped and job_mesh.unmapped_is_error:
             name, known = split.unmapped[0], dict(rules)

@@ -111,7 +111,9 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     if activation_split_dims_mapping is None or mesh.empty:
         return x
     spec = to_partition_spec(
-        activation_split_dims_mapping, mesh.axis_names, rank=x.ndim,
+        activation_split_dims_mapping,
+        mesh.axis_names,
+        rank=x.ndim,
         path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
     )
     if len(mesh.manual_axes) == len(mesh.axis_names):
@@ -119,9 +121,7 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     return constrain_to_spec(x, without_axes(spec, mesh.manual_axes))
 
 
-def without_axes(
-    spec: PartitionSpec | Sequence[MeshAxes], axes: Sequence[str]
-) -> PartitionSpec:
+def without_axes(spec: PartitionSpec | Sequence[MeshAxes], axes: Sequence[str]) -> PartitionSpec:
     """Returns a spec of the same rank with `axes` removed."""
     left = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
     return PartitionSpec(*map(entry_of, left))

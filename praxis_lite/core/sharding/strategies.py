@@ -67,7 +67,8 @@ def infer_sharding(
     splits = rule_shardings(leaves, strategy, JobMesh(dict(mesh.shape), rules))
     specs = [
         (None,) * len(leaf.shape) if split is None else split.spec
-        for leaf in leaves for split in [splits[leaf.path]]
+        for leaf in leaves
+        for split in [splits[leaf.path]]
     ]
     return jax.tree.unflatten(
         structure, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
@@ -160,7 +161,9 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
             outcome = Outcome(outcome)
         # Check the result, because rules may be user-defined.
         checked = to_partition_spec(
-            outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
+            outcome.spec,
+            tuple(job_mesh.axis_sizes),
+            rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",
         )
         if tuple(checked) != spec:

@@ -52,7 +52,9 @@ class WeightSharding:
     def __post_init__(self) -> None:
         unmapped, names = self.unmapped_logical_axes, self.stack_axis_names
         require(
-            unmapped in ("error", "replicate"), "WeightSharding.unmapped_logical_axes", unmapped,
+            unmapped in ("error", "replicate"),
+            "WeightSharding.unmapped_logical_axes",
+            unmapped,
             "'error' or 'replicate'",
         )
         expected = f"a sequence of names, such as ({names!r},)"
@@ -125,7 +127,9 @@ def decide_shardings(
     declared = declared or WeightSharding()
     check_axes(declared.rules_in_use, axis_sizes)
     job_mesh = JobMesh(
-        axis_sizes, declared.rules_in_use, declared.allow_padding,
+        axis_sizes,
+        declared.rules_in_use,
+        declared.allow_padding,
         unmapped_is_error=declared.unmapped_logical_axes == "error",
     )
     paths = sorted("/".join(path) for path, _ in spec_items(weight_specs.get("params", {})))
@@ -147,9 +151,7 @@ def decide_shardings(
         slot_axes, slot_notes = _slots(path, spec, declared, job_mesh)
         for note in (*message, *slot_notes):
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
-        spec = dataclasses.replace(
-            spec, declared_by=by, slot_axes=slot_axes, logical_axis_rules=()
-        )
+        spec = dataclasses.replace(spec, declared_by=by, slot_axes=slot_axes, logical_axis_rules=())
         if split is None:
             return spec
         return dataclasses.replace(
@@ -168,7 +170,8 @@ def decide_shardings(
     sentences = [f"{_some(weights)}: {text}." for text, weights in notes.items()]
     sentences += [
         f"rule '{pattern}' is unused: earlier patterns match all of its weights."
-        for index, (pattern, _) in enumerate(declared.pairs) if index not in used
+        for index, (pattern, _) in enumerate(declared.pairs)
+        if index not in used
     ]
     return ShardingDecisions(decided_specs, tuple(sentences))
 

@@ -98,8 +98,7 @@ class MendedFunction:
 
 
 def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Patches a program in place, and returns whether it contained affected matmuls; see `mended`.
-    """
+    """Patches a program in place; returns whether it had affected matmuls (see `mended`)."""
     # JAX adds attributes for its settings at run time.
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         say(f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")

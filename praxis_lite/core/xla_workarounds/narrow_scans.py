@@ -63,8 +63,7 @@ def _with_narrow_outputs(
 
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
-    """Removes the casts of outputs from a jaxpr, and returns it with the indices of these outputs.
-    """
+    """Removes the casts of outputs from a jaxpr; also returns the indices of these outputs."""
     eqns = list(map(expand_high_level, jaxpr.eqns))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow = list(jaxpr.outvars), list[int]()
@@ -96,6 +95,11 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
 def _cast(narrow: core.Var, wide: core.Var, like: core.JaxprEqn) -> core.JaxprEqn:
     params = {"new_dtype": array_type(wide).dtype, "weak_type": False, "sharding": None}
     return core.new_jaxpr_eqn(
-        [narrow], [wide], primitives.convert_element_type_p, params, set(), like.source_info,
+        [narrow],
+        [wide],
+        primitives.convert_element_type_p,
+        params,
+        set(),
+        like.source_info,
         like.ctx,
     )

@@ -48,10 +48,14 @@ class Split:
         value = ir.Value(value)
         shape = ir.RankedTensorType(value.type)
         self.sharding = sharding = _sharding(value)
-        dims = [()] * shape.rank if sharding is None else [
-            tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes)
-            for dim in sharding.dimension_shardings
-        ]
+        dims = (
+            [()] * shape.rank
+            if sharding is None
+            else [
+                tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes)
+                for dim in sharding.dimension_shardings
+            ]
+        )
         self.spec: Spec = [tuple(axis for axis in dim if axis in sizes) for dim in dims]
         width = int(re.findall(r"\d+", str(shape.element_type))[0])
         used = {axis for dim in self.spec for axis in dim}
@@ -91,7 +95,8 @@ class Product:
         num_replicas = math.prod(size for axis, size in self.sizes.items() if axis not in used)
         # XLA lays out the smaller operand like the larger one.
         operand, summed = (
-            (self.lhs, self._dims.lhs_contracting_dimensions) if self.lhs.bits > self.rhs.bits
+            (self.lhs, self._dims.lhs_contracting_dimensions)
+            if self.lhs.bits > self.rhs.bits
             else (self.rhs, self._dims.rhs_contracting_dimensions)
         )
         for dims in _subsets(list(summed)):
@@ -141,7 +146,8 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
         number = ir.IntegerAttr(op.attributes[_NUMBER]).value
         copies.setdefault(number, []).append(Product(op, sizes, calls))
     return {
-        number: group for number, group in copies.items()
+        number: group
+        for number, group in copies.items()
         if any(product.conflict(product.result.spec) for product in group)
     }
 

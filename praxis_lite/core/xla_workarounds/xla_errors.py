@@ -44,7 +44,8 @@ PyTree = Any
 
 
 def without_xla_errors(
-    function: Callable[..., PyTree], static_argnums: int | Sequence[int] = (),
+    function: Callable[..., PyTree],
+    static_argnums: int | Sequence[int] = (),
     also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
     """Wraps a function so that its results are correct for any split of its arrays.
@@ -71,7 +72,10 @@ def without_xla_errors(
 
 
 def _scatter(
-    primitive: core.Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array,
+    primitive: core.Primitive,
+    operand: jax.Array,
+    indices: jax.Array,
+    updates: jax.Array,
     **params: Any,
 ) -> jax.Array:
     mesh, is_real = jax.sharding.get_abstract_mesh(), jnp.ones((), bool)
@@ -190,7 +194,10 @@ def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any])
         x = lhs[:, :, *window].reshape(batch_group_count, -1, *rhs.shape[2:])
         summed = tuple(range(2, rhs.ndim))
         product = jax.lax.dot_general(  # [group, batch, outputs]
-            x, rhs, ((summed, summed), ((0,), (0,))), precision=params["precision"],
+            x,
+            rhs,
+            ((summed, summed), ((0,), (0,))),
+            precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )
         products.append(product.swapaxes(0, 1).reshape(x.shape[1], -1))
@@ -220,7 +227,8 @@ _WINDOWED = (
 _CORRECTED = {
     primitive: _corrected(primitive, compute)
     for names, compute in (
-        (_SCATTERS, _scatter), (_WINDOWED, _windowed),
+        (_SCATTERS, _scatter),
+        (_WINDOWED, _windowed),
         (("select_and_scatter_add",), _gradient_of_maxima),
         (("conv_general_dilated",), _convolution),
     )

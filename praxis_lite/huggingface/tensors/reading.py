@@ -49,7 +49,8 @@ def parts_in_files(
         tied = (
             " If the model ties its head to the embedding, set tie_word_embeddings to true in "
             "config.json."
-            if heads & set(missing) else ""
+            if heads & set(missing)
+            else ""
         )
         raise ConfigError(
             f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json requires."
@@ -80,7 +81,10 @@ def parts_in_files(
     skipped += [rf".*layers\.{number}\..*" for number in skipped_layers]
     is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
     unknown = [
-        x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
+        x
+        for x in files.file_of
+        if x not in known
+        and not (skipped and is_skipped(x))
         and not (x in heads and _is_embedding(x, files, family, names))
     ]
     if heads & set(unknown):
@@ -98,9 +102,7 @@ def parts_in_files(
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
 
-def _is_embedding(
-    name: str, files: TensorFiles, family: Family, names: Mapping[str, str]
-) -> bool:
+def _is_embedding(name: str, files: TensorFiles, family: Family, names: Mapping[str, str]) -> bool:
     """Returns whether a tied model's checkpoint repeats the embedding as its head."""
     (embedding,) = (x for x, entry in family.tensors.items() if entry.to == (EMBEDDING,))
     shapes = files.shape(names[embedding]), files.shape(name)
@@ -110,8 +112,12 @@ def _is_embedding(
 
 
 def read_weights(
-    leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
-    note: Callable[[str], None], convert: Callable[[str, jax.Array], Mapping[str, jax.Array]],
+    leaves: Sequence[LeafLayout],
+    mesh: Mesh,
+    parts: Sequence[Part],
+    files: TensorFiles,
+    note: Callable[[str], None],
+    convert: Callable[[str, jax.Array], Mapping[str, jax.Array]],
 ) -> dict[str, jax.Array]:
     """Reads weights onto a mesh, and returns them by path, padded and sharded.
 
@@ -145,7 +151,10 @@ def read_weights(
 
 
 def _read_sharded(
-    leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    leaf: LeafLayout,
+    mesh: Mesh,
+    parts: Sequence[Part],
+    files: TensorFiles,
     note: Callable[[str], None],
 ) -> jax.Array:
     """Reads a weight, and transfers each shard to its devices before reading the next one.

@@ -17,9 +17,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # File in a job directory with the names, dtypes and shapes of the base model's tensors.
 DESCRIBED = "tensors.json"
 DTYPES = {
-    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BOOL": np.dtype(bool),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 # Dtypes by name in config.json.
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
@@ -46,8 +51,11 @@ class TensorFiles:
             files = sorted(set(_json_of(directory / INDEX)["weight_map"].values()))
             for file in files:
                 require(
-                    (directory / file).is_file(), f"{directory / INDEX}: a file of weight_map",
-                    file, "a file in the same directory", "Complete the download.",
+                    (directory / file).is_file(),
+                    f"{directory / INDEX}: a file of weight_map",
+                    file,
+                    "a file in the same directory",
+                    "Complete the download.",
                 )
             if (directory / SINGLE).exists() and SINGLE not in files:
                 raise ConfigError(
@@ -66,7 +74,8 @@ class TensorFiles:
             hint = (
                 f"{pickled[0]} is a pickle, which is not supported because reading it can execute "
                 "arbitrary code. Convert it with save_pretrained(safe_serialization=True)."
-                if pickled else "Specify the directory of a Hugging Face model."
+                if pickled
+                else "Specify the directory of a Hugging Face model."
             )
             raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}. {hint}")
 

@@ -32,8 +32,7 @@ class Weight(NamedTuple):
         """Formats the dims for messages, as "layers 3, embed 48, unnamed 16"."""
         names = ("layers",) * self.num_stacked + self.names
         return ", ".join(
-            f"{name or 'unnamed'} {size}"
-            for name, size in zip(names, self.shape, strict=True)
+            f"{name or 'unnamed'} {size}" for name, size in zip(names, self.shape, strict=True)
         )
 
 

@@ -25,8 +25,13 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 def write_tensors(
-    directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], mesh: Mesh,
-    dtypes: Mapping[str, np.dtype], *, max_file_bytes: int = MAX_FILE_BYTES,
+    directory: Path,
+    parts: Sequence[Part],
+    arrays: Mapping[str, jax.Array],
+    mesh: Mesh,
+    dtypes: Mapping[str, np.dtype],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
     note: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Writes sharded weights to safetensors files of at most `max_file_bytes`.
@@ -54,8 +59,8 @@ def write_tensors(
     pieces = Pieces(arrays, mesh)
     weight_map, total = {}, 0
     for number, names in enumerate(files, 1):
-        file = SINGLE if len(files) == 1 else (
-            f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = (
+            SINGLE if len(files) == 1 else (f"model-{number:05d}-of-{len(files):05d}.safetensors")
         )
         tensors = {}
         for name in names:
@@ -93,9 +98,7 @@ class Pieces:
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
 
-    def __call__(
-        self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
-    ) -> np.ndarray:
+    def __call__(self, path: str, index: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
         """Returns the slice of a weight at an index in its leading dims, without padding."""
         take = self._take(shape, len(index))
         return np.asarray(take(self.arrays[path], np.array(index, np.int32)))

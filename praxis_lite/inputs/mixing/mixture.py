@@ -58,8 +58,10 @@ class Mixture(IndexedPipeline):
         require_choice("Mixture.stop", self.stop, ("never", "first"))
         require_choice("Mixture.unit", self.unit, ("examples", "tokens"))
         require(
-            isinstance(self.sources, Mapping) and len(self.sources) > 0, "Mixture.sources",
-            self.sources, "a dict of one or more pipelines by name",
+            isinstance(self.sources, Mapping) and len(self.sources) > 0,
+            "Mixture.sources",
+            self.sources,
+            "a dict of one or more pipelines by name",
         )
         for name, source in self.sources.items():
             if not isinstance(source, IndexedPipeline):
@@ -70,9 +72,7 @@ class Mixture(IndexedPipeline):
             source.check()
         for name, length in self._lengths.items():
             if length == 0:
-                raise ConfigError(
-                    f"Mixture: the source {name!r} is empty. Remove it, or add data."
-                )
+                raise ConfigError(f"Mixture: the source {name!r} is empty. Remove it, or add data.")
         self._check_leaves()
         _ = self._phases
         if self.stop == "first" and self._end is None:
@@ -87,8 +87,10 @@ class Mixture(IndexedPipeline):
     def _check_leaves(self) -> None:
         require_same_classes({f"Mixture.sources.{k}": v for k, v in self.sources.items()})
         rows = {
-            name: {leaf: (*spec.shape[1:], str(np.dtype(spec.dtype)))
-                   for leaf, spec in source.element_spec().items()}
+            name: {
+                leaf: (*spec.shape[1:], str(np.dtype(spec.dtype)))
+                for leaf, spec in source.element_spec().items()
+            }
             for name, source in self.sources.items()
         }
         first = next(iter(rows))
@@ -108,14 +110,17 @@ class Mixture(IndexedPipeline):
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
         """The phases of the schedule: (first batch, integer weights)."""
         phases = (
-            [(0, self.weights)] if isinstance(self.weights, Mapping)
+            [(0, self.weights)]
+            if isinstance(self.weights, Mapping)
             else [tuple(phase) for phase in self.weights]
         )
         starts = [start for start, _ in phases]
         require(
-            all(isinstance(start, int) for start in starts) and starts[:1] == [0]
+            all(isinstance(start, int) for start in starts)
+            and starts[:1] == [0]
             and all(a < b for a, b in pairwise(starts)),
-            "Mixture.weights", self.weights,
+            "Mixture.weights",
+            self.weights,
             "weights by name, or pairs (batch, weights) with increasing batches, starting at 0",
         )
         return [(start, self._parts(weights)) for start, weights in phases]
@@ -139,13 +144,15 @@ class Mixture(IndexedPipeline):
             )
         values = [weights[name] for name in self.sources]
         require(
-            all(0 <= value < math.inf for value in values) and sum(values) > 0, "Mixture.weights",
-            dict(weights), "non-negative numbers that are not all 0",
+            all(0 <= value < math.inf for value in values) and sum(values) > 0,
+            "Mixture.weights",
+            dict(weights),
+            "non-negative numbers that are not all 0",
         )
         if self.unit == "tokens":
-            return rounded_parts([
-                value / tokens for value, tokens in zip(values, self._tokens_per_row, strict=True)
-            ])
+            return rounded_parts(
+                [value / tokens for value, tokens in zip(values, self._tokens_per_row, strict=True)]
+            )
         parts = exact_parts(values)
         if parts is None:
             raise ConfigError(
@@ -167,7 +174,8 @@ class Mixture(IndexedPipeline):
         """The first position at which a finite source would repeat, or None."""
         positions = [
             self._schedule.position_of(number, length)
-            for number, length in enumerate(self._lengths.values()) if length is not None
+            for number, length in enumerate(self._lengths.values())
+            if length is not None
         ]
         return min((position for position in positions if position is not None), default=None)
 
@@ -257,7 +265,9 @@ def _row_chunks(
 def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> float:
     if (tokens := source.tokens_per_row()) is not None:
         require(
-            0 < tokens < math.inf, f"Mixture.sources[{name!r}].tokens_per_row()", tokens,
+            0 < tokens < math.inf,
+            f"Mixture.sources[{name!r}].tokens_per_row()",
+            tokens,
             "a number above 0",
         )
         return tokens

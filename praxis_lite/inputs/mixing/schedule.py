@@ -152,9 +152,12 @@ class Schedule:
 
     def position_of(self, source: int, row: int) -> int | None:
         """Returns the position of row `row` of a source, or None if it is never scheduled."""
-        number = bisect.bisect_right(
-            self.segments, row, key=lambda segment: segment.counts_at_start[source]
-        ) - 1
+        number = (
+            bisect.bisect_right(
+                self.segments, row, key=lambda segment: segment.counts_at_start[source]
+            )
+            - 1
+        )
         segment = self.segments[number]
         in_period = np.flatnonzero(segment.order == source)
         if len(in_period) == 0:
@@ -225,9 +228,7 @@ class _Phase:
         last = end if end == math.inf else end - self._max_delay(self._at_end)
         if last - first <= period:
             return [(start, end, end - start)]
-        segments = [
-            (start, first, first - start), (first, last, period), (last, end, end - last)
-        ]
+        segments = [(start, first, first - start), (first, last, period), (last, end, end - last)]
         return [segment for segment in segments if segment[0] < segment[1]]
 
     def _max_delay(self, targets: Sequence[Fraction]) -> int:

@@ -44,9 +44,7 @@ def shuffled(seed: int, size: int, first: int, count: int) -> tuple[np.ndarray, 
     return epochs, examples
 
 
-def examples_at(
-    size: int, first: int, count: int, *, seed: int, shuffle: bool
-) -> np.ndarray:
+def examples_at(size: int, first: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
     """Returns the example indices at positions first, ..., first + count - 1 of a stream.
 
     Args:

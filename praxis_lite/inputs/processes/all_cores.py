@@ -84,7 +84,9 @@ def _process_pool(
     # Spawn, because forking a process with JAX's threads can deadlock.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes, context, initializer=_initialize_process,
+        num_processes,
+        context,
+        initializer=_initialize_process,
         initargs=(function, os.getpid()),
     )
     try:
@@ -142,8 +144,11 @@ class _Progress:
         self.last_log_time, elapsed = now, now - self.start_time
         remaining = elapsed * (self.num_total - self.num_done) / max(1, self.num_done)
         _log.info(
-            "%s: %s of %s examples (%.0f%%), %s", self.description, f"{self.num_done:,}",
-            f"{self.num_total:,}", 100 * self.num_done / max(1, self.num_total),
+            "%s: %s of %s examples (%.0f%%), %s",
+            self.description,
+            f"{self.num_done:,}",
+            f"{self.num_total:,}",
+            100 * self.num_done / max(1, self.num_total),
             f"about {remaining:.0f} s left" if self.num_done else f"{elapsed:.0f} s so far",
         )
 

@@ -37,7 +37,9 @@ def stream_digest(
     pipeline.check()
     if pipeline.num_batches is not None:
         require(
-            start + num_batches <= pipeline.num_batches, "The last batch", start + num_batches - 1,
+            start + num_batches <= pipeline.num_batches,
+            "The last batch",
+            start + num_batches - 1,
             f"at most {pipeline.num_batches - 1}, the last of {pipeline.num_batches} batches",
         )
     rows_per_process = -(-pipeline.batch_size // num_processes)

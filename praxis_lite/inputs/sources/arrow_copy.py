@@ -39,14 +39,19 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
     size = sum(state.size for state in source.states)
     try:
         builder = _Copy(
-            source, cache_dir=folder, dataset_name=source.name_of_copy, hash=key,
+            source,
+            cache_dir=folder,
+            dataset_name=source.name_of_copy,
+            hash=key,
             writer_batch_size=ROWS_PER_BATCH,
         )
         is_large = size > _MIN_LOGGED_BYTES
         if is_large:
             _log.info(
                 "copying %s in %d files into %s for random access",
-                format_bytes(size), len(source.paths), builder.cache_dir,
+                format_bytes(size),
+                len(source.paths),
+                builder.cache_dir,
             )
         with _progress_bar(is_large):
             builder.download_and_prepare()

@@ -194,7 +194,8 @@ class GlobSource(Source):
     def paths(self) -> list[str]:
         """The matching files, sorted by name. Raises ConfigError if there are none."""
         return [
-            path for path in matching_files(self.files, type(self).__name__)
+            path
+            for path in matching_files(self.files, type(self).__name__)
             if ".praxis_lite" not in path.split(os.sep)
         ]
 
@@ -336,7 +337,9 @@ class RowsOfFiles(GlobSource):
         names = [os.path.basename(path) for path in self.paths]
         counts = Counter(names)
         return {
-            "source": type(self).__name__, "skip": sorted(self.skip), **self.settings(),
+            "source": type(self).__name__,
+            "skip": sorted(self.skip),
+            **self.settings(),
             "files": {
                 name if counts[name] == 1 else f"{number}/{name}": digest
                 for number, (name, digest) in enumerate(zip(names, self.digests, strict=True))

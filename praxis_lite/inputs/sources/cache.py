@@ -38,9 +38,7 @@ class Entry(NamedTuple):
     digests: dict[str, str]
 
 
-def entries(
-    folder: str, names: Sequence[str], make: Callable[[list[int]], None]
-) -> list[Entry]:
+def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]) -> list[Entry]:
     """Reads the named entries from a folder, and first computes missing entries.
 
     Args:
@@ -73,9 +71,7 @@ def read(folder: str, name: str) -> Entry | None:
     try:
         with open(os.path.join(path, _VALUES)) as file:
             content = json.load(file)
-        arrays = {
-            key: _read_array(os.path.join(path, f"{key}.npy")) for key in content["digests"]
-        }
+        arrays = {key: _read_array(os.path.join(path, f"{key}.npy")) for key in content["digests"]}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"The cached data in {path} cannot be read ({error}). Delete it and launch again, "
@@ -96,9 +92,7 @@ def write(
     """Writes an entry atomically. Raises ConfigError if it cannot be written."""
     path = os.path.join(folder, name)
     partial = os.path.join(folder, f".{secrets.token_hex(8)}.partial")
-    digests = {
-        key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x)) for key, x in arrays.items()
-    }
+    digests = {key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x)) for key, x in arrays.items()}
     try:
         os.makedirs(partial)
         for key, array in arrays.items():

@@ -28,7 +28,9 @@ class ArrowFiles(CopiedFiles):
 
     def check(self) -> None:
         require(
-            not isinstance(self.columns, str), f"{type(self).__name__}.columns", self.columns,
+            not isinstance(self.columns, str),
+            f"{type(self).__name__}.columns",
+            self.columns,
             "a list of column names",
         )
         super().check()
@@ -81,7 +83,9 @@ class ArrowFiles(CopiedFiles):
             ) from None
         except (ValueError, TypeError, ArithmeticError) as error:
             raise BadExample(  # For example, a date in the year 100,000.
-                "damaged", f"{where},", f"cannot be read: {shown(str(error), 300)}",
+                "damaged",
+                f"{where},",
+                f"cannot be read: {shown(str(error), 300)}",
                 "Correct the row, or exclude the column with `columns`.",
             ) from None
 

@@ -101,9 +101,12 @@ class CopiedFiles(RowsOfFiles):
         """The copy, memory-mapped. Raises ConfigError if it is damaged."""
         pyarrow, ipc = optional_module("pyarrow", "Arrow"), optional_module("pyarrow.ipc", "Arrow")
         try:
-            table = pyarrow.concat_tables([
-                ipc.open_stream(pyarrow.memory_map(path)).read_all() for path in self.copy["paths"]
-            ])
+            table = pyarrow.concat_tables(
+                [
+                    ipc.open_stream(pyarrow.memory_map(path)).read_all()
+                    for path in self.copy["paths"]
+                ]
+            )
             if table.num_rows != len(self):
                 raise OSError(f"it has {table.num_rows:,} rows, expected {len(self):,}")
         except (OSError, pyarrow.ArrowInvalid) as error:
@@ -137,9 +140,9 @@ class FileSource(CopiedFiles):
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
         pyarrow = optional_module("pyarrow", path)
-        schema = pyarrow.schema({
-            "row": pyarrow.int64(), "record": pyarrow.binary(), "fault": pyarrow.string()
-        })
+        schema = pyarrow.schema(
+            {"row": pyarrow.int64(), "record": pyarrow.binary(), "fault": pyarrow.string()}
+        )
         rows, records, faults, size = [], [], [], 0
 
         def table() -> "pyarrow.Table":

@@ -41,7 +41,10 @@ class DerivedPart(NamedTuple):
 
 
 def derive_parts(
-    source: Source, kind: str, recipe: Mapping[str, Any], make: Callable[[Part], Contents],
+    source: Source,
+    kind: str,
+    recipe: Mapping[str, Any],
+    make: Callable[[Part], Contents],
     activity: str,
 ) -> list[DerivedPart]:
     """Returns `make(part)` for each part of a source, from the cache if possible.

@@ -96,6 +96,8 @@ def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
             "missing_key", where, f"has null for {key!r}", "Add a value, or remove the example."
         )
     return BadExample(
-        "missing_key", where, f"has no key {key!r}; its keys are {names}",
+        "missing_key",
+        where,
+        f"has no key {key!r}; its keys are {names}",
         f"Change the setting for the key, or fix the data.{did_you_mean(key, names)}",
     )

@@ -68,10 +68,14 @@ class _FilePerExample(GlobSource):
         parts = []
         for start, stop in ranges_of_parts(len(self)):
             # Include modification times: a corrected text may have the same size.
-            text = repr([
-                (self.name_of(path), *state)
-                for path, state in zip(self.paths[start:stop], self.states[start:stop], strict=True)
-            ])
+            text = repr(
+                [
+                    (self.name_of(path), *state)
+                    for path, state in zip(
+                        self.paths[start:stop], self.states[start:stop], strict=True
+                    )
+                ]
+            )
             name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
             parts.append(Part(start, stop, name))
         return parts
@@ -85,7 +89,9 @@ class _FilePerExample(GlobSource):
             for path, state in zip(self.paths, self.states, strict=True)
         ]
         return {
-            "source": type(self).__name__, "skip": sorted(self.skip), "files": len(names),
+            "source": type(self).__name__,
+            "skip": sorted(self.skip),
+            "files": len(names),
             "names_and_sizes": xxhash.xxh3_128_hexdigest(repr(names).encode()),
         }
 
@@ -133,10 +139,12 @@ class ImageFiles(_FilePerExample):
         super().check()
         if self.classes is not None and not isinstance(self.classes, ImageFiles):
             require(
-                isinstance(self.classes, Sequence) and not isinstance(self.classes, str)
+                isinstance(self.classes, Sequence)
+                and not isinstance(self.classes, str)
                 and all(isinstance(cls_name, str) for cls_name in self.classes)
                 and len(set(self.classes)) == len(self.classes) > 0,
-                f"{type(self).__name__}.classes", self.classes,
+                f"{type(self).__name__}.classes",
+                self.classes,
                 "a list of distinct folder names",
             )
         if self.classes is not None:
@@ -175,7 +183,8 @@ class ImageFiles(_FilePerExample):
 
     def decode(self, data: bytes, path: str) -> Example:
         return {
-            "name": self.name_of(path), "image": _rgb_pixels(data, path),
+            "name": self.name_of(path),
+            "image": _rgb_pixels(data, path),
             "label": np.int32(self._label(path)),
         }
 
@@ -209,7 +218,8 @@ def _rgb_pixels(data: bytes, path: str) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow raises many kinds of errors for damaged images.
         raise BadExample(
-            "damaged", path,
+            "damaged",
+            path,
             f"cannot be read as an image: {shown(str(error) or type(error).__name__, 300)}",
             "Write or copy it again.",
         ) from None

@@ -56,7 +56,9 @@ class FromSource(ExamplePipeline):
     def check(self) -> None:
         super().check()
         require(
-            isinstance(self.source, Source), "FromSource.source", self.source,
+            isinstance(self.source, Source),
+            "FromSource.source",
+            self.source,
             "a source of examples, such as NpyFiles('data/*.npz')",
         )
         self.source.check()
@@ -73,9 +75,11 @@ class FromSource(ExamplePipeline):
         if self.keep is None and not self.source.skip:
             return None, {}
         parts = derive_parts(
-            self.source, "kept",
+            self.source,
+            "kept",
             {"keep": function_recipe(self.keep), "transform": function_recipe(self.transform)},
-            self._select, "filtering",
+            self._select,
+            "filtering",
         )
         indices = [part.part.start + part.arrays["rows"].astype(np.int64) for part in parts]
         return np.concatenate([np.empty(0, np.int64), *indices]), num_left_out(self.source, parts)
@@ -148,7 +152,8 @@ class FromSource(ExamplePipeline):
         digest = None if indices is None else hashlib.sha256(indices.tobytes()).hexdigest()
         return self.settings_fingerprint("batch_size", "seed", "shuffle", "source") | {
             "transform": json.loads(json.dumps(fingerprint_json(self.transform))),
-            "left_out": num_left_out_by_reason, "kept_sha256": digest,
+            "left_out": num_left_out_by_reason,
+            "kept_sha256": digest,
         }
 
     def __getstate__(self) -> dict[str, Any]:

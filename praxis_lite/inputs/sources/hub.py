@@ -70,7 +70,8 @@ class _PreparedDataset(Source):
             return self.example(self.rows[int(index)])
         except Exception as error:  # The libraries raise many kinds of errors for a damaged row.
             raise BadExample(
-                "damaged", f"{self.where(index)},",
+                "damaged",
+                f"{self.where(index)},",
                 f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
                 "Copy or prepare the dataset again.",
             ) from None
@@ -89,8 +90,11 @@ class _PreparedDataset(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         return {
-            "source": type(self).__name__, "skip": sorted(self.skip), "split": self.split,
-            "version": self.version, "examples": len(self),
+            "source": type(self).__name__,
+            "skip": sorted(self.skip),
+            "split": self.split,
+            "version": self.version,
+            "examples": len(self),
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,7 +176,8 @@ def _value(feature: Any, value: Any) -> Any:
 def _classes(dataset: "datasets.Dataset") -> dict[str, tuple[str, ...]]:
     label = import_datasets("HuggingFaceDataset").ClassLabel
     return {
-        name: tuple(feature.names) for name, feature in dataset.features.items()
+        name: tuple(feature.names)
+        for name, feature in dataset.features.items()
         if isinstance(feature, label) and feature.names
     }
 

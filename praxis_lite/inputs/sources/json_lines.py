@@ -49,7 +49,8 @@ class JsonLines(FileSource):
                 if not path.endswith(tuple(COMPRESSED)):
                     raise
                 raise BadExample(
-                    "truncated", path,
+                    "truncated",
+                    path,
                     f"is truncated or damaged: it cannot be read after line {number:,} ({error})",
                     "Write or copy the file again.",
                 ) from None
@@ -87,7 +88,9 @@ def parsed(line: bytes, where: str) -> Example:
     for end, start in COMPRESSED.items():
         if line.startswith(start):
             raise BadExample(
-                "not_utf8", where, "is not UTF-8: it starts like a compressed file",
+                "not_utf8",
+                where,
+                "is not UTF-8: it starts like a compressed file",
                 f"If the file is compressed, its name must end in {end}.",
             )
     text = decode_utf8(line, where)  # Removes a byte order mark, as RFC 8259 permits.
@@ -103,7 +106,9 @@ def parsed(line: bytes, where: str) -> Example:
         )
     if not isinstance(value, dict):
         raise BadExample(
-            "not_json", where, f"is {shown(text.strip())}; expected an object",
+            "not_json",
+            where,
+            f"is {shown(text.strip())}; expected an object",
             'Use objects such as {"text": ...}.',
         )
     return value

@@ -97,7 +97,9 @@ class TfRecords(FileSource):
                 yield row, record
                 row += 1
         raise BadExample(
-            "truncated", path, f"is truncated or damaged: record {row:,} cannot be read{reason}",
+            "truncated",
+            path,
+            f"is truncated or damaged: record {row:,} cannot be read{reason}",
             "Write or copy the file again. Names of gzipped files must end in .gz.",
         )
 
@@ -105,7 +107,9 @@ class TfRecords(FileSource):
         data, checksum = record[:-4], record[-4:]
         if not _has_checksum(data, checksum, where):
             raise BadExample(
-                "damaged", f"{where},", "does not match its checksum",
+                "damaged",
+                f"{where},",
+                "does not match its checksum",
                 "Write or copy the file again.",
             )
         return _decode(self, data, where)
@@ -151,7 +155,8 @@ def _parse_tf_example(record: bytes, where: str) -> Example:
         return tf_example(record)
     except DecodeError:
         raise BadExample(
-            "damaged", f"{where},",
+            "damaged",
+            f"{where},",
             f"is not a tf.train.Example: it starts with {shown(repr(record[:24]))}",
             "Set `decode` to a function that returns a dict from the record's bytes.",
         ) from None

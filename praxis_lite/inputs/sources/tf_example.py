@@ -50,7 +50,10 @@ def _example_class() -> Any:
             label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
             if isinstance(kind, str):
                 message.field.add(
-                    name=name, number=number, label=label, type=field.TYPE_MESSAGE,
+                    name=name,
+                    number=number,
+                    label=label,
+                    type=field.TYPE_MESSAGE,
                     type_name=f".tensorflow.{kind}",
                 )
             else:
@@ -70,7 +73,9 @@ def _example_class() -> Any:
         file.message_type, "Features", ("feature", "Features.FeatureEntry", True)
     )
     entry = add_message(
-        features.nested_type, "FeatureEntry", ("key", field.TYPE_STRING, False),
+        features.nested_type,
+        "FeatureEntry",
+        ("key", field.TYPE_STRING, False),
         ("value", "Feature", False),
     )
     entry.options.map_entry = True

@@ -27,7 +27,10 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(
-    conversation: Conversation | Sequence[Message], tokenizer: Tokenizer, where: str, *,
+    conversation: Conversation | Sequence[Message],
+    tokenizer: Tokenizer,
+    where: str,
+    *,
     first: int = 0,
 ) -> Tokens:
     """Tokenizes a conversation and marks the tokens of answers, including end-of-turn tokens.
@@ -57,18 +60,24 @@ def tokens_of(
         if not any(index >= first for index in answers):
             roles = sorted({str(item["role"]) for item in messages[first:]})
             raise BadExample(
-                "no_answer", f"{where}:", "no message has the role 'assistant', so there is "
+                "no_answer",
+                f"{where}:",
+                "no message has the role 'assistant', so there is "
                 f"nothing to train on; the roles are {roles}",
                 "Set the role of the messages to train on to 'assistant'.",
             )
         learned = [
-            index for index in answers
-            if index >= first and messages[index].get("weight") != 0
+            index
+            for index in answers
+            if index >= first
+            and messages[index].get("weight") != 0
             and not is_empty(messages[index])
         ]
         if not learned:
             raise BadExample(
-                "no_answer", f"{where}:", "every assistant message is empty or is excluded by "
+                "no_answer",
+                f"{where}:",
+                "every assistant message is empty or is excluded by "
                 "weight 0 or train false, so there is nothing to train on",
                 "Remove the conversation.",
             )
@@ -94,8 +103,13 @@ def tokens_of(
 
 
 def _chosen(
-    messages: Sequence[Message], answers: Sequence[int], learned: Sequence[int], first: int,
-    spans: Sequence[tuple[int, int]], marked: Callable[[Sequence[Message]], Answers], where: str,
+    messages: Sequence[Message],
+    answers: Sequence[int],
+    learned: Sequence[int],
+    first: int,
+    spans: Sequence[tuple[int, int]],
+    marked: Callable[[Sequence[Message]], Answers],
+    where: str,
 ) -> list[tuple[int, int]]:
     """Returns the character spans of the messages to train on."""
     if len(spans) == len(answers):
@@ -110,7 +124,9 @@ def _chosen(
         counts = []
     if sorted(counts) != counts or not counts or counts[-1] != len(spans):
         raise BadExample(
-            "no_answer", f"{where}:", f"the chat template marks {len(spans)} answers, but the "
+            "no_answer",
+            f"{where}:",
+            f"the chat template marks {len(spans)} answers, but the "
             f"conversation has {len(answers)}, so they cannot be matched",
             "Enclose each answer once in {% generation %} and {% endgeneration %}.",
         )
@@ -118,20 +134,26 @@ def _chosen(
     # Messages with other roles are also trained on if the template marks them.
     skipped = set(answers) - set(learned)
     return [
-        span for span, owner in zip(spans, owners, strict=True)
+        span
+        for span, owner in zip(spans, owners, strict=True)
         if owner >= first and owner not in skipped
     ]
 
 
 def _span(
-    messages: Sequence[Message], index: int, text: str, rendered: Callable[..., str],
-    tokenizer: Tokenizer, where: str,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    rendered: Callable[..., str],
+    tokenizer: Tokenizer,
+    where: str,
 ) -> tuple[int, int]:
     """Returns the character span that a message adds to its prompt."""
     before, with_answer = rendered(messages[:index], True), rendered(messages[: index + 1])
     if not (with_answer.startswith(before) and text.startswith(with_answer)):
         raise BadExample(
-            "no_answer", f"{where}:",
+            "no_answer",
+            f"{where}:",
             f"the chat template of {tokenizer} renders message {index} differently if other "
             "messages follow it, so the tokens of this answer cannot be determined",
             "Enclose answers in {% generation %} and {% endgeneration %} in the template.",

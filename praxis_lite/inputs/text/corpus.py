@@ -40,7 +40,9 @@ class TextCorpus:
     """
 
     def __init__(
-        self, files: str | None = None, heldout_percent: int = 10,
+        self,
+        files: str | None = None,
+        heldout_percent: int = 10,
         tokenizer: Tokenizer | str | None = None,
     ):
         self.files = files
@@ -84,9 +86,9 @@ class TextCorpus:
             for ids in tokenizer.encode_documents(texts):
                 # If documents start with EOS, the EOS after the previous document is that token.
                 starts_with_end = tokenizer.document_start == tokenizer.document_end
-                pieces.append(tokenizer.with_end(
-                    ids if starts_with_end else tokenizer.with_start(ids)
-                ))
+                pieces.append(
+                    tokenizer.with_end(ids if starts_with_end else tokenizer.with_start(ids))
+                )
             # Windows wrap around, so the stream must end with its first token.
             if not len(end):
                 pieces.append(np.array(tokenizer.document_start[:1], np.int32))

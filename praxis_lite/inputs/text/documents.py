@@ -88,12 +88,16 @@ class Documents:
                 "key to None, and rename the keys of the examples with a transform."
             )
         require(
-            not isinstance(self.ignored_keys, str), "Documents.ignored_keys", self.ignored_keys,
+            not isinstance(self.ignored_keys, str),
+            "Documents.ignored_keys",
+            self.ignored_keys,
             "a list of keys",
         )
         require_percent("Documents.heldout_percent", self.heldout_percent)
         require(
-            isinstance(self.source, Source), "Documents.source", self.source,
+            isinstance(self.source, Source),
+            "Documents.source",
+            self.source,
             "a source of examples, such as JsonLines('data/*.jsonl')",
         )
         _ = self.left_out
@@ -103,11 +107,15 @@ class Documents:
         """The cached tokens of each part of the source, or only the lengths if `ahead` is False."""
         self.source.check()
         recipe = {
-            "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
+            "version": 3,
+            "holds": self.holds,
+            "key": self.key,
+            "ahead": self.ahead,
             "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self.tokenizer.fingerprint(),
             "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.sources,
-            "transform": function_recipe(self.transform), "keep": function_recipe(self.keep),
+            "transform": function_recipe(self.transform),
+            "keep": function_recipe(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"
         return derive_parts(self.source, kind, recipe, self._encode_part, "tokenizing")
@@ -170,9 +178,7 @@ class Documents:
             example = apply_to_example(self.transform, example, where)
         if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
-        tokens = encoded(
-            self.holds, self.key, example, self.tokenizer, where, self.ignored_keys
-        )
+        tokens = encoded(self.holds, self.key, example, self.tokenizer, where, self.ignored_keys)
         if tokens is None:
             return "empty"
         # Training needs at least two tokens: an input and its label.
@@ -237,10 +243,12 @@ class Documents:
     def pair(self, number: int) -> Pair:
         """Returns the tokens of a preference pair."""
         tokens, size = self[number], self.chosen_lengths[number]
-        return Pair(*(
-            Tokens(tokens.ids[side], tokens.is_answer[side])
-            for side in (slice(0, size), slice(size, None))
-        ))
+        return Pair(
+            *(
+                Tokens(tokens.ids[side], tokens.is_answer[side])
+                for side in (slice(0, size), slice(size, None))
+            )
+        )
 
     def where(self, number: int) -> str:
         """Returns the location of a document in the source: "file:line"."""
@@ -270,9 +278,12 @@ class Documents:
         digests = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
         digest = hashlib.sha256(json.dumps(digests).encode())
         return {
-            "source": self.source.fingerprint(), "holds": self.holds,
-            **self.tokenizer.fingerprint(), "heldout_percent": self.heldout_percent,
-            "documents": int(self.first_of_part[-1]), "left_out": self.left_out,
+            "source": self.source.fingerprint(),
+            "holds": self.holds,
+            **self.tokenizer.fingerprint(),
+            "heldout_percent": self.heldout_percent,
+            "documents": int(self.first_of_part[-1]),
+            "left_out": self.left_out,
             "sha256": digest.hexdigest(),
         }
 

@@ -24,13 +24,22 @@ from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
 # The default key of each example format, or None for formats with several fixed keys.
 KEYS = {
-    "text": "text", "ids": "ids", "messages": "messages", "completion": "completion",
-    "sharegpt": "conversations", "alpaca": None, "preference": None,
+    "text": "text",
+    "ids": "ids",
+    "messages": "messages",
+    "completion": "completion",
+    "sharegpt": "conversations",
+    "alpaca": None,
+    "preference": None,
 }
 
 
 def encoded(
-    holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str,
+    holds: str,
+    key: str | None,
+    example: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    where: str,
     ignored_keys: Iterable[str] = (),
 ) -> Tokens | Pair | None:
     """Encodes an example, including start and end tokens.
@@ -70,7 +79,10 @@ def encoded(
 
 
 def _of_completion(
-    example: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str,
+    example: Mapping[str, Any],
+    key: str,
+    tokenizer: Tokenizer,
+    where: str,
     ignored_keys: Iterable[str],
 ) -> Tokens | None:
     """Tokenizes a prompt and its completion, which are two strings or two lists of messages."""
@@ -110,7 +122,9 @@ def _text(value: Any, key: str, where: str) -> str:
     if isinstance(value, str):
         return require_valid_unicode(value, where, repr(key))
     raise BadExample(
-        "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a string",
+        "missing_key",
+        where,
+        f"has {shown(repr(value))} as {key!r}; expected a string",
         "Correct it, or set a different key.",
     )
 
@@ -124,14 +138,18 @@ def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens 
         return None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadExample(
-            "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a list of ids",
+            "missing_key",
+            where,
+            f"has {shown(repr(value))} as {key!r}; expected a list of ids",
             "Correct it, or set a different key.",
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if ids.min() < 0 or ids.max() > most:
         wrong = ids[(ids < 0) | (ids > most)][0]
         raise BadExample(
-            "id_beyond_vocabulary", where, f"has the id {wrong}; expected ids from 0 to {most}",
+            "id_beyond_vocabulary",
+            where,
+            f"has the id {wrong}; expected ids from 0 to {most}",
             "Tokenize it with the model's tokenizer.",
         )
     return Tokens(ids.astype(np.int32), np.ones(len(ids), bool))

@@ -30,8 +30,13 @@ CONTEXT_KEYS = ("system", "tools", "documents", "chat_template_kwargs")
 _ALPACA_KEYS = ("instruction", "input", "output", "history")
 # Role names of ShareGPT and LLaMA-Factory. All other role names are kept unchanged.
 _SHAREGPT_ROLES = {
-    "human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
-    "observation": "tool", "function_response": "tool",
+    "human": USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bing": ASSISTANT,
+    "bard": ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
 }
 
 
@@ -68,9 +73,10 @@ def row_without_nulls(
     row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Converts a row to plain JSON values, without ignored keys and keys whose value is null."""
-    return to_json_value({
-        name: item for name, item in row.items() if item is not None and name not in ignored_keys
-    }, where)
+    return to_json_value(
+        {name: item for name, item in row.items() if item is not None and name not in ignored_keys},
+        where,
+    )
 
 
 def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix: str = "") -> None:
@@ -90,7 +96,8 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
         "PreferenceData."
     )
     raise BadExample(
-        "unknown_key", where,
+        "unknown_key",
+        where,
         f"has the unknown {'key' if len(unknown) == 1 else 'keys'} {names}; the known keys are "
         f"{', '.join(known)}",
         f"{did_you_mean(unknown[0], known).strip()} Put chat template variables in "
@@ -99,8 +106,13 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
 
 
 def conversation_of(
-    row: Mapping[str, Any], where: str, *, holds: str = "messages", key: str | None = None,
-    ignored_keys: Iterable[str] = (), fix: str = "",
+    row: Mapping[str, Any],
+    where: str,
+    *,
+    holds: str = "messages",
+    key: str | None = None,
+    ignored_keys: Iterable[str] = (),
+    fix: str = "",
 ) -> Conversation:
     """Reads the conversation from a row.
 
@@ -193,7 +205,8 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
     turns = [*pairs, (asked, texts["output"])]
     return [
-        {"role": role, "content": text} for turn in turns
+        {"role": role, "content": text}
+        for turn in turns
         for role, text in zip((USER, ASSISTANT), turn, strict=True)
     ]
 
@@ -223,7 +236,9 @@ def with_context(
         if not messages or messages[0] != first:
             if any(message["role"] == "system" for message in messages):
                 raise BadExample(
-                    "unknown_key", where, "has both the key 'system' and a system message",
+                    "unknown_key",
+                    where,
+                    "has both the key 'system' and a system message",
                     "Remove one of them.",
                 )
             messages.insert(0, first)
@@ -250,7 +265,8 @@ def with_context(
         raise _wrong_value(row, "chat_template_kwargs", where, "an object")
     if taken := [name for name in more if name in (*variables, *_RENDERING_VARIABLES)]:
         raise BadExample(
-            "unknown_key", where,
+            "unknown_key",
+            where,
             f"sets {taken[0]!r} in chat_template_kwargs, but this variable is set elsewhere",
             "Remove it from chat_template_kwargs.",
         )
@@ -272,7 +288,8 @@ def _parse_json(value: Any, name: str, row: Mapping[str, Any], where: str) -> An
 
 def _wrong_value(row: Mapping[str, Any], name: str, where: str, expected: str) -> BadExample:
     return BadExample(
-        "missing_key", where,
+        "missing_key",
+        where,
         f"has {shown(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",
         "Correct or remove it.",
     )

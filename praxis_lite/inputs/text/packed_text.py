@@ -203,8 +203,16 @@ class PackedText(DocumentPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         return self.settings_fingerprint(
-            "split", "batch_size", "seq_len", "seed", "shuffle", "packing", "split_documents",
-            "too_long", "window", "documents",
+            "split",
+            "batch_size",
+            "seq_len",
+            "seed",
+            "shuffle",
+            "packing",
+            "split_documents",
+            "too_long",
+            "window",
+            "documents",
         )
 
 

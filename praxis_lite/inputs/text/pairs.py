@@ -55,14 +55,18 @@ def pair_of(
     if not is_right or not isinstance(prompt, str | list | None):
         names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
-            "missing_key", where,
+            "missing_key",
+            where,
             f"has the keys {names}; expected prompt, chosen and rejected, either all strings or "
             "all lists of messages, or only chosen and rejected as complete conversations",
             "Correct it, or rename the keys with a transform of the source.",
         )
     if answers[0] == answers[1]:
         raise BadExample(
-            "equal_answers", where, "has equal chosen and rejected answers", "Remove the pair.",
+            "equal_answers",
+            where,
+            "has equal chosen and rejected answers",
+            "Remove the pair.",
         )
     has_messages = not is_text or isinstance(prompt, list)
     require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
@@ -77,10 +81,12 @@ def pair_of(
         if turns and all(map(is_empty, turns)):
             return None
     sides = [with_context([*before, *answer], example, where) for answer in answers]
-    return Pair(*(
-        tokens_of(side, tokenizer, where, first=len(side.messages) - len(answer))
-        for side, answer in zip(sides, answers, strict=True)
-    ))
+    return Pair(
+        *(
+            tokens_of(side, tokenizer, where, first=len(side.messages) - len(answer))
+            for side, answer in zip(sides, answers, strict=True)
+        )
+    )
 
 
 def _split(
@@ -94,21 +100,26 @@ def _split(
     else:
         count = _num_alike(*answers)
         before, answers = answers[0][:count], [answer[count:] for answer in answers]
-        if not count and isinstance(prompt, str) and all(
-            answer[0]["role"] == ASSISTANT for answer in answers
+        if (
+            not count
+            and isinstance(prompt, str)
+            and all(answer[0]["role"] == ASSISTANT for answer in answers)
         ):
             before = [{"role": USER, "content": prompt}]
         elif prompt and prompt.strip() not in [
             text_of(message.get("content")).strip() for message in before
         ]:
             raise BadExample(
-                "unknown_key", where, "has a prompt that would be ignored, because it is not one "
+                "unknown_key",
+                where,
+                "has a prompt that would be ignored, because it is not one "
                 "of the messages that chosen and rejected start with",
                 "Remove it, or add it to the start of both answers.",
             )
     if not before:
         raise BadExample(
-            "missing_key", where,
+            "missing_key",
+            where,
             "has no prompt, and its chosen and rejected conversations start with different "
             "messages",
             "Add a prompt, or start both conversations with the messages of the prompt.",
@@ -142,8 +153,11 @@ def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
     ended = tokenizer.with_end(started)
     # A token that spans both is part of the answer. Otherwise, the start of the answer would not be
     # trained on.
-    is_answer = np.concatenate([
-        np.zeros(len(started) - len(ids), bool), offsets[:, 1] > len(prompt),
-        np.ones(len(ended) - len(started), bool),
-    ])
+    is_answer = np.concatenate(
+        [
+            np.zeros(len(started) - len(ids), bool),
+            offsets[:, 1] > len(prompt),
+            np.ones(len(ended) - len(started), bool),
+        ]
+    )
     return Tokens(ended, is_answer)

@@ -73,7 +73,9 @@ class PreferenceData(DocumentPipeline):
         self.require_at_least(0, "heldout_percent")
         require_choice("PreferenceData.split", self.split, SPLITS)
         require(
-            isinstance(self.files, str | Source | None), "PreferenceData.files", self.files,
+            isinstance(self.files, str | Source | None),
+            "PreferenceData.files",
+            self.files,
             "globs of files, a source of examples, or None",
         )
         if self.skip and isinstance(self.files, Source):
@@ -109,7 +111,10 @@ class PreferenceData(DocumentPipeline):
         elif isinstance(source, str):
             source = JsonLines(source, skip=tuple(self.skip))
         return Documents(
-            source, "preference", tokenizer=self.tokenizer, ignored_keys=ignored_keys,
+            source,
+            "preference",
+            tokenizer=self.tokenizer,
+            ignored_keys=ignored_keys,
             heldout_percent=self.heldout_percent,
         )
 
@@ -130,7 +135,9 @@ class PreferenceData(DocumentPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         shape = (self.batch_size, 2, self.seq_len)
         return spec_of(
-            ids=(shape, np.int32), labels=(shape, np.int32), answers=(shape, np.float32),
+            ids=(shape, np.int32),
+            labels=(shape, np.int32),
+            answers=(shape, np.float32),
             weights=((self.batch_size,), np.float32),
         )
 
@@ -138,8 +145,10 @@ class PreferenceData(DocumentPipeline):
         count = rows.stop - rows.start
         shape = (count, 2, self.seq_len)
         batch = {
-            "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
-            "answers": np.zeros(shape, np.float32), "weights": np.zeros(count, np.float32),
+            "ids": np.zeros(shape, np.int32),
+            "labels": np.zeros(shape, np.int32),
+            "answers": np.zeros(shape, np.float32),
+            "weights": np.zeros(count, np.float32),
         }
         for row, number in enumerate(self.example_indices(index, rows)):
             batch["weights"][row] = 1.0
@@ -173,8 +182,12 @@ def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
     for name, text in language_reference():
         paragraphs = [" ".join(word.split()) for word in text.decode().split("\n\n")]
         answer = next(
-            (text for text in paragraphs
-             if text[:1].isalpha() and text.endswith(".") and len(text) < 400), None,
+            (
+                text
+                for text in paragraphs
+                if text[:1].isalpha() and text.endswith(".") and len(text) < 400
+            ),
+            None,
         )
         if answer is None:
             continue
@@ -184,7 +197,8 @@ def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
                 {"role": ASSISTANT, "content": text} for text in (answer, previous_answer)
             )
             yield {
-                "messages": [question, right], "chosen": [question, right],
+                "messages": [question, right],
+                "chosen": [question, right],
                 "rejected": [question, wrong],
             }
         previous_answer = answer

@@ -50,7 +50,9 @@ class TextPrompts(IndexedPipeline):
         self.require_at_least(self.min_prompt_bytes, "max_prompt_bytes")
         num_documents = len(self._long_documents)
         require(
-            self.num_prompts <= num_documents, "TextPrompts.num_prompts", self.num_prompts,
+            self.num_prompts <= num_documents,
+            "TextPrompts.num_prompts",
+            self.num_prompts,
             f"at most {num_documents}, the number of documents in the {self.split!r} split with "
             f"more than {self.min_prompt_bytes} bytes",
             "Lower num_prompts or min_prompt_bytes, or add text.",
@@ -63,7 +65,8 @@ class TextPrompts(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         rows = (self.batch_size,)
         return spec_of(
-            ids=((*rows, self._width), np.int32), prefix_lengths=(rows, np.int32),
+            ids=((*rows, self._width), np.int32),
+            prefix_lengths=(rows, np.int32),
             weights=(rows, np.float32),
         )
 
@@ -80,8 +83,13 @@ class TextPrompts(IndexedPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         return self.settings_fingerprint(
-            "corpus", "split", "batch_size", "num_prompts", "min_prompt_bytes",
-            "max_prompt_bytes", "seed",
+            "corpus",
+            "split",
+            "batch_size",
+            "num_prompts",
+            "min_prompt_bytes",
+            "max_prompt_bytes",
+            "seed",
         )
 
     @property
@@ -106,7 +114,8 @@ class TextPrompts(IndexedPipeline):
         prompts = []
         for text, bits in zip(
             [self._long_documents[i] for i in chosen],
-            random_bits(self.seed, 0, len(chosen), purpose=1).tolist(), strict=True,
+            random_bits(self.seed, 0, len(chosen), purpose=1).tolist(),
+            strict=True,
         ):
             # At least one byte of the document remains.
             longest = min(self.max_prompt_bytes, len(text) - 1)

@@ -12,7 +12,11 @@ _MAX = 2**31 - 1
 
 
 def token_ids(
-    given: Any, what: str, size: int | None = None, *, ndim: int = 2,
+    given: Any,
+    what: str,
+    size: int | None = None,
+    *,
+    ndim: int = 2,
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
     """Validates token ids or positions, and returns them as an int32 array.
@@ -31,9 +35,7 @@ def token_ids(
     x = np.asarray(given)
     if x.ndim != ndim or not x.size or x.dtype.kind not in "iu":
         rank = ", ".join("BTDE"[:ndim] if ndim > 1 else "T")
-        raise ConfigError(
-            f"{what} is {x.dtype}{list(x.shape)}; expected a nonempty int[{rank}]."
-        )
+        raise ConfigError(f"{what} is {x.dtype}{list(x.shape)}; expected a nonempty int[{rank}].")
     largest = _MAX if size is None else size - 1
     is_wrong = (x < 0) | (x > largest)
     if counts is not None:

@@ -29,7 +29,10 @@ CHAT = chatml(BEGIN_TURN, END_TURN)
 
 
 def train(
-    files: str, directory: Path, vocab_size: int, special_tokens: Sequence[str] = (),
+    files: str,
+    directory: Path,
+    vocab_size: int,
+    special_tokens: Sequence[str] = (),
     chat_template: str = CHAT,
 ) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer and writes it to a directory.
@@ -57,7 +60,9 @@ def train(
         special.append(token)
     least = 256 + len(special)
     require(
-        vocab_size >= least, "--vocab-size", vocab_size,
+        vocab_size >= least,
+        "--vocab-size",
+        vocab_size,
         f"at least {least}, for 256 bytes and {len(special)} special tokens",
     )
     paths = matching_files(files)
@@ -91,13 +96,17 @@ def _train(
     library = optional_module("tokenizers", "Training a tokenizer")
     decoders, pre_tokenizers = library.decoders, library.pre_tokenizers
     result = library.Tokenizer(library.models.BPE())
-    result.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(library.Regex(PIECES), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    result.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(library.Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     result.decoder = decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=sys.stderr.isatty(),
+        vocab_size=vocab_size,
+        special_tokens=special,
+        show_progress=sys.stderr.isatty(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
 
@@ -109,8 +118,11 @@ def _train(
 
     result.train_from_iterator(texts(), trainer)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END,
-        "clean_up_tokenization_spaces": False, "additional_special_tokens": special[1:],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "clean_up_tokenization_spaces": False,
+        "additional_special_tokens": special[1:],
         "model_max_length": 10**9,
     }
     (target / TOKENIZER_JSON).write_text(result.to_str(pretty=True), "utf-8")

@@ -80,9 +80,7 @@ def _message(value: Message, name: str) -> Message:
         calls = _of_json(calls, f"tool_calls of {name}")
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise RefusedConversation(f"tool_calls of {name} is not a list of objects.")
-        result["tool_calls"] = [
-            _call(call, f"tool_calls of {name}") for call in calls
-        ]
+        result["tool_calls"] = [_call(call, f"tool_calls of {name}") for call in calls]
     if isinstance(result.get("function_call"), dict):
         result["function_call"] = _call(result["function_call"], f"function_call of {name}")
     reasoning = next((result[key] for key in REASONING if key in result), None)
@@ -193,7 +191,8 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
     return [
         {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
-        if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list) else message
+        if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list)
+        else message
         for message in messages
     ]
 

@@ -79,7 +79,9 @@ class ChatTemplate:
         return self.tool_use if self.tool_use and variables.get("tools") else self
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
         """Formats a conversation as text.
@@ -107,7 +109,9 @@ class ChatTemplate:
         return result
 
     def checked(
-        self, messages: Sequence[Message], variables: Mapping[str, Any],
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
         rendered: Callable[[Sequence[Message]], Rendered],
     ) -> Rendered:
         """Renders messages, and checks that the template does not ignore any part of them.
@@ -214,7 +218,9 @@ class ChatTemplate:
         return "generation" in self.source and self._marks
 
     def render_data(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
         """Renders training data: like `render`, but with a fixed date, for reproducible data."""
@@ -284,9 +290,7 @@ class ChatTemplate:
 _marked_name = "_marked"
 # A template may insert the current date. Training data must not depend on the day on which it is
 # generated, so the date is fixed to the default date of Llama 3.1's template.
-_OF_DATA = {
-    "strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)
-}
+_OF_DATA = {"strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)}
 
 
 @functools.cache
@@ -324,8 +328,11 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

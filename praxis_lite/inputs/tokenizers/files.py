@@ -10,19 +10,33 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 TEMPLATE, GENERATION_CONFIG, CONFIG = (
-    "chat_template.jinja", "generation_config.json", "config.json"
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
 )
 # In transformers, a subdirectory of additional named templates, such as tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
 # Vocabulary files of the libraries and algorithms tokenizers, SentencePiece, BPE, WordPiece and
 # tiktoken.
 _VOCABULARIES = (
-    TOKENIZER_JSON, "*.model", "*.spm", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken"
+    TOKENIZER_JSON,
+    "*.model",
+    "*.spm",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
 )
 # All files that a tokenizer may consist of, except config.json, which belongs to the model.
 _PATTERNS = (
-    *_VOCABULARIES, "merges.txt", TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE,
-    f"{TEMPLATES}/*.jinja", GENERATION_CONFIG,
+    *_VOCABULARIES,
+    "merges.txt",
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS,
+    ADDED_TOKENS,
+    TEMPLATE,
+    f"{TEMPLATES}/*.jinja",
+    GENERATION_CONFIG,
 )
 
 
@@ -88,7 +102,8 @@ def special_tokens(directory: Path) -> dict[str, str]:
     fields = read_fields(directory / TOKENIZER_CONFIG)
     tokens = {
         role: value.get("content") if isinstance(value, dict) else value
-        for role, value in fields.items() if role.endswith("_token")
+        for role, value in fields.items()
+        if role.endswith("_token")
     }
     return {role: text for role, text in tokens.items() if isinstance(text, str)}
 

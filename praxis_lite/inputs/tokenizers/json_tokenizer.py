@@ -46,16 +46,12 @@ class JsonTokenizer(Tokenizer):
         tokenizer does not add a BOS token.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, documents_start_with_eos: bool = False
-    ):
+    def __init__(self, path: str | os.PathLike[str], *, documents_start_with_eos: bool = False):
         self.path = Path(os.path.expanduser(os.fspath(path)))
         self.documents_start_with_eos = documents_start_with_eos
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        encoding = self._tokenizer.encode(
-            checked_text(text), add_special_tokens=add_special_tokens
-        )
+        encoding = self._tokenizer.encode(checked_text(text), add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +171,10 @@ class JsonTokenizer(Tokenizer):
     @functools.cached_property
     def _sha256(self) -> str:
         settings = [
-            self.roles, self.eos_ids, self.document_start, self._tokenizer.encode_special_tokens
+            self.roles,
+            self.eos_ids,
+            self.document_start,
+            self._tokenizer.encode_special_tokens,
         ]
         digest = hashlib.sha256((self.directory / TOKENIZER_JSON).read_bytes())
         digest.update(json.dumps(settings, sort_keys=True).encode())

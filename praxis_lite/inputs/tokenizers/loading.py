@@ -44,7 +44,9 @@ def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
     if isinstance(given, str | os.PathLike):
         return load_tokenizer(given)
     require(
-        isinstance(given, Tokenizer), "The tokenizer", given,
+        isinstance(given, Tokenizer),
+        "The tokenizer",
+        given,
         "a Tokenizer, the directory of a tokenizer, or None for bytes",
         "Custom tokenizers must be subclasses of praxis_lite.inputs.tokenizers.Tokenizer.",
     )

@@ -99,9 +99,14 @@ def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
     if "added_tokens_decoder" in fields:
         for number, token in fields["added_tokens_decoder"].items():
             known = added.get(int(number))
-            if known is None or known.content != token["content"] or any(
-                getattr(known, name) != value for name, value in token.items()
-                if name in ("special", "lstrip", "rstrip", "single_word", "normalized")
+            if (
+                known is None
+                or known.content != token["content"]
+                or any(
+                    getattr(known, name) != value
+                    for name, value in token.items()
+                    if name in ("special", "lstrip", "rstrip", "single_word", "normalized")
+                )
             ):
                 return False
     elif (directory / ADDED_TOKENS).exists():
@@ -169,7 +174,9 @@ def write_normalized(source: Path, target: Path) -> None:
     _mark_special(target / TOKENIZER_JSON, tokenizer)
     written = read_fields(target / TOKENIZER_CONFIG)
     fields = {
-        _MARK: _VERSION, "tokenizer_class": _PLAIN[0], **tokenizer.special_tokens_map,
+        _MARK: _VERSION,
+        "tokenizer_class": _PLAIN[0],
+        **tokenizer.special_tokens_map,
         "additional_special_tokens": [str(token) for token in tokenizer.extra_special_tokens],
     }
     kept = ("model_max_length", "clean_up_tokenization_spaces", "split_special_tokens")

@@ -28,7 +28,9 @@ class StreamingDecoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = False,
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = False,
         prompt_ids: Iterable[int] = (),
     ):
         self._tokenizer, self._skips = tokenizer, skip_special_tokens

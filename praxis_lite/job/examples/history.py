@@ -154,8 +154,12 @@ def history_of(record: Record, saved_step: int | None) -> History:
     num_computed = sum(ends[number] - starts[0].step for number, starts in groups.items())
     num_valid = sum(segment.last_step - segment.first_step + 1 for segment in segments)
     return History(
-        segments, faults[:_MAX_FAULTS], notes, len(groups),
-        len({starts[0].launch for starts in groups.values()}), max(0, num_computed - num_valid),
+        segments,
+        faults[:_MAX_FAULTS],
+        notes,
+        len(groups),
+        len({starts[0].launch for starts in groups.values()}),
+        max(0, num_computed - num_valid),
     )
 
 
@@ -266,9 +270,7 @@ def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]
     """Appends errors between segments: missing steps, and skipped or repeated batches."""
     last = segments[-1].last_step if segments else 0
     if last < saved_step:
-        faults.append(
-            f"steps {last + 1} to {saved_step}, which is saved, are not on record"
-        )
+        faults.append(f"steps {last + 1} to {saved_step}, which is saved, are not on record")
     if not segments:
         return
     first = segments[0].starts[0]

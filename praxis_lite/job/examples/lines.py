@@ -123,7 +123,9 @@ def next_start(folder: Path) -> int:
       ConfigError: A file cannot be read.
     """
     lines = [
-        line for path in folder.glob("*.jsonl") for text in lines_of(path, _TAIL_BYTES)
+        line
+        for path in folder.glob("*.jsonl")
+        for text in lines_of(path, _TAIL_BYTES)
         if (line := _parse_line(text)) is not None
     ]
     return 1 + max((line.start for line in lines), default=0)

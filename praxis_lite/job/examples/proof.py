@@ -71,7 +71,8 @@ def faults_of_data(
 def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
     """Yields the digests of all rows of each step's batch, in the order of the steps."""
     indices = [
-        segment.batch_of(step) for segment in history.segments
+        segment.batch_of(step)
+        for segment in history.segments
         for step in range(segment.first_step, segment.last_step + 1)
     ]
     batches, next_index = iter(()), -1  # `next_index` is the index of the next batch.

@@ -17,6 +17,14 @@ from praxis_lite.job.processes.coordination import (
 from praxis_lite.job.processes.membership import membership
 
 __all__ = (
-    "client", "count", "count_on_this_host", "exchange", "host", "index", "is_first",
-    "exchange_host_names", "membership", "name",
+    "client",
+    "count",
+    "count_on_this_host",
+    "exchange",
+    "host",
+    "index",
+    "is_first",
+    "exchange_host_names",
+    "membership",
+    "name",
 )

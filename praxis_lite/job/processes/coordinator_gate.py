@@ -67,15 +67,23 @@ class Gate:
         path = f"{folder}/socket"
         self.service = f"unix:{path}"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
         )
         file = key if isinstance(key, Path) else None
         if file is not None:
             key = secrets.token_bytes(32) if is_first else b""
         settings = {
-            "address": address, "path": path, "is_first": is_first, "key": key.hex(),
-            "file": None if file is None else os.fspath(file), "num_processes": num_processes,
+            "address": address,
+            "path": path,
+            "is_first": is_first,
+            "key": key.hex(),
+            "file": None if file is None else os.fspath(file),
+            "num_processes": num_processes,
         }
         self._process.stdin.write(json.dumps(settings) + "\n")
         self._process.stdin.flush()
@@ -206,7 +214,10 @@ class _Program:
             return None
 
     async def _authenticate(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes,
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        key: bytes,
         roles: tuple[bytes, bytes],
     ) -> None:
         """Proves to the other side that this side has the key, and checks the other side's proof.
@@ -231,8 +242,10 @@ class _Program:
 
 
 async def _relay(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-    other_reader: asyncio.StreamReader, other_writer: asyncio.StreamWriter,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    other_reader: asyncio.StreamReader,
+    other_writer: asyncio.StreamWriter,
 ) -> bool:
     """Copies bytes in both directions until one side closes its connection.
 

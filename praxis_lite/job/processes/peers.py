@@ -67,6 +67,7 @@ def end_with_connection() -> None:
 
     JAX would detect this later, and abort this process without identifying the failed host.
     """
+
     def wait() -> None:
         wait_until_lost()
         if (membership := processes.membership()) is not None:
@@ -79,7 +80,7 @@ def end_with_connection() -> None:
 
 
 def _end_because_of_first(
-    reason: str = "is gone: it was killed, or its host or network failed"
+    reason: str = "is gone: it was killed, or its host or network failed",
 ) -> NoReturn:
     message = f"error: {processes.name(0)} {reason}; so process {processes.index()} ends too\n"
     os.write(2, message.encode(errors="replace"))
@@ -247,9 +248,7 @@ def _send_heartbeats() -> None:
     process, is_first = processes.index(), processes.is_first()
     while not _has_succeeded.wait(BEAT_SECONDS):
         try:
-            client.key_value_set(
-                f"{_BEATS_KEY}/{process}", beats.next_beat(), allow_overwrite=True
-            )
+            client.key_value_set(f"{_BEATS_KEY}/{process}", beats.next_beat(), allow_overwrite=True)
             beats.receive(_newest_beats(client, process))
             stuck = beats.check(client)
         except RuntimeError:

@@ -102,9 +102,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         if threading.current_thread() is threading.main_thread():
-            self._wakeup_fd = signal.set_wakeup_fd(
-                self._write.fileno(), warn_on_full_buffer=False
-            )
+            self._wakeup_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
             for signum in _stop_signals:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._handlers[signum] = signal.signal(signum, self._handle)

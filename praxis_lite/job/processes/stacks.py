@@ -110,7 +110,9 @@ class _Event(ctypes.Structure):
     """The C struct `sigevent` of Linux."""
 
     _fields_ = (
-        ("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
         ("_", ctypes.c_byte * 48),
     )
 
@@ -118,6 +120,4 @@ class _Event(ctypes.Structure):
 class _Timer(ctypes.Structure):
     """The C struct `itimerspec`: the interval, and the time until the timer fires."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_long) for name in ("every", "every_ns", "after", "after_ns")
-    )
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "after", "after_ns"))

@@ -97,8 +97,10 @@ def connect_member(membership: Membership, start_seconds: int) -> None:
     # act.
     jax.config.update("jax_enable_recoverability", True)
     settings = {
-        "coordinator_address": membership.coordinator, "num_processes": len(membership.members),
-        "process_id": membership.index, "cluster_detection_method": "deactivate",
+        "coordinator_address": membership.coordinator,
+        "num_processes": len(membership.members),
+        "process_id": membership.index,
+        "cluster_detection_method": "deactivate",
     }
     try:
         _connect(settings, start_seconds, membership.key, lost_status=membership.lost_status)
@@ -111,7 +113,9 @@ def connect_member(membership: Membership, start_seconds: int) -> None:
 
 
 def process_numbers(
-    coordinator: str | None, num_processes: int | None, process_id: int | None,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[int, int]:
     """Returns (process_id, num_processes) of this process of an elastic job.
@@ -124,8 +128,10 @@ def process_numbers(
     if process_id is None and "JOB_COMPLETION_INDEX" in environment:
         process_id = int(environment["JOB_COMPLETION_INDEX"])
     require(
-        num_processes is not None and process_id is not None, "--elastic",
-        f"process {process_id} of {num_processes}", "both numbers",
+        num_processes is not None and process_id is not None,
+        "--elastic",
+        f"process {process_id} of {num_processes}",
+        "both numbers",
         "Add --num_processes=N and --process_id=K, counted from 0, on each host. SLURM and Open "
         "MPI set both numbers, and a Kubernetes job sets --process_id.",
     )
@@ -162,8 +168,10 @@ def find_others(
         if num_processes == 1:
             return None, ""
         settings = {
-            "coordinator_address": coordinator, "num_processes": num_processes,
-            "process_id": process_id, "cluster_detection_method": "deactivate",
+            "coordinator_address": coordinator,
+            "num_processes": num_processes,
+            "process_id": process_id,
+            "cluster_detection_method": "deactivate",
         }
         return settings, f"--coordinator={coordinator}"
     if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
@@ -202,8 +210,12 @@ def _is_tpu(environment: Mapping[str, str]) -> bool:
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
         # On a TPU VM outside Kubernetes, let JAX query the metadata server, even for a single host.
-        or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
-            and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
+        or (
+            "TPU_WORKER_HOSTNAMES" not in environment
+            and environment.get("JAX_PLATFORMS") != "cpu"
+            and os.path.exists("/dev/accel0")
+            and find_spec("libtpu") is not None
+        )
     )
 
 
@@ -211,7 +223,8 @@ def _check_flags(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
     flags = {
-        "--coordinator=HOST:PORT": coordinator, "--num_processes=N": num_processes,
+        "--coordinator=HOST:PORT": coordinator,
+        "--num_processes=N": num_processes,
         "--process_id=K": process_id,
     }
     missing = [flag for flag, value in flags.items() if value is None]
@@ -223,13 +236,17 @@ def _check_flags(
         )
     host, _, port = coordinator.rpartition(":")
     require(
-        bool(host) and port.isdecimal() and 0 < int(port) < 2**16, "--coordinator", coordinator,
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+        "--coordinator",
+        coordinator,
         "HOST:PORT, with the host of the first process and a free port from 1 to 65535 there, such "
         "as 10.0.0.1:12345",
     )
     require(num_processes >= 1, "--num_processes", num_processes, "1 or more")
     require(
-        0 <= process_id < num_processes, "--process_id", process_id,
+        0 <= process_id < num_processes,
+        "--process_id",
+        process_id,
         f"a number from 0 to {num_processes - 1}, different in each of the {num_processes} "
         "processes",
     )
@@ -248,8 +265,10 @@ def _with_detected(settings: Mapping[str, Any], seconds: int) -> Mapping[str, An
     except (RuntimeError, ValueError, OSError) as error:
         raise _connection_error(error) from error
     return {
-        "coordinator_address": coordinator, "num_processes": num_processes,
-        "process_id": process_id, "cluster_detection_method": "deactivate",
+        "coordinator_address": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+        "cluster_detection_method": "deactivate",
         **({} if "JAX_LOCAL_DEVICE_IDS" in os.environ else {"local_device_ids": devices}),
     }
 
@@ -301,14 +320,17 @@ def _connect(
 
     def end_after_timeout() -> None:
         if not is_connected.wait(seconds):
-            os.write(2, (
-                f"error: not all processes of the job have connected within {seconds} s; so "
-                f"process {settings['process_id']} ends. Check which process did not start, or "
-                "cannot reach the host and port of the first one. All need the same "
-                "--num_processes, a different --process_id, and the same --job_log_dir on a file "
-                "system that all hosts share. If they start at different times, add "
-                "--start_seconds=600 to all of them.\n"
-            ).encode())
+            os.write(
+                2,
+                (
+                    f"error: not all processes of the job have connected within {seconds} s; so "
+                    f"process {settings['process_id']} ends. Check which process did not start, or "
+                    "cannot reach the host and port of the first one. All need the same "
+                    "--num_processes, a different --process_id, and the same --job_log_dir on a "
+                    "file system that all hosts share. If they start at different times, add "
+                    "--start_seconds=600 to all of them.\n"
+                ).encode(),
+            )
             # With status 1, a cluster retries. This may help if a missing process starts later.
             os._exit(1 if lost_status == 2 else lost_status)
 
@@ -316,7 +338,8 @@ def _connect(
     try:
         # JAX's timeout is longer, because JAX aborts the process without a helpful message.
         jax.distributed.initialize(
-            **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
+            **{**settings, **_addresses(settings, key)},
+            initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError, OSError) as error:
@@ -356,7 +379,8 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
         )
         reach = bind = gate.service
     return {
-        "coordinator_address": reach, **({"coordinator_bind_address": bind} if is_first else {})
+        "coordinator_address": reach,
+        **({"coordinator_bind_address": bind} if is_first else {}),
     }
 
 

@@ -67,7 +67,10 @@ class StopConsensus:
         self.save_is_due, self._has_saved = False, True
 
     def should_stop(
-        self, stop_requested: bool, save_is_due: bool = False, profile_steps: int = 0,
+        self,
+        stop_requested: bool,
+        save_is_due: bool = False,
+        profile_steps: int = 0,
         end_is_due: bool = False,
     ) -> bool:
         """Combines the requests of all processes.
@@ -139,5 +142,7 @@ class SlowHosts:
                 _log.warning(
                     "slow: %s takes %.2f s per step for host work, such as reading data; the "
                     "median is %.2f s, and all processes wait for it",
-                    processes.name(process), own, median,
+                    processes.name(process),
+                    own,
+                    median,
                 )

@@ -77,8 +77,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
-        """Returns whether there was no progress for `seconds`, except during compilation or saves.
-        """
+        """Returns whether nothing progressed for `seconds`, except in compilation or saves."""
         if self._seconds is None or self._doing in (COMPILING, SAVING) or self._is_saving():
             return False
         return time.monotonic() - self.last_sign > self._seconds

@@ -108,7 +108,8 @@ class DotProductAttention(AttentionHeads):
     cache_skips_padding = True
 
     preset_settings = {
-        "tensor_parallel": "attention_collectives", "context_parallel": "attention_context",
+        "tensor_parallel": "attention_collectives",
+        "context_parallel": "attention_context",
     }
 
     @inherit_params(AttentionHeads)
@@ -151,7 +152,9 @@ class DotProductAttention(AttentionHeads):
             )
         super().__init__(input_dim, num_heads, **settings)
         check_tensor_parallel(
-            self, tensor_parallel, {
+            self,
+            tensor_parallel,
+            {
                 "atten_dropout_prob": atten_dropout_prob > 0.0,
                 "ln_over_heads": self.layer_norm_q is not None and self.ln_over_heads,
                 "relative_bias_tpl": self.relative_bias is not None,
@@ -186,9 +189,11 @@ class DotProductAttention(AttentionHeads):
         self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
         self.atten_dropout = dropout_tpl(atten_dropout_prob)
         check_context_parallel(
-            self, context_parallel, atten_kernel, {
-                name: uses[name] for name in ("atten_dropout_prob", "relative_bias_tpl")
-            } | {"tensor_parallel": tensor_parallel is not None},
+            self,
+            context_parallel,
+            atten_kernel,
+            {name: uses[name] for name in ("atten_dropout_prob", "relative_bias_tpl")}
+            | {"tensor_parallel": tensor_parallel is not None},
         )
         self.context_parallel = context_parallel
 
@@ -243,24 +248,35 @@ class DotProductAttention(AttentionHeads):
         """
         check_call(self, inputs, encoded, cache, atten_mask, segment_ids)
         rows = {
-            "encoded": encoded, "positions": positions, "segment_ids": segment_ids,
-            "paddings": paddings, "atten_mask": atten_mask, "encoded_paddings": encoded_paddings,
-            "encoded_segment_ids": encoded_segment_ids, "encoded_positions": encoded_positions,
+            "encoded": encoded,
+            "positions": positions,
+            "segment_ids": segment_ids,
+            "paddings": paddings,
+            "atten_mask": atten_mask,
+            "encoded_paddings": encoded_paddings,
+            "encoded_segment_ids": encoded_segment_ids,
+            "encoded_positions": encoded_positions,
         }
         axis = tensor_parallel_axis(self, self.features_split) if cache is None else None
         if axis is None:
             outputs, cache = self._attend(inputs, rows, key, cache)
         else:
             sharded = ShardedLayer(
-                self, lambda layer, x, rows: layer._attend(x, rows)[0],
+                self,
+                lambda layer, x, rows: layer._attend(x, rows)[0],
                 self.output_split_dims_mapping,
-                reads_sequences=True, output="post", prepared=self._heads_for,
+                reads_sequences=True,
+                output="post",
+                prepared=self._heads_for,
             )
             outputs = run_tensor_parallel(sharded, axis, inputs, rows)
         return named(outputs, "out_proj"), cache
 
     def _attend(
-        self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
+        self,
+        inputs: jax.Array,
+        rows: Mapping[str, jax.Array | None],
+        key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs and cache; with a shard of the heads, the outputs are a partial sum.
@@ -310,7 +326,12 @@ class DotProductAttention(AttentionHeads):
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(
-            self.atten_kernel, q_BTNK, k_BSGK, v_BSGK, mask, self.logit_options,
+            self.atten_kernel,
+            q_BTNK,
+            k_BSGK,
+            v_BSGK,
+            mask,
+            self.logit_options,
             has_cache=cache is not None,
             bias=bias,
             atten_mask=atten_mask,

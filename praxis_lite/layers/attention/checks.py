@@ -30,8 +30,12 @@ class HeadSizes(NamedTuple):
 
 
 def head_sizes(
-    layer: object, input_dim: int | Mapping[str, int], hidden_dim: int | None, num_heads: int,
-    dim_per_head: int | None, num_kv_heads: int | None,
+    layer: object,
+    input_dim: int | Mapping[str, int],
+    hidden_dim: int | None,
+    num_heads: int,
+    dim_per_head: int | None,
+    num_kv_heads: int | None,
 ) -> HeadSizes:
     """Returns the head sizes of `layer`; see DotProductAttention for the other arguments.
 
@@ -84,7 +88,10 @@ def require_one_source(layer: object, is_one: bool) -> None:
 
 
 def check_contexts(
-    layer: object, is_causal: bool, is_cross_attention: bool, window: int | None,
+    layer: object,
+    is_causal: bool,
+    is_cross_attention: bool,
+    window: int | None,
     right_context: int | None,
 ) -> None:
     """Checks the settings that limit how far a token attends to the left and right.
@@ -101,8 +108,10 @@ def check_contexts(
             "combined with is_cross_attention=True. Omit them."
         )
     require(
-        right_context is None or (right_context >= 0 and not is_causal), f"{name}.right_context",
-        right_context, "a non-negative integer, and is_causal=False",
+        right_context is None or (right_context >= 0 and not is_causal),
+        f"{name}.right_context",
+        right_context,
+        "a non-negative integer, and is_causal=False",
     )
 
 
@@ -121,8 +130,12 @@ def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None
 
 
 def check_call(
-    layer: Any, inputs: jax.Array, encoded: jax.Array | None, cache: Any,
-    atten_mask: jax.Array | None, segment_ids: jax.Array | None,
+    layer: Any,
+    inputs: jax.Array,
+    encoded: jax.Array | None,
+    cache: Any,
+    atten_mask: jax.Array | None,
+    segment_ids: jax.Array | None,
 ) -> None:
     """Checks that a call has keys to attend to, and a valid cache and mask.
 

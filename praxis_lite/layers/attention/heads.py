@@ -130,7 +130,10 @@ class AttentionHeads(BaseLayer):
             self.kv_split_dims_mapping = kv_split
 
     def _project(
-        self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None,
+        positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
         """Projects inputs to queries, and `encoded` to keys and values (None if it is None)."""

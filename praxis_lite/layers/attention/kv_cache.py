@@ -105,9 +105,7 @@ def laid_out(cache: Cache, split: SplitDims) -> Cache:
     return {name: constrain(x, splits.get(name, split)) for name, x in cache.items()}
 
 
-def append(
-    cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = None
-) -> Cache:
+def append(cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = None) -> Cache:
     """Writes T new entries [B, ..., T, K] to the cache, starting at each row's first position.
 
     Args:
@@ -135,15 +133,15 @@ def written(
         return jax.lax.dynamic_update_slice_in_dim(old, new, start_B[0], axis=old.ndim - 2)
     if new.shape[-2] == 1 and compiled_platform() == "tpu":
         return _scattered(old, new[..., 0, :], start_B, split)
-    write = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
-        old, new, start, axis=old.ndim - 2
-    ))
+    write = jax.vmap(
+        lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
+            old, new, start, axis=old.ndim - 2
+        )
+    )
     return write(old, new, start_B)
 
 
-def _scattered(
-    old: jax.Array, new: jax.Array, place_B: jax.Array, split: SplitDims
-) -> jax.Array:
+def _scattered(old: jax.Array, new: jax.Array, place_B: jax.Array, split: SplitDims) -> jax.Array:
     """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] written at each row's index.
 
     On TPU, slice updates at different indices compile to a loop over the rows, which makes decoding
@@ -160,8 +158,10 @@ def _scattered(
         index = jnp.arange(num_rows).reshape(rows) * length + place
         # Heads first, as in the outputs of the preceding matmuls; other orders add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
-        flat = old.reshape(-1, dims).at[index].set(
-            new.reshape(-1, dims), mode="drop", unique_indices=True
+        flat = (
+            old.reshape(-1, dims)
+            .at[index]
+            .set(new.reshape(-1, dims), mode="drop", unique_indices=True)
         )
         return flat.reshape(old.shape)
 
@@ -218,8 +218,13 @@ class CacheUpdate(NamedTuple):
 
 
 def update_cache(
-    cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
-    split: SplitDims, *, is_cross: bool,
+    cache: Cache,
+    kv: Cache | None,
+    positions: jax.Array,
+    mask: AttentionMask,
+    split: SplitDims,
+    *,
+    is_cross: bool,
 ) -> CacheUpdate:
     """Writes T new tokens to a cache or, in cross-attention, `encoded` if it is passed.
 
@@ -277,7 +282,10 @@ def _update_ring(
     newest = positions[:, -1:]
     kv_positions = newest - (newest - jnp.arange(length, dtype=jnp.int32)[None]) % length
     mask = AttentionMask(
-        mask.left_context, 0, q_index_BT=positions, kv_index_BS=kv_positions,
+        mask.left_context,
+        0,
+        q_index_BT=positions,
+        kv_index_BS=kv_positions,
         kv_visible_BS=kv_positions >= 0,
     )
     return CacheUpdate(updated, by_heads(updated), kv_positions, mask)

@@ -105,8 +105,13 @@ class MultiHeadLatentAttention(BaseLayer):
         del dim_per_head
         L, K, R, V = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         require_positive(
-            self, num_heads=num_heads, kv_lora_rank=L, qk_nope_head_dim=K, qk_rope_head_dim=R,
-            v_head_dim=V, atten_chunk_size=atten_chunk_size,
+            self,
+            num_heads=num_heads,
+            kv_lora_rank=L,
+            qk_nope_head_dim=K,
+            qk_rope_head_dim=R,
+            v_head_dim=V,
+            atten_chunk_size=atten_chunk_size,
         )
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
         D, N, of_head = self.dims(input_dim, num_heads, K)
@@ -182,8 +187,12 @@ class MultiHeadLatentAttention(BaseLayer):
         }
         if cache is None:
             mask = AttentionMask(
-                None, 0, q_segments_BT=segment_ids, kv_segments_BS=segment_ids,
-                kv_visible_BS=not_padding(paddings), is_to_itself=True,
+                None,
+                0,
+                q_segments_BT=segment_ids,
+                kv_segments_BS=segment_ids,
+                kv_visible_BS=not_padding(paddings),
+                is_to_itself=True,
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
@@ -196,9 +205,7 @@ class MultiHeadLatentAttention(BaseLayer):
         outputs = constrain(self.post(encoded_BTNV), self.output_split_dims_mapping)
         return named(outputs, "out_proj"), cache
 
-    def _queries(
-        self, inputs: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _queries(self, inputs: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns scaled queries [B, T, N, K] and rotated, scaled queries [B, T, N, R]."""
         if self.query is not None:
             q = self.query(inputs)
@@ -212,7 +219,11 @@ class MultiHeadLatentAttention(BaseLayer):
         return q[..., :K], self._rotated(q[..., K:], positions)
 
     def _over_heads(
-        self, q_BTNK: jax.Array, q_BTNR: jax.Array, new: Cache, mask: AttentionMask,
+        self,
+        q_BTNK: jax.Array,
+        q_BTNR: jax.Array,
+        new: Cache,
+        mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
         """Returns outputs [B, T, N, V], computed with separate keys and values per head."""
@@ -223,15 +234,21 @@ class MultiHeadLatentAttention(BaseLayer):
         k_BSNR = typed_as(k_BSNR, k_BSNK)
         # Kernels require keys and values of the same size.
         q, k, v = (
-            pad_to(x, max(K + R, V), dim=3) for x in (
-                jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
+            pad_to(x, max(K + R, V), dim=3)
+            for x in (
+                jnp.concatenate([q_BTNK, q_BTNR], -1),
+                jnp.concatenate([k_BSNK, k_BSNR], -1),
                 v_BSNV,
             )
         )
         return self._attend(q, k, v, V, mask, key)
 
     def _over_latents(
-        self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
+        self,
+        q_BTNK: jax.Array,
+        q_BTNR: jax.Array,
+        cache: Cache,
+        mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
         """Returns outputs [B, T, N, V], using the latents as keys and values of all heads."""
@@ -253,13 +270,28 @@ class MultiHeadLatentAttention(BaseLayer):
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, value_dims: int,
-        mask: AttentionMask, key: jax.Array | None, has_cache: bool = False,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        value_dims: int,
+        mask: AttentionMask,
+        key: jax.Array | None,
+        has_cache: bool = False,
     ) -> jax.Array:
         return attend(
-            self.atten_kernel, q, k, v.astype(q.dtype), mask, LogitOptions(), has_cache=has_cache,
-            dropout=self.atten_dropout, key=key, chunk_size=self.atten_chunk_size,
-            split=self.activation_split_dims_mapping, context_parallel=self.context_parallel,
+            self.atten_kernel,
+            q,
+            k,
+            v.astype(q.dtype),
+            mask,
+            LogitOptions(),
+            has_cache=has_cache,
+            dropout=self.atten_dropout,
+            key=key,
+            chunk_size=self.atten_chunk_size,
+            split=self.activation_split_dims_mapping,
+            context_parallel=self.context_parallel,
             value_dims=value_dims,
         )
 

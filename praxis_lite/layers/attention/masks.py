@@ -68,8 +68,7 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` for a block that contains only the queries and keys at these indices.
-        """
+        """Returns `visible` for a block with only the queries and keys at these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
@@ -101,7 +100,8 @@ class AttentionMask:
 
 
 def cross_attention_mask(
-    segment_ids: jax.Array | None, encoded_paddings: jax.Array | None,
+    segment_ids: jax.Array | None,
+    encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
     """Returns a mask that lets queries see the keys of `encoded` in their segment.
@@ -118,7 +118,8 @@ def cross_attention_mask(
         encoded_segment_ids = None
     return AttentionMask(
         q_segments_BT=None if encoded_segment_ids is None else segment_ids,
-        kv_segments_BS=encoded_segment_ids, kv_visible_BS=visible_BS,
+        kv_segments_BS=encoded_segment_ids,
+        kv_visible_BS=visible_BS,
     )
 
 

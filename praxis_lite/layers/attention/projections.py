@@ -16,6 +16,7 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 # D model dims, N heads, K dims per head.
 
+
 class AttentionProjection(Dense):
     """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] in both cases.
 
@@ -68,8 +69,12 @@ class AttentionProjection(Dense):
             self.equation, dims = "...nk,nkd->...d", (N, K, D)
         init = params_init or (EinsumXavier() if explicit_fan_in_fan_out_axes else xavier)
         self.make(
-            *dims, init=init, bias_init=zeros if use_bias else None,
-            merged="nk" if attention_combine_dims else "", in_parts="n", rngs=rngs,
+            *dims,
+            init=init,
+            bias_init=zeros if use_bias else None,
+            merged="nk" if attention_combine_dims else "",
+            in_parts="n",
+            rngs=rngs,
         )
 
 
@@ -102,8 +107,10 @@ class OneHeadedAttentionProjection(Dense):
     ):
         require_positive(self, input_dim=input_dim, output_dim=output_dim)
         self.make(
-            *self.dims(input_dim, output_dim), init=params_init,
-            bias_init=zeros if use_bias else None, rngs=rngs,
+            *self.dims(input_dim, output_dim),
+            init=params_init,
+            bias_init=zeros if use_bias else None,
+            rngs=rngs,
         )
 
     def finished(self, outputs: jax.Array) -> jax.Array:
@@ -142,10 +149,13 @@ class CombinedQKVProjectionLayer(Dense):
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         self.make(
-            3, *self.dims(input_dim, num_heads, dim_per_head),
+            3,
+            *self.dims(input_dim, num_heads, dim_per_head),
             init=EinsumXavier() if explicit_fan_in_fan_out_axes else xavier,
-            bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
-            in_parts="n", rngs=rngs,
+            bias_init=zeros if use_bias else None,
+            merged="nk" if attention_combine_dims else "",
+            in_parts="n",
+            rngs=rngs,
         )
 
     # Other dense layers return one array. `__call__` is inherited from Dense.

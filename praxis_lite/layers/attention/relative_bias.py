@@ -52,18 +52,23 @@ class RelativeBias(BaseLayer):
         )
         max_exact = relative_attention_num_buckets // (4 if bidirectional else 2)
         require(
-            max_exact >= 1, "RelativeBias.relative_attention_num_buckets",
-            relative_attention_num_buckets, f"at least {4 if bidirectional else 2}",
+            max_exact >= 1,
+            "RelativeBias.relative_attention_num_buckets",
+            relative_attention_num_buckets,
+            f"at least {4 if bidirectional else 2}",
         )
         require(
             relative_attention_max_distance > max_exact,
-            "RelativeBias.relative_attention_max_distance", relative_attention_max_distance,
+            "RelativeBias.relative_attention_max_distance",
+            relative_attention_max_distance,
             f"more than the {max_exact} distances that have separate buckets",
         )
         normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
         self.wrb = self.weight(
             self.dims(num_heads, relative_attention_num_buckets),
-            init=xavier if use_xavier_init else normal, matrix=NONE, rngs=rngs,
+            init=xavier if use_xavier_init else normal,
+            matrix=NONE,
+            rngs=rngs,
         )
         self.num_buckets = relative_attention_num_buckets
         self.max_distance = relative_attention_max_distance

@@ -11,9 +11,15 @@ from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalE
 
 # Settings that neither class has in Pax.
 _ABSENT = (
-    "right_context", "internal_gshard_gaussian_init", "combine_qkv", "combined_qkv_proj_tpl",
-    "internal_enable_per_dim_scale", "per_dim_scale_tpl", "scale_logits_by_head_dims",
-    "zero_fully_masked", "ln_tpl",
+    "right_context",
+    "internal_gshard_gaussian_init",
+    "combine_qkv",
+    "combined_qkv_proj_tpl",
+    "internal_enable_per_dim_scale",
+    "per_dim_scale_tpl",
+    "scale_logits_by_head_dims",
+    "zero_fully_masked",
+    "ln_tpl",
 )
 
 
@@ -34,7 +40,10 @@ class MultiQueryDotProductAttention(DotProductAttention):
         **settings: Any,
     ):
         super().__init__(
-            input_dim, num_heads, num_kv_heads=num_kv_heads, internal_enable_per_dim_scale=False,
+            input_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            internal_enable_per_dim_scale=False,
             **settings,
         )
 
@@ -57,9 +66,17 @@ class GroupedQueryAttention(DotProductAttention):
     @inherit_params(
         DotProductAttention,
         but=(
-            *_ABSENT, "hidden_dim", "internal_enable_query_scale", "scale_query_by_dim_per_head",
-            "attention_extra_logit", "use_rotary_position_emb", "output_proj_use_nhd_shape",
-            "proj_tpl", "headless_proj_tpl", "rotary_position_emb_tpl", "relative_bias_tpl",
+            *_ABSENT,
+            "hidden_dim",
+            "internal_enable_query_scale",
+            "scale_query_by_dim_per_head",
+            "attention_extra_logit",
+            "use_rotary_position_emb",
+            "output_proj_use_nhd_shape",
+            "proj_tpl",
+            "headless_proj_tpl",
+            "rotary_position_emb_tpl",
+            "relative_bias_tpl",
             "dropout_tpl",
         ),
     )

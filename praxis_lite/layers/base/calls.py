@@ -92,7 +92,8 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
 
 
 def with_settings(
-    init: Callable[..., None], names: Collection[str],
+    init: Callable[..., None],
+    names: Collection[str],
     take: Callable[[Any, dict[str, Any]], None],
 ) -> Callable[..., None]:
     """Returns a layer's constructor with additional keyword arguments that default to None.
@@ -111,7 +112,8 @@ def with_settings(
         name: inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitSetting
         )
-        for name in names if name not in parameters
+        for name in names
+        if name not in parameters
     }
     at_end = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
     signature = inspect.Signature(
@@ -205,7 +207,8 @@ def require_floating(layer: object, **dtypes: Any) -> None:
     """
     for name, dtype in dtypes.items():
         require(
-            jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
+            jnp.issubdtype(dtype, jnp.floating),
+            f"{type(layer).__name__}.{name}",
             jnp.dtype(dtype).name,
             "a floating-point dtype, such as bfloat16, because other dtypes have no gradient",
             "To multiply in int8, use quantization (docs/training.md).",
@@ -213,8 +216,12 @@ def require_floating(layer: object, **dtypes: Any) -> None:
 
 
 def check_way(
-    layer: object, field: str, setting: str | None, ways: Mapping[str, str],
-    unable: Mapping[str, bool], split: str,
+    layer: object,
+    field: str,
+    setting: str | None,
+    ways: Mapping[str, str],
+    unable: Mapping[str, bool],
+    split: str,
 ) -> None:
     """Checks a setting that selects explicit collectives; None leaves them to the compiler.
 
@@ -242,7 +249,10 @@ def check_way(
 
 
 def with_auto_fallback(
-    method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+    method: Callable[..., Any],
+    layer: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
     """Calls `method`, falling back to Auto axes if JAX cannot type its results.
@@ -276,9 +286,9 @@ def with_auto_fallback(
         own, args, kwargs = jax.tree.unflatten(structure, merged)
         return method(own, *args, **kwargs), assigned_values(own)
 
-    results, values = untyped(function, *arrays, out=lambda tree: jax.tree.map(
-        lambda x: _type_like(x, like), tree
-    ))
+    results, values = untyped(
+        function, *arrays, out=lambda tree: jax.tree.map(lambda x: _type_like(x, like), tree)
+    )
     assign(layer, values)
     return results
 

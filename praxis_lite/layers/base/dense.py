@@ -113,8 +113,13 @@ class Dense(BaseLayer):
     activation_split_dims_mapping: SplitDims = None
 
     def make(
-        self, *dims: int, init: Initializer = xavier, bias_init: Initializer | None = None,
-        merged: str = "", in_parts: str = "", rngs: nnx.Rngs,
+        self,
+        *dims: int,
+        init: Initializer = xavier,
+        bias_init: Initializer | None = None,
+        merged: str = "",
+        in_parts: str = "",
+        rngs: nnx.Rngs,
     ) -> None:
         """Creates `w`, and `b` if `bias_init` is given.
 
@@ -142,7 +147,9 @@ class Dense(BaseLayer):
         if bias_init is not None:
             positions = sorted(outputs.index(group[0]) for group in groups if group[0] in outputs)
             bias_dims = tuple(
-                dim for i in positions for group, dim in dim_of_group.items()
+                dim
+                for i in positions
+                for group, dim in dim_of_group.items()
                 if group[0] == outputs[i]
             )
             self.b = self.weight(bias_dims, init=bias_init, matrix=NONE, rngs=rngs)
@@ -207,4 +214,3 @@ class Dense(BaseLayer):
 def is_dense(layer: Any) -> bool:
     """Returns whether a layer is a Dense layer whose product can be replaced."""
     return isinstance(layer, Dense) and type(layer).__call__ is Dense.__call__
-

@@ -53,7 +53,11 @@ class Dim(int):
     is_explicit: bool
 
     def __new__(
-        cls, size: int, name: str | None = None, split: DimSplit = None, *,
+        cls,
+        size: int,
+        name: str | None = None,
+        split: DimSplit = None,
+        *,
         is_explicit: bool = False,
     ) -> "Dim":
         self = super().__new__(cls, size)

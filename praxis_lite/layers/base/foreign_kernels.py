@@ -32,8 +32,11 @@ def share_of_blocks(share: float) -> contextlib.AbstractContextManager:
 
 
 def without_vma(
-    function: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
-    other_specs: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
+    function: Callable[..., PyTree],
+    specs: tuple[PartitionSpec, ...],
+    other_specs: tuple[PartitionSpec, ...],
+    outs: PyTree,
+    axes: set[str],
 ) -> Callable[..., PyTree]:
     """Maps `function` over `axes` with a `jax.shard_map` that has check_vma=False.
 
@@ -93,6 +96,8 @@ def _typed(trees: PyTree, specs: PyTree) -> PyTree:
     if not explicit:
         return trees
     return jax.tree.map(
-        lambda spec, x: jax.sharding.reshard(x, only_axes(spec, explicit)), specs, trees,
+        lambda spec, x: jax.sharding.reshard(x, only_axes(spec, explicit)),
+        specs,
+        trees,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )

@@ -76,9 +76,7 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
     """
     spatial = "HWD"[: x.ndim - 2]
     settings = {"dimension_numbers": (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"), **settings}
-    convolve: Callable[..., jax.Array] = functools.partial(
-        jax.lax.conv_general_dilated, **settings
-    )
+    convolve: Callable[..., jax.Array] = functools.partial(jax.lax.conv_general_dilated, **settings)
     if not is_typed():
         return convolve(x, w)
     shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w))

@@ -103,14 +103,10 @@ def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
       blocks: Tree of stacked arrays.
       num_dims: Number of stacked dims.
     """
-    return jax.eval_shape(
-        lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks
-    )
+    return jax.eval_shape(lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks)
 
 
-def stacked(
-    module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
-) -> nnx.Module:
+def stacked(module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0) -> nnx.Module:
     """Declares the leading dim that `jax.vmap` added to the arrays of `module`; returns `module`.
 
     Args:
@@ -124,7 +120,8 @@ def stacked(
     for variable in variables(module):
         require(
             stack_split is None or "memory_kind" not in variable.get_metadata(),
-            "Repeat.offload_weights", True,
+            "Repeat.offload_weights",
+            True,
             f"False in a stack that is split over {stack_split!r}, such as a Pipeline",
         )
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())

@@ -77,8 +77,12 @@ def token_stats(
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
     # JAX cannot infer a type for the loop's gradient, which sums over split tokens.
     return untyped(
-        functools.partial(_token_stats, chunks), [x for x, _ in factors], weights, bias_NS,
-        class_ids, out=type_spec(class_ids),
+        functools.partial(_token_stats, chunks),
+        [x for x, _ in factors],
+        weights,
+        bias_NS,
+        class_ids,
+        out=type_spec(class_ids),
     )
 
 
@@ -105,8 +109,7 @@ class _ClassChunks:
         return jnp.arange(-(-self.shard_size // self.chunk_size)) * self.chunk_size
 
     def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
-        """Splits dim V of `x` into N, moved to the front, and S; pads the last shards with zeros.
-        """
+        """Splits dim V of `x` into N, moved to the front, and S; pads the end of V with zeros."""
         x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
         # In front, N (of size 1 on a device) does not change the memory layout; elsewhere XLA would
@@ -266,7 +269,8 @@ def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tupl
     return (
         [jnp.sum(grad, 0).astype(x.dtype) for grad, x in zip(input_grads, inputs, strict=True)],
         [grad.astype(w.dtype) for grad, w in zip(weight_grads, weights, strict=True)],
-        None if bias_NS is None else bias_grad.astype(bias_NS.dtype), None,
+        None if bias_NS is None else bias_grad.astype(bias_NS.dtype),
+        None,
     )
 
 

@@ -69,15 +69,23 @@ class Embedding(BaseLayer):
     def __call__(self, ids: jax.Array) -> jax.Array:
         split = self.activation_split_dims_mapping
         embs = lookup(
-            self.emb_var[...], ids, self.weight_split_dims_mapping, self.lookup_style,
-            self.fprop_dtype, split,
+            self.emb_var[...],
+            ids,
+            self.weight_split_dims_mapping,
+            self.lookup_style,
+            self.fprop_dtype,
+            split,
         )
         return constrain_embeddings(embs * self.scale, split, self.weight_split_dims_mapping)
 
 
 def lookup(
-    table_VD: jax.Array, ids: jax.Array, weight_split_dims_mapping: SplitDims, lookup_style: str,
-    dtype: jnp.dtype, activation_split_dims_mapping: SplitDims,
+    table_VD: jax.Array,
+    ids: jax.Array,
+    weight_split_dims_mapping: SplitDims,
+    lookup_style: str,
+    dtype: jnp.dtype,
+    activation_split_dims_mapping: SplitDims,
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
@@ -122,7 +130,8 @@ def _columns_split(
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
     axes = [
-        axis for entry in to_partition_spec(table_split or (), mesh.axis_names)
+        axis
+        for entry in to_partition_spec(table_split or (), mesh.axis_names)
         for axis in axes_of(entry)
     ]
     split = without_axes(spec, axes)[:-1]

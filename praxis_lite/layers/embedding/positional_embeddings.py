@@ -19,7 +19,9 @@ from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
 def _check_timescales(layer: object, min_timescale: float, max_timescale: float) -> None:
     require(
-        0 < min_timescale <= max_timescale, f"{type(layer).__name__}.min_timescale", min_timescale,
+        0 < min_timescale <= max_timescale,
+        f"{type(layer).__name__}.min_timescale",
+        min_timescale,
         f"a positive number of at most max_timescale {max_timescale}",
     )
 
@@ -90,9 +92,7 @@ class TrainablePositionalEmbedding(Embedding):
 
     splits = splits(weight=(None, "embed"), activation=())
 
-    @inherit_params(
-        Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")
-    )
+    @inherit_params(Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype"))
     def __init__(self, max_seq_length: int, embedding_dims: int, **settings: Any):
         require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
         super().__init__(max_seq_length, embedding_dims, **settings)
@@ -152,14 +152,17 @@ class RotaryPositionalEmbedding(BaseLayer):
         name = type(self).__name__
         if rotary_dims is None:
             require(
-                embedding_dims % 2 == 0, f"{name}.embedding_dims", embedding_dims,
+                embedding_dims % 2 == 0,
+                f"{name}.embedding_dims",
+                embedding_dims,
                 "an even number, because the halves of a head rotate together",
                 "Change dim_per_head, or use learned positions.",
             )
             rotary_dims = embedding_dims
         require(
             rotary_dims % 2 == 0 and 0 < rotary_dims <= embedding_dims,
-            f"{name}.rotary_dims", rotary_dims,
+            f"{name}.rotary_dims",
+            rotary_dims,
             f"an even number up to the {embedding_dims} dims of a head",
         )
         _check_timescales(self, min_timescale, max_timescale)

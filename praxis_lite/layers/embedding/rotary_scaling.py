@@ -52,7 +52,9 @@ class ProportionalRotary(RotaryPositionalEmbedding):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
         require(
-            0.0 < share <= 1.0, "ProportionalRotary.share", share,
+            0.0 < share <= 1.0,
+            "ProportionalRotary.share",
+            share,
             "a number above 0 and at most 1",
         )
         self.factor, self.share = factor, share
@@ -84,9 +86,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
         require_positive(self, original_max_positions=original_max_positions)
-        require(
-            self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "4 or more"
-        )
+        require(self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "4 or more")
         self.factor, self.original_max_positions = factor, original_max_positions
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:
@@ -125,8 +125,10 @@ class Llama3Rotary(RotaryPositionalEmbedding):
         _check_factor(self, factor)
         require_positive(self, original_max_positions=original_max_positions)
         require(
-            0 < low_freq_factor < high_freq_factor, "Llama3Rotary.low_freq_factor",
-            low_freq_factor, f"a number above 0 and below high_freq_factor, {high_freq_factor}",
+            0 < low_freq_factor < high_freq_factor,
+            "Llama3Rotary.low_freq_factor",
+            low_freq_factor,
+            f"a number above 0 and below high_freq_factor, {high_freq_factor}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
@@ -170,7 +172,9 @@ class YarnRotary(RotaryPositionalEmbedding):
         _check_factor(self, factor)
         require_positive(self, original_max_positions=original_max_positions)
         require(
-            0 < beta_slow < beta_fast, "YarnRotary.beta_slow", beta_slow,
+            0 < beta_slow < beta_fast,
+            "YarnRotary.beta_slow",
+            beta_slow,
             f"a number above 0 and below beta_fast, {beta_fast}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
@@ -229,7 +233,9 @@ class LongRope(RotaryPositionalEmbedding):
         require_positive(self, original_max_positions=original_max_positions)
         for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
             require(
-                len(factors) == self.rotary_dims // 2, f"LongRope.{name}", len(factors),
+                len(factors) == self.rotary_dims // 2,
+                f"LongRope.{name}",
+                len(factors),
                 f"a number for each of the {self.rotary_dims // 2} pairs",
             )
         self.short_factor, self.long_factor = tuple(short_factor), tuple(long_factor)

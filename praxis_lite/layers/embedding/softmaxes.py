@@ -82,7 +82,8 @@ class FullSoftmax(BaseLayer):
         require(z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 (none) or more")
         require(
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
-            f"{name}.label_smoothing_prob", label_smoothing_prob,
+            f"{name}.label_smoothing_prob",
+            label_smoothing_prob,
             f"0, or less than 1 with at least two classes; there are {num_classes}",
         )
         self.num_classes, self.input_dims = num_classes, input_dims
@@ -93,21 +94,33 @@ class FullSoftmax(BaseLayer):
         self.chunk_size = chunk_size
         self.aux_loss = AuxLoss(jnp.zeros(())) if z_loss_weight else None
         self._project(
-            feed_forward_tpl, has_bias=has_bias, bias_init=bias_init, weight_init=weight_init,
+            feed_forward_tpl,
+            has_bias=has_bias,
+            bias_init=bias_init,
+            weight_init=weight_init,
             rngs=rngs,
         )
 
     def _project(
-        self, feed_forward_tpl: Callable[..., Any], *, has_bias: bool, bias_init: float,
-        weight_init: Initializer, rngs: nnx.Rngs,
+        self,
+        feed_forward_tpl: Callable[..., Any],
+        *,
+        has_bias: bool,
+        bias_init: float,
+        weight_init: Initializer,
+        rngs: nnx.Rngs,
     ) -> None:
         """Creates the weights."""
         dims = self.dims(self.input_dims, self.num_classes)
         self.weight_split_dims_mapping = split_of(dims)
         self.logits_ffn = feed_forward_tpl(
-            *dims, activation="identity",
-            activation_split_dims_mapping=self.activation_split_dims_mapping, has_bias=has_bias,
-            bias_init=bias_init, weight_init=weight_init, rngs=rngs,
+            *dims,
+            activation="identity",
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+            has_bias=has_bias,
+            bias_init=bias_init,
+            weight_init=weight_init,
+            rngs=rngs,
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
@@ -263,7 +276,11 @@ class SharedEmbeddingSoftmax(FullSoftmax):
             # The rank of a low-rank adapter is not split.
             table_split = (class_split, dim_split if into_D is None else None)
             rows = lookup(
-                table, ids, table_split, self.lookup_style, self.fprop_dtype,
+                table,
+                ids,
+                table_split,
+                self.lookup_style,
+                self.fprop_dtype,
                 self.lookup_split_dims_mapping,
             )
             if into_D is not None:
@@ -306,8 +323,13 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self.activation = activation
 
     def _project(
-        self, feed_forward_tpl: Any, *, has_bias: bool, bias_init: float,
-        weight_init: Initializer, rngs: nnx.Rngs,
+        self,
+        feed_forward_tpl: Any,
+        *,
+        has_bias: bool,
+        bias_init: float,
+        weight_init: Initializer,
+        rngs: nnx.Rngs,
     ) -> None:
         D, V = self.dims(self.input_dims, self.num_classes)
         self.split_VD = (V.split, D.split)

@@ -95,8 +95,12 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def route_through_slots(
-    x_GSD: jax.Array, experts_GSK: jax.Array, gates_GSK: jax.Array, is_routed_GSK: jax.Array,
-    slots: tuple[int, int], apply_experts: ApplyExperts,
+    x_GSD: jax.Array,
+    experts_GSK: jax.Array,
+    gates_GSK: jax.Array,
+    is_routed_GSK: jax.Array,
+    slots: tuple[int, int],
+    apply_experts: ApplyExperts,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends tokens through their experts' slots.
 

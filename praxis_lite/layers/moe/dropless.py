@@ -55,8 +55,9 @@ def dropless(
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
     roles = _AxisRoles.of(free, tokens_split, weights_split, is_long=x_BTD.shape[1] > 1)
-    num = {name: math.prod(mesh.shape[axis] for axis in axes)
-           for name, axes in roles._asdict().items()}
+    num = {
+        name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in roles._asdict().items()
+    }
     names, arrays = tuple(weights), tuple(weights.values())
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -88,13 +89,20 @@ def dropless(
     tokens = [pad(x, "rows", "time") for x in (x_BTD, gates_BTK, experts_BTK)]
     dims = [_DIMS[name] for name in names]
     arrays = tuple(pad(w, *parts) for w, parts in zip(arrays, dims, strict=True))
-    specs = (token_spec, token_spec, *(
-        PartitionSpec(*(getattr(roles, part) or None if part else None for part in parts))
-        for parts in dims
-    ))
+    specs = (
+        token_spec,
+        token_spec,
+        *(
+            PartitionSpec(*(getattr(roles, part) or None if part else None for part in parts))
+            for parts in dims
+        ),
+    )
     sums_PBTD = without_vma(
-        on_device, specs, (token_spec,),
-        PartitionSpec(roles.hidden or None, *token_spec), set(free),
+        on_device,
+        specs,
+        (token_spec,),
+        PartitionSpec(roles.hidden or None, *token_spec),
+        set(free),
     )(*tokens[:2], *arrays, tokens[2])
     # The compiler sums over shards of F, possibly with a reduce-scatter.
     return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
@@ -102,9 +110,12 @@ def dropless(
 
 # For each weight, the fields of `_AxisRoles` that split its dims.
 _DIMS = {
-    "wi_0": ("expert", "", "hidden"), "wi_gate_0": ("expert", "", "hidden"),
+    "wi_0": ("expert", "", "hidden"),
+    "wi_gate_0": ("expert", "", "hidden"),
     "wo_0": ("expert", "hidden", ""),
-    "bi_0": ("expert", "hidden"), "bi_gate_0": ("expert", "hidden"), "bo_0": ("expert", ""),
+    "bi_0": ("expert", "hidden"),
+    "bi_gate_0": ("expert", "hidden"),
+    "bo_0": ("expert", ""),
 }
 
 
@@ -118,7 +129,11 @@ class _AxisRoles(NamedTuple):
 
     @classmethod
     def of(
-        cls, free: tuple[str, ...], tokens_split: SplitDims, weights_split: SplitDims, *,
+        cls,
+        free: tuple[str, ...],
+        tokens_split: SplitDims,
+        weights_split: SplitDims,
+        *,
         is_long: bool,
     ) -> "_AxisRoles":
         """Assigns roles to `free`, the axes that are not manual."""
@@ -137,8 +152,14 @@ class _AxisRoles(NamedTuple):
 
 
 def _gated_sums(
-    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, *,
-    activation: Glu, kernel: str, expected_rows: int,
+    x_nD: jax.Array,
+    experts_nK: jax.Array,
+    gates_nK: jax.Array,
+    weights: Weights,
+    *,
+    activation: Glu,
+    kernel: str,
+    expected_rows: int,
 ) -> jax.Array:
     """Returns the gated sums [n, D] over a device's experts.
 

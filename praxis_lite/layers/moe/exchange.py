@@ -57,8 +57,12 @@ class Exchange(NamedTuple):
 
 
 def exchange_in_rounds(
-    local_experts: LocalExperts, over: Exchange, x_nD: jax.Array, gates_nK: jax.Array,
-    weights: Weights, experts_nK: jax.Array,
+    local_experts: LocalExperts,
+    over: Exchange,
+    x_nD: jax.Array,
+    gates_nK: jax.Array,
+    weights: Weights,
+    experts_nK: jax.Array,
 ) -> jax.Array:
     """Computes the gated sum of each token's expert outputs, [n, D].
 
@@ -142,7 +146,8 @@ def exchange_in_rounds(
             grad_ND = over.swap(dispatch(grad_nD[None], slots_nK[None], num_rows)[0])
             y_ND, vjp = jax.vjp(
                 lambda rows, weights: local_experts(rows, experts_N1, is_taken_N1, weights),
-                rows_ND, weights,
+                rows_ND,
+                weights,
             )
             grad_rows_ND, grad_weights = vjp((grad_ND * gate_N1).astype(y_ND.dtype))
             grad_gate_N1 = jnp.sum(
@@ -153,7 +158,8 @@ def exchange_in_rounds(
             grad_gates_nK = jnp.take(grad_gate_N1[:, 0], slots_nK, mode="fill", fill_value=0)
             return (
                 combine(grad_rows_ND[None], slots_nK[None], ones_nK[None])[0],
-                grad_gates_nK.astype(gates_nK.dtype), grad_weights,
+                grad_gates_nK.astype(gates_nK.dtype),
+                grad_weights,
             )
 
         return *sum_rounds(num_rounds, one_round), None

@@ -59,8 +59,13 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
 
 
 def expert_ffn(
-    product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weights: Weights,
-    activation: Glu, on_hidden: Function = lambda hidden: hidden, *, at_rows: Function,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    weights: Weights,
+    activation: Glu,
+    on_hidden: Function = lambda hidden: hidden,
+    *,
+    at_rows: Function,
 ) -> jax.Array:
     """Computes the experts' feed-forward outputs, in the shape of `x`.
 
@@ -89,8 +94,14 @@ def expert_ffn(
 
 
 def apply_experts(
-    x_GECD: jax.Array, weights: Weights, activation: Glu, dropout: Function, *,
-    tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
+    x_GECD: jax.Array,
+    weights: Weights,
+    activation: Glu,
+    dropout: Function,
+    *,
+    tokens_split: SplitDims,
+    weights_split: SplitDims,
+    dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
     """Computes the experts' outputs for the tokens in their slots, [G, E, C, D].

@@ -84,12 +84,15 @@ class Gating:
             check(is_whole(value) or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
-            gating != "top2" or num_chosen == 2, "num_experts_per_token",
-            "2 with gating_func 'top2'", "Set gating_func='top_k'.",
+            gating != "top2" or num_chosen == 2,
+            "num_experts_per_token",
+            "2 with gating_func 'top2'",
+            "Set gating_func='top_k'.",
         )
         fewest = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
         check(
-            self.num_experts >= fewest, "num_experts",
+            self.num_experts >= fewest,
+            "num_experts",
             f"{fewest} or more, because each token goes to {fewest}",
             "Add experts, or lower num_experts_per_token (gating_func='top_k').",
         )
@@ -103,17 +106,22 @@ class Gating:
                 "dropless=True."
             )
         check(
-            self.is_top_k or not self.dropless, "dropless",
+            self.is_top_k or not self.dropless,
+            "dropless",
             f"False with gating_func {gating!r}, whose experts have a capacity",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
-            self.is_top_k or self.normalize_gates, "normalize_gates",
-            f"True with gating_func {gating!r}", "Or set gating_func='top2' or 'top_k'.",
+            self.is_top_k or self.normalize_gates,
+            "normalize_gates",
+            f"True with gating_func {gating!r}",
+            "Or set gating_func='top2' or 'top_k'.",
         )
         check(
-            policy == "all" or gating == "top2", "second_expert_policy",
-            f"'all' with gating_func {gating!r}", "Or set gating_func='top2'.",
+            policy == "all" or gating == "top2",
+            "second_expert_policy",
+            f"'all' with gating_func {gating!r}",
+            "Or set gating_func='top2'.",
         )
         for name in ("load_balance_loss_weight", "router_z_loss_weight"):
             check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")
@@ -123,13 +131,16 @@ class Gating:
         supports_score = self.score_func == "softmax" or gating == "top_k"
         check(supports_score, "gating_func", f"'top_k' with score_func {self.score_func!r}")
         for name, default in (
-            ("num_expert_groups", 1), ("num_expert_groups_per_token", 1), ("gates_scale", 1.0)
+            ("num_expert_groups", 1),
+            ("num_expert_groups_per_token", 1),
+            ("gates_scale", 1.0),
         ):
             expected = f"{default} unless score_func is 'sigmoid'"
             check(is_sigmoid or getattr(self, name) == default, name, expected)
         per_group, rest = divmod(self.num_experts, max(groups, 1))
         check(
-            groups == 1 or (groups > 1 and not rest and per_group >= 2), "num_expert_groups",
+            groups == 1 or (groups > 1 and not rest and per_group >= 2),
+            "num_expert_groups",
             f"a divisor of the {self.num_experts} experts that gives groups of at least two",
         )
         taken = self.num_expert_groups_per_token
@@ -188,8 +199,13 @@ class Gating:
         if self.score_func == "sigmoid":
             assert correction_E is not None
             experts_GSK, gates_GSK = routing.experts_by_group(
-                logits_GSE, correction_E, is_token_GS, self.num_experts_per_token,
-                self.num_expert_groups, self.num_expert_groups_per_token, self.gates_scale,
+                logits_GSE,
+                correction_E,
+                is_token_GS,
+                self.num_experts_per_token,
+                self.num_expert_groups,
+                self.num_expert_groups_per_token,
+                self.gates_scale,
                 self.normalize_gates,
             )
             is_routed_GSK = jnp.broadcast_to(is_token_GS[..., None], gates_GSK.shape)

@@ -145,7 +145,11 @@ def _backward(call: _Call, saved: tuple, grad_RN: jax.Array) -> tuple:
     tile = tiling(x_RK.shape[0], K, N, x_RK.dtype)
     with share_of_blocks(call.share):
         grad_w = call.kernels().tgmm(
-            x_RK.swapaxes(0, 1), grad_RN, rows_of_expert_L, w_LKN.dtype, tile,
+            x_RK.swapaxes(0, 1),
+            grad_RN,
+            rows_of_expert_L,
+            w_LKN.dtype,
+            tile,
             interpret=call.interpret,
         )
     return grad_x, grad_w, None
@@ -155,17 +159,25 @@ _megablox.defvjp(_forward, _backward)
 
 
 def _rows_by_experts(
-    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call,
-    *, transposed: bool,
+    x_RK: jax.Array,
+    w_LKN: jax.Array,
+    rows_of_expert_L: jax.Array,
+    call: _Call,
+    *,
+    transposed: bool,
 ) -> jax.Array:
     tiles_RK = _in_tiles(x_RK)
     _, K, N = w_LKN.shape
     dims = (N, K) if transposed else (K, N)
     with share_of_blocks(call.share):
         y_RN = call.kernels().gmm(
-            tiles_RK, w_LKN, rows_of_expert_L, x_RK.dtype,
+            tiles_RK,
+            w_LKN,
+            rows_of_expert_L,
+            x_RK.dtype,
             tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
-            transpose_rhs=transposed, interpret=call.interpret,
+            transpose_rhs=transposed,
+            interpret=call.interpret,
         )[: x_RK.shape[0]]
     # The kernel does not write the rows that have no expert.
     has_expert_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)

@@ -14,20 +14,38 @@ _Tile = tuple[int, int, int]
 
 
 def gmm(
-    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
-    *, transpose_rhs: bool, interpret: bool,
+    x_RK: jax.Array,
+    w_LKN: jax.Array,
+    rows_of_expert_L: jax.Array,
+    dtype: Any,
+    tile: _Tile,
+    *,
+    transpose_rhs: bool,
+    interpret: bool,
 ) -> jax.Array:
     """Returns [R, N], like JAX's gmm."""
     dims = w_LKN.shape[:0:-1] if transpose_rhs else w_LKN.shape[1:]
     return _called(
-        "gmm", x_RK, w_LKN, rows_of_expert_L, dtype, tile, dims, interpret,
+        "gmm",
+        x_RK,
+        w_LKN,
+        rows_of_expert_L,
+        dtype,
+        tile,
+        dims,
+        interpret,
         transpose_rhs=transpose_rhs,
     )
 
 
 def tgmm(
-    x_KR: jax.Array, grad_RN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
-    *, interpret: bool,
+    x_KR: jax.Array,
+    grad_RN: jax.Array,
+    rows_of_expert_L: jax.Array,
+    dtype: Any,
+    tile: _Tile,
+    *,
+    interpret: bool,
 ) -> jax.Array:
     """Returns [L, K, N], like JAX's tgmm."""
     dims = x_KR.shape[0], grad_RN.shape[1]
@@ -35,16 +53,29 @@ def tgmm(
 
 
 def _called(
-    kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
-    tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
+    kernel: str,
+    left: jax.Array,
+    right: jax.Array,
+    rows_of_expert_L: jax.Array,
+    dtype: Any,
+    tile: _Tile,
+    dims: tuple[int, ...],
+    interpret: bool,
+    **settings: Any,
 ) -> jax.Array:
     # For partial tiles, the kernel copies slices of dynamic size, which the interpreter does not
     # support.
     tiling = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
         return getattr(grouped_matmul_kernels(), kernel)(
-            left, right, rows_of_expert_L, precision=None, out_dtype=dtype, tiling=tiling,
-            interpret=interpret, **settings,
+            left,
+            right,
+            rows_of_expert_L,
+            precision=None,
+            out_dtype=dtype,
+            tiling=tiling,
+            interpret=interpret,
+            **settings,
         )
 
 

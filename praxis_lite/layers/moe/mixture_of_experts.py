@@ -121,7 +121,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """
 
     splits = splits(
-        weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
+        weight=("expert", "embed", "mlp"),
+        gate=("embed", None),
+        activation=RESIDUAL,
+        dispatch=(),
         hidden=(),
     )
     weight_split_dims_mapping: SplitDims
@@ -180,7 +183,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
             not bias_update_rate or self.gating.score_func == "sigmoid"
         )
         require(
-            is_valid, f"{name}.bias_update_rate", bias_update_rate,
+            is_valid,
+            f"{name}.bias_update_rate",
+            bias_update_rate,
             "0, or a positive number with score_func 'sigmoid', whose correction it changes",
         )
         self.is_by_sentence = moe_gating_embedding_level == "sentence"
@@ -195,13 +200,21 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.gate = self.weight(gate, init=init(False, input_dims), rngs=rngs)
         self.gate_correction = (
             self.weight((num_experts,), init=zeros, rngs=rngs)
-            if self.gating.score_func == "sigmoid" else None
+            if self.gating.score_func == "sigmoid"
+            else None
         )
         # Shard D like the router's weight and other layers do, even if that is the expert axis.
-        self.shared_experts = SharedExperts(
-            gate[0] if gate[0].is_explicit else D, sized(F, num_shared_experts * hidden_dims),
-            activation, use_gated_activation, rngs,
-        ) if num_shared_experts else None
+        self.shared_experts = (
+            SharedExperts(
+                gate[0] if gate[0].is_explicit else D,
+                sized(F, num_shared_experts * hidden_dims),
+                activation,
+                use_gated_activation,
+                rngs,
+            )
+            if num_shared_experts
+            else None
+        )
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
         self.swiglu_alpha = swiglu_alpha
@@ -225,9 +238,13 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
         has_z_loss = self.gating.moe_router_z_loss_weight > 0.0
         self.aux_moe_router_z_loss = AuxLoss(jnp.zeros(())) if has_z_loss else None
-        self.expert_choices = Tally(
-            jnp.zeros(num_experts), moves="gate_correction", rule=BiasUpdate(bias_update_rate)
-        ) if bias_update_rate else None
+        self.expert_choices = (
+            Tally(
+                jnp.zeros(num_experts), moves="gate_correction", rule=BiasUpdate(bias_update_rate)
+            )
+            if bias_update_rate
+            else None
+        )
         self.over_capacity_ratio = Summary(jnp.zeros(()))
         self.max_expert_load = Summary(jnp.zeros(()))
         self.min_expert_load = Summary(jnp.zeros(()))
@@ -261,8 +278,12 @@ class TransformerFeedForwardMoe(ResidualBranch):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _experts(
-        self, x_BTD: jax.Array, is_token_BT: jax.Array, segment_ids_BT: jax.Array | None,
-        routing_key: jax.Array | None, relu_key: jax.Array | None,
+        self,
+        x_BTD: jax.Array,
+        is_token_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        routing_key: jax.Array | None,
+        relu_key: jax.Array | None,
     ) -> jax.Array:
         """Returns the gated sum of the outputs of each token's experts, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
@@ -274,9 +295,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         # Replicate the small router weight; otherwise XLA would communicate shards of it and of the
         # logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
-        logits_GSE = einsum(
-            "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
-        )
+        logits_GSE = einsum("gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32)
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
         weights = {name: getattr(self, name) for name in _OF_EXPERTS}
@@ -337,7 +356,11 @@ class SharedExperts(BaseLayer):
     """
 
     def __init__(
-        self, input_dims: int, hidden_dims: int, activation: str | ActivationFn, is_gated: bool,
+        self,
+        input_dims: int,
+        hidden_dims: int,
+        activation: str | ActivationFn,
+        is_gated: bool,
         rngs: nnx.Rngs,
     ):
         self.ffn_layer1_gate = Linear(input_dims, hidden_dims, rngs=rngs) if is_gated else None

@@ -27,8 +27,13 @@ def expert_capacity(
 
 
 def choose_experts(
-    logits_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array | None, num_chosen: int,
-    second_expert_policy: str, second_expert_threshold: float, normalize_gates: bool = True,
+    logits_GSE: jax.Array,
+    is_token_GS: jax.Array,
+    key: jax.Array | None,
+    num_chosen: int,
+    second_expert_policy: str,
+    second_expert_threshold: float,
+    normalize_gates: bool = True,
     over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses the experts of each token.
@@ -79,8 +84,14 @@ def top_k_experts(
 
 
 def experts_by_group(
-    logits_GSE: jax.Array, correction_E: jax.Array, is_token_GS: jax.Array, num_chosen: int,
-    num_groups: int, num_chosen_groups: int, gates_scale: float, normalize_gates: bool,
+    logits_GSE: jax.Array,
+    correction_E: jax.Array,
+    is_token_GS: jax.Array,
+    num_chosen: int,
+    num_groups: int,
+    num_chosen_groups: int,
+    gates_scale: float,
+    normalize_gates: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses experts and gates [G, S, K] like DeepSeek-V3 (arXiv:2412.19437, section 2.1).
 
@@ -126,9 +137,7 @@ def sampled_second_expert(
     """
     first_GS, gate_GS, rest_GSE = _best(probs_GSE, probs_GSE)
     noised_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape, logits_GSE.dtype)
-    second_GS, second_gate_GS, _ = _best(
-        probs_GSE, jnp.where(rest_GSE < 0.0, -jnp.inf, noised_GSE)
-    )
+    second_GS, second_gate_GS, _ = _best(probs_GSE, jnp.where(rest_GSE < 0.0, -jnp.inf, noised_GSE))
     gates_GSK = jnp.stack([gate_GS, second_gate_GS], -1)
     return jnp.stack([first_GS, second_GS], -1), _normalised(gates_GSK, is_token_GS)
 
@@ -186,7 +195,9 @@ def tokens_by_expert_choice(scores_GSE: jax.Array, capacity: int) -> tuple[jax.A
 
 
 def load_balance_loss(
-    probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array,
+    probs_GSE: jax.Array,
+    first_expert_GS: jax.Array,
+    is_token_GS: jax.Array,
     is_in_row_GS: jax.Array,
 ) -> jax.Array:
     """Returns a loss that is minimal if experts are chosen equally often (arXiv:2101.03961, eq. 4).
@@ -219,9 +230,7 @@ def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
     return jnp.sum(z_GS * is_token) / jnp.maximum(jnp.sum(is_token), 1.0)
 
 
-def expert_choices(
-    experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
-) -> jax.Array:
+def expert_choices(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
     """Returns how often each expert was chosen, float32 [E], before any choice is dropped."""
     one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
     return jnp.sum(one_hot, axis=(0, 1, 2))

@@ -20,7 +20,11 @@ PartialSum = Callable[[jax.Array, PyTree], jax.Array]
 
 
 def gather_and_scatter(
-    term: PartialSum, x: jax.Array, rows: PyTree, axis: str, dim: int | None,
+    term: PartialSum,
+    x: jax.Array,
+    rows: PyTree,
+    axis: str,
+    dim: int | None,
     length: int | None = None,
 ) -> jax.Array:
     """Computes the outputs for this device's tokens with an all-gather and a reduce-scatter.
@@ -106,6 +110,6 @@ def ring_matmul(
             ]
         if step < num - 1:
             shards = [send(shard, way) for shard, way in zip(shards, directions, strict=True)]
-    return join([
-        send(total, way) + part for total, way, part in zip(sums, directions, local, strict=True)
-    ])
+    return join(
+        [send(total, way) + part for total, way, part in zip(sums, directions, local, strict=True)]
+    )

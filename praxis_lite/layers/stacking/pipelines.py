@@ -123,7 +123,8 @@ class Pipeline(BaseLayer):
         check_microbatches(self, num_microbatches, microbatch_size)
         require(
             num_layers % circular_repeat == 0 and num_layers >= num_stages * circular_repeat,
-            "Pipeline.num_layers", num_layers,
+            "Pipeline.num_layers",
+            num_layers,
             f"a multiple of circular_repeat {circular_repeat} with at least one layer per stage "
             f"and repeat (num_stages is {num_stages})",
         )
@@ -154,9 +155,7 @@ class Pipeline(BaseLayer):
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         block = one_of_stack(self.blocks, len(self._stack_shape))
         cache = block.init_cache(*args, **kwargs)
-        stacks = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), cache
-        )
+        stacks = jax.tree.map(lambda x: jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), cache)
         return jax.tree.map(lambda x: self.layout.constrain(x, dim=1), stacks)
 
     def __call__(
@@ -205,14 +204,19 @@ class Pipeline(BaseLayer):
         num_layers = self.num_layers // self.circular_repeat
         settings: dict[str, Any] = dict(
             schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
-            num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self.layout,
+            num_layers=num_layers,
+            stream_io=self.stream_io and cache is None,
+            layout=self.layout,
         )
         if self.split_backward and cache is None:
             outputs_M, values = run_split_ticks(blocks, x_M, inputs_M, others, key, **settings)
         else:
             rematerialized = functools.partial(
                 # There is always more than one tick.
-                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
+                remat,
+                checkpoint_policy=self.checkpoint_policy,
+                layer=self,
+                is_scanned=True,
             )
             outputs_M, cache, values = run_ticks(
                 blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
@@ -349,6 +353,4 @@ def pad_stages(tree: PyTree, num_stages: int) -> PyTree:
 
 def unpad_stages(tree: PyTree, num_layers: int) -> PyTree:
     """Inverts `pad_stages`; `num_layers` is the number of layers in a repeat."""
-    return jax.tree.map(
-        lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree
-    )
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree)

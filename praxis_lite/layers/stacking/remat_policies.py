@@ -29,7 +29,13 @@ SAVED_NAMES: dict[str, tuple[str, ...]] = {
     "save_dot_except_logits_ffn1": (*_QKV, "context", "out_proj", "ffn2"),
     "save_dot_except_logits": (*_QKV, "context", "out_proj", "ffn1", "ffn2"),
     "save_quantized": (
-        "context", "out_proj", "combined_qkv_proj", "qlhs", "qrhs", "lhs_scale", "rhs_scale"
+        "context",
+        "out_proj",
+        "combined_qkv_proj",
+        "qlhs",
+        "qrhs",
+        "lhs_scale",
+        "rhs_scale",
     ),
     "save_iteration_input": ("iteration_input",),
     "save_transformer_layer_output": ("transformer_layer_out",),
@@ -62,7 +68,10 @@ ITERATION_INPUT = "iteration_input"
 
 @contextlib.contextmanager
 def remat(
-    step: Callable[..., Any], checkpoint_policy: CheckedPolicy, layer: object, *,
+    step: Callable[..., Any],
+    checkpoint_policy: CheckedPolicy,
+    layer: object,
+    *,
     is_scanned: bool,
 ) -> Iterator[Callable[..., Any]]:
     """Yields `step` wrapped in `jax.checkpoint` with a policy.
@@ -132,12 +141,13 @@ def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
     if isinstance(checkpoint_policy, str):
         return CHECKPOINT_POLICIES[checkpoint_policy]
     names = {
-        place: [name for name, value in checkpoint_policy if value == place]
-        for place in PLACES
+        place: [name for name, value in checkpoint_policy if value == place] for place in PLACES
     }
     return _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=names[SAVED], names_which_can_be_offloaded=names[OFFLOADED],
-        offload_src="device", offload_dst="pinned_host",
+        names_which_can_be_saved=names[SAVED],
+        names_which_can_be_offloaded=names[OFFLOADED],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
 

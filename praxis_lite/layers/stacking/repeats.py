@@ -185,9 +185,7 @@ class StackedTransformer(BaseLayer):
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches by name."""
-        return {
-            name: getattr(self, name).init_cache(*args, **kwargs) for name in self.layer_names
-        }
+        return {name: getattr(self, name).init_cache(*args, **kwargs) for name in self.layer_names}
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
@@ -218,9 +216,7 @@ def _prevent_hoisting(block: Any) -> Any:
     return jax.lax.optimization_barrier(block)
 
 
-_prevent_hoisting.defvjp(
-    lambda block: (_prevent_hoisting(block), None), lambda _, grads: (grads,)
-)
+_prevent_hoisting.defvjp(lambda block: (_prevent_hoisting(block), None), lambda _, grads: (grads,))
 
 
 def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: bool = False) -> Step:

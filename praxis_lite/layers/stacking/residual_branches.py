@@ -76,8 +76,12 @@ class ResidualBranch(BaseLayer):
         self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
 
     def _with_branch(
-        self, inputs: jax.Array, branch: Callable[[jax.Array], jax.Array],
-        dropout_key: jax.Array | None, droppath_key: jax.Array | None, key: jax.Array | None,
+        self,
+        inputs: jax.Array,
+        branch: Callable[[jax.Array], jax.Array],
+        dropout_key: jax.Array | None,
+        droppath_key: jax.Array | None,
+        key: jax.Array | None,
     ) -> jax.Array:
         """Adds the branch to the inputs; the norms receive `key`, which is None in evaluation."""
 
@@ -92,8 +96,11 @@ class ResidualBranch(BaseLayer):
 
 
 def normed_branch(
-    norm_policy: str, norms: tuple[Any, Any, Any], inputs: jax.Array,
-    branch: Callable[[jax.Array], jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array],
+    norm_policy: str,
+    norms: tuple[Any, Any, Any],
+    inputs: jax.Array,
+    branch: Callable[[jax.Array], jax.Array],
+    join: Callable[[jax.Array, jax.Array], jax.Array],
     key: jax.Array | None,
 ) -> jax.Array:
     """Returns `join(inputs, branch(inputs))` with the norms of a policy.

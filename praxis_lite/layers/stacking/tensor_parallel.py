@@ -141,7 +141,8 @@ def _part(
     if dim is not None and half.how != "weights":
         require(
             axes_of(spec[dim]) == (axis,),
-            f"The split of dim {dim} of {'/'.join(map(str, path))}", spec[dim],
+            f"The split of dim {dim} of {'/'.join(map(str, path))}",
+            spec[dim],
             f"only {axis!r}, because {half.name} is {half.how!r}",
             "Split another dim over the other axes, or set tensor_parallel='weights'.",
         )
@@ -167,8 +168,10 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
         for _, node in nnx.compat.iter_graph(output)
     )
     if is_scaled or (dim is None and path[-1] not in ("b", "lora_b")):
-        why = "its product has one scale (of rounding or DoRA) for all features" if is_scaled else (
-            "the outputs must be a sum over features plus a bias"
+        why = (
+            "its product has one scale (of rounding or DoRA) for all features"
+            if is_scaled
+            else ("the outputs must be a sum over features plus a bias")
         )
         raise ConfigError(
             f"{half.name} is {half.how!r}, which does not support the weight "
@@ -259,20 +262,21 @@ def run_tensor_parallel(
     spec = without_axes(spec, excluded_axes())
     weights, layer_of = shard_weights(half, axis, x.dtype)
     # Each device receives the rows of all devices along the axis, unless tokens stay local.
-    rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
+    rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[: half.num_row_dims]
     x = pad_to_split(x, spec)
     given = {name: row for name, row in rows.items() if row is not None}
     specs = {
-        name: PartitionSpec(*(
-            None if n == 1 else entry for n, entry in zip(row.shape, rows_spec, strict=False)
-        ))
+        name: PartitionSpec(
+            *(None if n == 1 else entry for n, entry in zip(row.shape, rows_spec, strict=False))
+        )
         for name, row in given.items()
     }
     expected = x.shape[: half.num_row_dims]
     padded = {
-        name: pad_to_shape(row, [
-            n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)
-        ])
+        name: pad_to_shape(
+            row,
+            [n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)],
+        )
         for name, row in given.items()
     }
 
@@ -301,7 +305,9 @@ def run_tensor_parallel(
     rematerialize = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
         rematerialize(on_a_device),
-        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=manual_axes_for(axes),
+        in_specs=(weight_specs, spec, specs),
+        out_specs=spec,
+        axis_names=manual_axes_for(axes),
         # Required inside a shard_map with check_vma; elsewhere off, because Pallas kernels lack
         # VMA types.
         check_vma=is_inside,
@@ -323,8 +329,10 @@ def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | 
     others = [entry for entry in spec[1:2] if set(axes_of(entry)) - {axis}]
     is_valid = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
     if not is_valid or (half.reads_sequences and others) or spec[2] is not None:
-        why = "time must not be split" if half.reads_sequences else (
-            f"{axis!r} must split rows or time"
+        why = (
+            "time must not be split"
+            if half.reads_sequences
+            else (f"{axis!r} must split rows or time")
         )
         raise ConfigError(
             f"{message} {why}. Set tensor_parallel=None, or split the rows, not time, over "

@@ -92,8 +92,11 @@ class TransformerEncoderDecoder(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(
-            self, vocab_size=vocab_size, model_dims=model_dims,
-            num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers,
+            self,
+            vocab_size=vocab_size,
+            model_dims=model_dims,
+            num_encoder_layers=num_encoder_layers,
+            num_decoder_layers=num_decoder_layers,
         )
         require_floating(self, fprop_dtype=fprop_dtype)
         if position_emb_tpl is not None and (encoder_position_emb_tpl or decoder_position_emb_tpl):
@@ -125,11 +128,15 @@ class TransformerEncoderDecoder(BaseLayer):
         self.encoder_position_emb = position(encoder_position_emb_tpl)
         self.decoder_position_emb = position(decoder_position_emb_tpl)
         self.encoder = stack(
-            encoder_layer_tpl, encoder_stacked_transformer_tpl, num_encoder_layers,
+            encoder_layer_tpl,
+            encoder_stacked_transformer_tpl,
+            num_encoder_layers,
             mask_self_attention=False,
         )
         self.decoder = stack(
-            decoder_layer_tpl, decoder_stacked_transformer_tpl, num_decoder_layers,
+            decoder_layer_tpl,
+            decoder_stacked_transformer_tpl,
+            num_decoder_layers,
             use_cross_attention=True,
         )
         self.encoder_ln = encoder_ln_tpl(model_dims, rngs=rngs)
@@ -277,9 +284,7 @@ class TransformerEncoderDecoder(BaseLayer):
         return self.decode(targets, encoded=encoded, key=decoder_key, **kwargs)[0]
 
 
-def _segments(
-    segment_ids: jax.Array | None, paddings: jax.Array | None
-) -> jax.Array | None:
+def _segments(segment_ids: jax.Array | None, paddings: jax.Array | None) -> jax.Array | None:
     """Returns segment_ids or, if they are None, 1 for tokens and 0 for padding."""
     if segment_ids is None and paddings is not None:
         return (1.0 - paddings).astype(jnp.int32)

@@ -75,7 +75,9 @@ class TransformerFeedForward(ResidualBranch):
         **settings: Any,
     ):
         check_tensor_parallel(
-            self, tensor_parallel, {
+            self,
+            tensor_parallel,
+            {
                 "relu_dropout_prob": relu_dropout_prob > 0.0,
                 "output_dims": output_dims not in (None, input_dims),
             },
@@ -95,16 +97,25 @@ class TransformerFeedForward(ResidualBranch):
 
         def projection_to_hidden(name: str, activation: Any) -> FeedForward:
             return fflayer_tpl(
-                D, F, has_bias=has_bias, activation=activation, checkpoint_str=name,
-                activation_split_dims_mapping=self.hidden_split_dims_mapping, rngs=rngs,
+                D,
+                F,
+                has_bias=has_bias,
+                activation=activation,
+                checkpoint_str=name,
+                activation_split_dims_mapping=self.hidden_split_dims_mapping,
+                rngs=rngs,
             )
 
         has_gate = use_gated_activation  # As in Pax, only the gate is activated.
         self.ffn_layer1 = projection_to_hidden("ffn1", "identity" if has_gate else activation)
         self.ffn_layer1_gate = projection_to_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
-            F, sized(D, output_dims), has_bias=has_bias, activation="identity",
-            activation_split_dims_mapping=self.activation_split_dims_mapping, rngs=rngs,
+            F,
+            sized(D, output_dims),
+            has_bias=has_bias,
+            activation="identity",
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+            rngs=rngs,
         )
         self.relu_dropout = Dropout(relu_dropout_prob)
         self.apply_padding_first = apply_padding_first
@@ -123,23 +134,29 @@ class TransformerFeedForward(ResidualBranch):
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
         outputs = self._with_branch(
-            inputs, lambda x: named(self._branch(x, paddings, relu_key), "ffn2"),
-            residual_key, droppath_key, key,
+            inputs,
+            lambda x: named(self._branch(x, paddings, relu_key), "ffn2"),
+            residual_key,
+            droppath_key,
+            key,
         )
         return constrain(outputs, self.activation_split_dims_mapping)
 
-    def _branch(
-        self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
-    ) -> jax.Array:
+    def _branch(self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None) -> jax.Array:
         """Returns the branch's output, which is added to the inputs."""
         axis = tensor_parallel_axis(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
             return run_tensor_parallel(
                 ShardedLayer(
-                    self, lambda layer, x, rows: layer._branch(x, rows.get("paddings"), None),
-                    self.activation_split_dims_mapping, reads_sequences=False, output="ffn_layer2",
+                    self,
+                    lambda layer, x, rows: layer._branch(x, rows.get("paddings"), None),
+                    self.activation_split_dims_mapping,
+                    reads_sequences=False,
+                    output="ffn_layer2",
                 ),
-                axis, x, {"paddings": paddings},
+                axis,
+                x,
+                {"paddings": paddings},
             )
         paddings = None if self.apply_padding_first else paddings
         hidden_BTF = self.ffn_layer1(x)

@@ -25,7 +25,10 @@ def embed(layer: Any, ids: jax.Array) -> jax.Array:
 
 
 def position_embedding(
-    template: Callable[..., Any] | None, max_seq_length: int | None, model_dims: int, *,
+    template: Callable[..., Any] | None,
+    max_seq_length: int | None,
+    model_dims: int,
+    *,
     rngs: nnx.Rngs,
 ) -> Any:
     """Builds a position embedding, or returns None; it is learned if `max_seq_length` is set."""
@@ -53,9 +56,7 @@ def positions_in_segments(
     return index_BT - jax.lax.cummax(jnp.where(begins_BT, index_BT, 0), axis=1)
 
 
-def with_positions(
-    position_emb: Any, x: jax.Array, positions: jax.Array | None
-) -> jax.Array:
+def with_positions(position_emb: Any, x: jax.Array, positions: jax.Array | None) -> jax.Array:
     """Adds position embeddings to embeddings x [B, T, D], unless `position_emb` is None."""
     if position_emb is None:
         return x
@@ -63,8 +64,11 @@ def with_positions(
 
 
 def repeated_block(
-    model: object, templates: Callable[..., Any] | Sequence[Callable[..., Any]], num_layers: int,
-    *sizes: int, **settings: Any,
+    model: object,
+    templates: Callable[..., Any] | Sequence[Callable[..., Any]],
+    num_layers: int,
+    *sizes: int,
+    **settings: Any,
 ) -> tuple[Block, int]:
     """Returns (block, number of blocks) for a stack; a sequence of templates forms one block.
 
@@ -80,7 +84,9 @@ def repeated_block(
 
 
 def with_total_loss(
-    model: nnx.Module, outputs: dict[str, jax.Array], weights: jax.Array,
+    model: nnx.Module,
+    outputs: dict[str, jax.Array],
+    weights: jax.Array,
     entropy_loss_weight: float | None = None,
 ) -> dict[str, jax.Array]:
     """Adds per-token and per-row losses and the total loss to the outputs of a softmax."""

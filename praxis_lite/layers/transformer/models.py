@@ -89,9 +89,7 @@ class TransformerLm(BaseLayer):
         final_ln_tpl: Callable[..., Any] | None = LayerNorm,
         rngs: nnx.Rngs,
     ):
-        require_positive(
-            self, vocab_size=vocab_size, model_dims=model_dims, num_layers=num_layers
-        )
+        require_positive(self, vocab_size=vocab_size, model_dims=model_dims, num_layers=num_layers)
         if max_positions is not None:
             require_positive(self, max_positions=max_positions)
         require_choice("TransformerLm.model_type", model_type, MODEL_TYPES)
@@ -100,14 +98,16 @@ class TransformerLm(BaseLayer):
         is_shared = separate_embedding_tpl is None
         self.softmax = softmax_tpl(*sizes, **(dtype if is_shared else {}), rngs=rngs)
         self.embedding_lookup = (
-            None if separate_embedding_tpl is None
+            None
+            if separate_embedding_tpl is None
             else separate_embedding_tpl(*sizes, **dtype, rngs=rngs)
         )
         self.position_emb = position_embedding(
             position_emb_tpl, max_seq_length, model_dims, rngs=rngs
         )
         settings: dict[str, Any] = {
-            "dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True,
+            "dim_per_head": dim_per_head,
+            "fold_padding_with_segment_mask": True,
         }
         if model_type != "causal":
             settings["mask_self_attention"] = False
@@ -203,8 +203,13 @@ class TransformerLm(BaseLayer):
         return with_total_loss(self, outputs, weights, self.entropy_loss_weight)
 
     def _activations(
-        self, ids: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None,
-        paddings: jax.Array | None, inputs_indicator: jax.Array | None, key: jax.Array | None,
+        self,
+        ids: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        paddings: jax.Array | None,
+        inputs_indicator: jax.Array | None,
+        key: jax.Array | None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
         """Returns the softmax's inputs [B, T, D] and the cache."""

@@ -42,22 +42,32 @@ def rotary_lm(
       settings: Settings of TransformerLm: its sizes, and overrides of any other setting.
     """
     block = fdl.Partial(
-        Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,
+        Transformer,
+        ln_tpl=RmsNorm,
+        tr_fflayer_tpl=tr_fflayer_tpl,
         tr_atten_tpl=fdl.Partial(
-            DotProductAttention, use_bias=False, internal_enable_per_dim_scale=False,
-            scale_query_by_dim_per_head=True, use_rotary_position_emb=True,
+            DotProductAttention,
+            use_bias=False,
+            internal_enable_per_dim_scale=False,
+            scale_query_by_dim_per_head=True,
+            use_rotary_position_emb=True,
             proj_tpl=fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
             **(attention or {}),
         ),
     )
     softmax = fdl.Partial(
-        SharedEmbeddingSoftmax, scale_sqrt_depth=True, has_bias=False,
+        SharedEmbeddingSoftmax,
+        scale_sqrt_depth=True,
+        has_bias=False,
         weight_init=fdl.Config(WeightInit.GaussianSqrtFanIn),
     )
     return fdl.Partial(
         TransformerLm,
         **{
-            "softmax_tpl": softmax, "position_emb_tpl": None, "final_ln_tpl": RmsNorm,
-            "transformer_layer_tpl": block, **settings,
+            "softmax_tpl": softmax,
+            "position_emb_tpl": None,
+            "final_ln_tpl": RmsNorm,
+            "transformer_layer_tpl": block,
+            **settings,
         },
     )

@@ -23,8 +23,13 @@ from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 
 # B batch, T time, S time of the encoder's outputs, D model dims.
 _KEYS = (
-    "self_attention", "self_attention_dropout", "self_attention_droppath", "cross_attention",
-    "cross_attention_dropout", "cross_attention_droppath", "ff_layer",
+    "self_attention",
+    "self_attention_dropout",
+    "self_attention_droppath",
+    "cross_attention",
+    "cross_attention_dropout",
+    "cross_attention_droppath",
+    "ff_layer",
 )
 
 
@@ -115,9 +120,7 @@ class Transformer(BaseLayer):
 
         def attention(template: Callable[..., Any], **settings: Any) -> Any:
             settings |= _given(atten_dropout_prob=atten_dropout_prob)
-            return template(
-                input_dims, num_heads, dim_per_head=dim_per_head, **settings, rngs=rngs
-            )
+            return template(input_dims, num_heads, dim_per_head=dim_per_head, **settings, rngs=rngs)
 
         has_two, crosses = norm_policy == "primer_hybrid", use_cross_attention
         self.layer_norm = norm(not has_two)
@@ -138,7 +141,8 @@ class Transformer(BaseLayer):
             **({} if norm_policy == "pre" else {"norm_policy": norm_policy}),
             **({"add_skip_connection": False} if is_parallel else {}),
             **_given(
-                relu_dropout_prob=relu_dropout_prob, residual_dropout_prob=residual_dropout_prob,
+                relu_dropout_prob=relu_dropout_prob,
+                residual_dropout_prob=residual_dropout_prob,
                 residual_droppath_prob=residual_droppath_prob,
             ),
             rngs=rngs,
@@ -157,8 +161,7 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache, or a dict by attribute if several layers have one.
-        """
+        """Returns the attention's empty cache; a dict by attribute if several layers have one."""
         sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
@@ -236,9 +239,12 @@ class Transformer(BaseLayer):
             return self.residual_droppath(x, attended, keys[f"{name}_droppath"])
 
         outputs = normed_branch(
-            self.norm_policy, (self.layer_norm, self.pre_layer_norm, self.post_layer_norm), inputs,
+            self.norm_policy,
+            (self.layer_norm, self.pre_layer_norm, self.post_layer_norm),
+            inputs,
             lambda x: attend("self_attention", x, positions=positions, **local),
-            functools.partial(join, name="self_attention"), key,
+            functools.partial(join, name="self_attention"),
+            key,
         )
         if self._crosses(encoded, caches):
             across = {
@@ -252,8 +258,10 @@ class Transformer(BaseLayer):
             outputs = normed_branch(
                 self.norm_policy,
                 (self.cross_layer_norm, self.pre_cross_layer_norm, self.post_cross_layer_norm),
-                outputs, lambda x: attend("cross_attention", x, **across),
-                functools.partial(join, name="cross_attention"), key,
+                outputs,
+                lambda x: attend("cross_attention", x, **across),
+                functools.partial(join, name="cross_attention"),
+                key,
             )
         rows = {"paddings": paddings, "segment_ids": segment_ids, "key": keys["ff_layer"]}
         x = inputs if self.is_parallel else outputs

@@ -164,9 +164,7 @@ class BatchNorm(_PaddedNorm):
         return (None, None) if self.use_moving_avg_in_training else (self.gamma, self.beta)
 
 
-def _standardized(
-    x: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float
-) -> jax.Array:
+def _standardized(x: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
     lead = (1,) * (x.ndim - mean.ndim)
     scale = jax.lax.rsqrt(variance + epsilon)
     return (x - mean.reshape(lead + mean.shape)) * scale.reshape(lead + scale.shape)

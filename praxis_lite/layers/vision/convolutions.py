@@ -31,7 +31,9 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
     for name, sizes in settings.items():
         is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
         require(
-            is_list and len(sizes) == count, f"{type(layer).__name__}.{name}", sizes,
+            is_list and len(sizes) == count,
+            f"{type(layer).__name__}.{name}",
+            sizes,
             f"a list of {count} positive integers",
         )
         require_positive(layer, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})

@@ -30,9 +30,7 @@ def _max_over(x: jax.Array, window: Sequence[int], stride: Sequence[int], paddin
 
 
 def _sum_over(x: jax.Array, window: Sequence[int], stride: Sequence[int], padding: str):
-    return jax.lax.reduce_window(
-        x.astype(jnp.float32), 0.0, jax.lax.add, window, stride, padding
-    )
+    return jax.lax.reduce_window(x.astype(jnp.float32), 0.0, jax.lax.add, window, stride, padding)
 
 
 def _inverse(counts: jax.Array) -> jax.Array:
@@ -129,7 +127,8 @@ class GlobalPooling(BaseLayer):
         is_list = isinstance(pooling_dims, Sequence) and len(pooling_dims) > 0
         require(
             is_list and all(isinstance(dim, int) and dim >= 0 for dim in pooling_dims),
-            "GlobalPooling.pooling_dims", pooling_dims,
+            "GlobalPooling.pooling_dims",
+            pooling_dims,
             "a list of non-negative dims, such as (1, 2) for H and W of [B, H, W, C]",
         )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type

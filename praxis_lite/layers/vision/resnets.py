@@ -96,7 +96,8 @@ class ResNetBlock(BaseLayer):
         require(output_dim >= 4, name, output_dim, expected)
         inner = output_dim // 4
         return [
-            ((1, 1, input_dim, inner), 1), ((kernel_size, kernel_size, inner, inner), stride),
+            ((1, 1, input_dim, inner), 1),
+            ((kernel_size, kernel_size, inner, inner), stride),
             ((1, 1, inner, output_dim), 1),
         ]
 
@@ -182,8 +183,12 @@ class ResNet(BaseLayer):
             names.append([f"stage_{stage}_block_{i}" for i in range(num_blocks)])
             for i, name in enumerate(names[-1]):
                 block = block_params(
-                    width, channel, conv_params=conv_params, kernel_size=kernel,
-                    stride=stride if i == 0 else 1, rngs=rngs,
+                    width,
+                    channel,
+                    conv_params=conv_params,
+                    kernel_size=kernel,
+                    stride=stride if i == 0 else 1,
+                    rngs=rngs,
                 )
                 setattr(self, name, block)  # Pax's names.
                 width = channel

@@ -227,8 +227,10 @@ class VitExitLayers(BaseLayer):
 
         def projection(activation: str) -> FeedForward:
             return FeedForward(
-                *self.dims(hidden_dim, output_dim), has_bias=output_fc_has_bias,
-                activation=activation, rngs=rngs,
+                *self.dims(hidden_dim, output_dim),
+                has_bias=output_fc_has_bias,
+                activation=activation,
+                rngs=rngs,
             )
 
         needs_projection = not output_fc_tanh and output_dim != hidden_dim
@@ -315,7 +317,11 @@ def build_vision_transformer(
     per-dim scale.
     """
     block = fdl.Partial(
-        Transformer, model_dims, mlp_dims, num_heads, mask_self_attention=False,
+        Transformer,
+        model_dims,
+        mlp_dims,
+        num_heads,
+        mask_self_attention=False,
         tr_atten_tpl=fdl.Partial(DotProductAttention, internal_enable_per_dim_scale=False),
     )
     return fdl.Partial(

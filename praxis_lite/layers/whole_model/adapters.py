@@ -134,7 +134,8 @@ def without_adapters(module: nnx.Module) -> nnx.Module:
 def adapted_layers(module: nnx.Module) -> dict[str, Any]:
     """Returns the layers with adapters by path, such as "lm/blocks/self_attention/query"."""
     return {
-        "/".join(map(str, path)): node for path, node in list(nnx.compat.iter_graph(module))
+        "/".join(map(str, path)): node
+        for path, node in list(nnx.compat.iter_graph(module))
         if is_adapted(node)
     }
 
@@ -165,9 +166,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
 REFERENCE = "reference"
 
 
-def with_reference(
-    *args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any
-) -> Any:
+def with_reference(*args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any) -> Any:
     """Builds `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
 
     The copy starts with the same weights. Exclude it from training with

@@ -24,15 +24,28 @@ WEIGHT_QTYPES = ("int4", "nf4")
 BLOCK_SIZE = 64  # As in QLoRA.
 # QLoRA's NormalFloat: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
 )
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale"],
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale"],
     meta_fields=["qtype", "dim", "size", "block_size"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +116,7 @@ def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
     codes = _codes(blocks / jnp.expand_dims(scale, pos_dim + 1), qtype)
     codes = pad_to_multiple(codes, 2, pos_dim + 1)
     num_codes = codes.shape[pos_dim + 1]
-    low, high = (
-        jax.lax.slice_in_dim(codes, i, num_codes, 2, axis=pos_dim + 1) for i in (0, 1)
-    )
+    low, high = (jax.lax.slice_in_dim(codes, i, num_codes, 2, axis=pos_dim + 1) for i in (0, 1))
     packed = (low | (high << 4)).reshape(*before, -1, *after)
     return FourBitWeight(packed, scale, qtype, dim, size, block_size)
 

@@ -113,12 +113,15 @@ def check_frozen(model: PackedModel, learner: Learner) -> None:
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
     packed = {
-        f"{path.removeprefix('params/')}/{name}" for path, form in model.packed_forms.items()
+        f"{path.removeprefix('params/')}/{name}"
+        for path, form in model.packed_forms.items()
         for name in form.parts
     }
     trained = [
-        path for group in learner.bind(model.weight_specs()["params"]).groups.by_name.values()
-        for path in map("/".join, group.paths) if path in packed
+        path
+        for group in learner.bind(model.weight_specs()["params"]).groups.by_name.values()
+        for path in map("/".join, group.paths)
+        if path in packed
     ]
     if trained:
         raise ConfigError(

@@ -102,8 +102,10 @@ class QuantizationRule:
         has_blocks = self.qtype in WEIGHT_QTYPES
         if self.block_size is not None:
             require(
-                is_whole(self.block_size) and has_blocks, "QuantizationRule.block_size",
-                self.block_size, "a positive integer if qtype is 'int4' or 'nf4', otherwise None",
+                is_whole(self.block_size) and has_blocks,
+                "QuantizationRule.block_size",
+                self.block_size,
+                "a positive integer if qtype is 'int4' or 'nf4', otherwise None",
             )
         if has_blocks and self.bwd_qtype is not None:
             raise ConfigError(

@@ -34,8 +34,14 @@ _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 5, 6, 7))
 def quantized_einsum(
-    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array,
-    scales: str = "channel", num_devices: Counts = (), out: PartitionSpec | None = None,
+    equation: str,
+    qtype: str,
+    bwd_qtype: str | None,
+    x: jax.Array,
+    w: jax.Array,
+    scales: str = "channel",
+    num_devices: Counts = (),
+    out: PartitionSpec | None = None,
 ) -> jax.Array:
     """Computes `einsum(equation, x, w)` with rounded operands, in x's dtype.
 
@@ -60,8 +66,14 @@ def _forward(
 
 
 def _backward(
-    equation: str, qtype: str, bwd_qtype: str | None, scales: str, num_devices: Counts,
-    out: PartitionSpec | None, residuals: tuple, g: jax.Array,
+    equation: str,
+    qtype: str,
+    bwd_qtype: str | None,
+    scales: str,
+    num_devices: Counts,
+    out: PartitionSpec | None,
+    residuals: tuple,
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     factors, outputs = equation.split("->")
@@ -84,7 +96,11 @@ quantized_einsum.defvjp(_forward, _backward)
 
 
 def _einsum(
-    equation: str, scales: str, num_devices: Counts, dtype: Any, out: PartitionSpec | None,
+    equation: str,
+    scales: str,
+    num_devices: Counts,
+    dtype: Any,
+    out: PartitionSpec | None,
     *factors: tuple[jax.Array, str],
 ) -> jax.Array:
     """Multiplies two operands, each rounded to its type; returns the result in `dtype`.
@@ -116,7 +132,8 @@ def _einsum(
     ]
     size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
     parts = {  # The number of parts of contracted dims, if all parts have equal sizes.
-        letter: count for letter, count in num_devices
+        letter: count
+        for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
     }
     if not parts:
@@ -173,12 +190,18 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
     if out is not None:
         entries = dict(zip(outputs, out, strict=True))
         x, y = (
-            dataclasses.replace(factor, scale=jax.sharding.reshard(
-                factor.scale, PartitionSpec(*(
-                    entries.get(a) if size > 1 else None
-                    for a, size in zip(local, factor.scale.shape, strict=True)
-                ))
-            ))
+            dataclasses.replace(
+                factor,
+                scale=jax.sharding.reshard(
+                    factor.scale,
+                    PartitionSpec(
+                        *(
+                            entries.get(a) if size > 1 else None
+                            for a, size in zip(local, factor.scale.shape, strict=True)
+                        )
+                    ),
+                ),
+            )
             for local, factor in ((x_letters, x), (y_letters, y))
         )
         settings["out_sharding"] = PartitionSpec(*(entries[letter] for letter in order))
@@ -231,7 +254,12 @@ class RoundedProduct(Product):
         rows = "".join(free[:num_leading])
         equation, w = equation.replace("...", rows), elementwise(layer.kernel(layer.w.dtype))
         return quantized_einsum(
-            equation, self.qtype, self.bwd_qtype, inputs, w, self.scales,
+            equation,
+            self.qtype,
+            self.bwd_qtype,
+            inputs,
+            w,
+            self.scales,
             summing_devices(layer, rows, self.rows_split),
             self._type(equation, rows, inputs, w) if is_typed() else None,
         )

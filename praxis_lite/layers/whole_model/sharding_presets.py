@@ -37,13 +37,19 @@ _TENSOR_PARALLEL: dict[str, DimSplit] = {
 }
 
 _RING: dict[str, DimSplit] = {
-    "batch": _OVER_DATA, "residual_batch": _OVER_ALL, "embed": "data", "expert": None,
+    "batch": _OVER_DATA,
+    "residual_batch": _OVER_ALL,
+    "embed": "data",
+    "expert": None,
     **_TENSOR_PARALLEL,
 }
 
 # `mdl` splits time everywhere (context parallelism). Weights are split as in fsdp.
 _CONTEXT: dict[str, DimSplit] = {
-    "batch": _OVER_DATA, "length": "mdl", "residual_length": "mdl", "embed": ("data", "mdl"),
+    "batch": _OVER_DATA,
+    "length": "mdl",
+    "residual_length": "mdl",
+    "embed": ("data", "mdl"),
     "expert": None,
 }
 
@@ -60,22 +66,32 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     # time (sequence parallelism, arXiv:2205.05198). As in Pax's set_sharding_params_v1, experts are
     # not changed.
     "fsdp+tensor": {
-        "batch": _OVER_DATA, "embed": "data", "residual_length": "mdl", **_TENSOR_PARALLEL,
+        "batch": _OVER_DATA,
+        "embed": "data",
+        "residual_length": "mdl",
+        **_TENSOR_PARALLEL,
     },
     # Like megatron, but between the pairs, `mdl` splits time.
     "sequence": {
-        "batch": _OVER_DATA, "expert": None, "residual_length": "mdl", **_TENSOR_PARALLEL,
+        "batch": _OVER_DATA,
+        "expert": None,
+        "residual_length": "mdl",
+        **_TENSOR_PARALLEL,
     },
     # Weights are split as in fsdp+tensor. Between sublayers, `mdl` splits the batch, and devices
     # along `mdl` pass rows around a ring while they compute (collective matmul). This is the
     # fastest preset for 2 to 8 devices along `mdl` if nothing hides weight gathers (TPU v4, v5p).
     "fsdp+ring": {
-        **_RING, "attention_collectives": "ring", "mlp_collectives": "ring",
+        **_RING,
+        "attention_collectives": "ring",
+        "mlp_collectives": "ring",
     },
     # Like fsdp+ring, but attention gathers its weights over `mdl` instead of its tokens. This is
     # the fastest preset if matmuls hide weight gathers (TPU v5e).
     "fsdp+mlp_ring": {
-        **_RING, "attention_collectives": "weights", "mlp_collectives": "ring",
+        **_RING,
+        "attention_collectives": "weights",
+        "mlp_collectives": "ring",
     },
     # For long sequences: weights are split as in fsdp, and `mdl` splits time. Devices split the
     # attention heads as far as their number is divisible, and form rings for the remaining factor.
@@ -87,13 +103,18 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     # Weights are split as in fsdp+tensor, and experts over a separate axis, which also splits the
     # batch (GShard, arXiv:2006.16668). For a mesh with the axes data, expert and mdl.
     "expert": {
-        "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,
+        "batch": ("data", "expert"),
+        "expert": "expert",
+        "embed": "data",
+        **_TENSOR_PARALLEL,
     },
     # For large mixtures of experts on such a mesh: experts are split over `expert`, with
     # all-to-alls, and their model dims over the other axes. Other weights are split as in fsdp.
     "fsdp+expert": {
-        "batch": ("data", "expert", "mdl"), "embed": ("data", "expert", "mdl"),
-        "expert": "expert", "expert_embed": ("data", "mdl"),
+        "batch": ("data", "expert", "mdl"),
+        "embed": ("data", "expert", "mdl"),
+        "expert": "expert",
+        "expert_embed": ("data", "mdl"),
     },
 }
 
@@ -121,7 +142,8 @@ _ASYNC_ALL_TO_ALL = {"tpu": {"xla_tpu_enable_async_all_to_all?": True}}
 # memory than by default. Google's recipes for v6e set the same limit.
 _ALL_PRESETS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib?": 98_304}}
 _OPTIONS_BY_PRESET: dict[str, CompilerOptions] = {
-    "fsdp": _ASYNC_ALL_REDUCE, "fsdp+tensor": _NO_WINDOWED_EINSUM,
+    "fsdp": _ASYNC_ALL_REDUCE,
+    "fsdp+tensor": _NO_WINDOWED_EINSUM,
     "fsdp+expert": _ASYNC_ALL_TO_ALL,
 }
 # Compiler options that make a preset faster, by platform or TPU type.
@@ -135,13 +157,21 @@ WEIGHT_DIMS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert", "expert_e
 # Names of activation dims. `residual_` marks rows and time of the residual stream between
 # sublayers. If a preset lacks residual_batch, these rows are split like the batch.
 ACTIVATION_DIMS = (
-    "batch", "length", "residual_batch", "residual_length", "activation_embed", "activation_mlp",
-    "activation_heads", "activation_head_dim", "activation_vocab",
+    "batch",
+    "length",
+    "residual_batch",
+    "residual_length",
+    "activation_embed",
+    "activation_mlp",
+    "activation_heads",
+    "activation_head_dim",
+    "activation_vocab",
 )
 # Names that stand for settings instead of dims, with their valid values: tensor_parallel of
 # attention and feed-forward layers, and context_parallel of attention.
 PRESET_SETTINGS = {
-    "attention_collectives": TENSOR_PARALLEL, "mlp_collectives": TENSOR_PARALLEL,
+    "attention_collectives": TENSOR_PARALLEL,
+    "mlp_collectives": TENSOR_PARALLEL,
     "attention_context": CONTEXT_PARALLEL,
 }
 

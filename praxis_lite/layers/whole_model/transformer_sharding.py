@@ -124,7 +124,8 @@ def _set_splits(
     if row is not None and ("expert" in preset or "expert" not in _names(row)):
         _set_row(config, row, preset)
     fields = [  # Not empty for layers with weights.
-        name for name in parameters
+        name
+        for name in parameters
         if name.endswith("split_dims_mapping") and not name.startswith("activation")
     ]
     is_split = any(getattr(config, name, None) is not None for name in fields)

@@ -20,9 +20,20 @@ from praxis_lite.core.task import Task
 
 # Primitives that return elements of their first operand unchanged.
 _ELEMENT_PRESERVING = {
-    "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice",
-    "dynamic_slice", "copy", "convert_element_type", "stop_gradient", "sharding_constraint",
-    "optimization_barrier", "pvary",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "copy",
+    "convert_element_type",
+    "stop_gradient",
+    "sharding_constraint",
+    "optimization_barrier",
+    "pvary",
 }
 
 
@@ -42,9 +53,7 @@ def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[
 
 
 @functools.lru_cache(maxsize=16)
-def _traced_sizes(
-    task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
-) -> dict[str, int]:
+def _traced_sizes(task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> dict[str, int]:
     """Returns the size of the smallest dim indexed by each leaf in the task's eval step."""
     try:
         mdl_vars = abstract_mdl_vars(task.model.weight_specs())
@@ -52,9 +61,7 @@ def _traced_sizes(
     except Exception:
         return {}  # Tracing the actual step raises this error with the names of settings.
     leaves = jax.tree.leaves_with_path(dict(spec))
-    names = [
-        path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves
-    ]
+    names = [path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves]
     tracker = _IndexTracker()
     num_vars = len(traced.jaxpr.invars) - len(names)
     tracker.visit(traced.jaxpr, [*[None] * num_vars, *names])

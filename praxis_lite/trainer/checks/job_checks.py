@@ -26,7 +26,10 @@ def check_parts(job: Any) -> None:
     """Raises ConfigError if a field of the job has the wrong type, as in an edited config.json."""
     _check_part("The config", job, Job)
     parts = {
-        "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
+        "mesh": MeshConfig,
+        "task": Task,
+        "run": RunConfig,
+        "datasets": Mapping,
         "decode_datasets": Mapping,
     }
     for path, expected in parts.items():
@@ -112,7 +115,9 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
         place = pipeline.place_of_largest_id()
         where = f", at {place}," if place else ""
         require(
-            largest < size, f"{name}: the largest id of {data_tokenizer}{where}", largest,
+            largest < size,
+            f"{name}: the largest id of {data_tokenizer}{where}",
+            largest,
             f"at most {size - 1}, because the model's vocab_size is {size}",
             f"Set the model's vocab_size={data_tokenizer.vocab_size}, or use a different "
             "tokenizer.",
@@ -155,7 +160,8 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
         problem = f" ({error})"
     require(
         isinstance(fingerprint, Mapping) and not problem,
-        f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint", fingerprint,
+        f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint",
+        fingerprint,
         "a dict of everything that determines the batches, as numbers, strings and lists of "
         f"these{problem}",
     )
@@ -204,12 +210,12 @@ def check_watched_metrics(
                 scalars = partitioner.eval_step.trace(pipeline.element_spec()).out_info
                 names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
         if watcher.metric not in names:
+            found = f"run.{setting}.metric is '{watcher.metric}', but"
             raise ConfigError(
-                f"run.{setting}.metric is '{watcher.metric}', but the metrics of evaluations are "
-                f"{sorted(names)}.{did_you_mean(watcher.metric, names)}"
-                if names else
-                f"run.{setting}.metric is '{watcher.metric}', but there is no evaluation dataset. "
-                "Add one to the experiment's datasets()."
+                f"{found} the evaluation metrics are {sorted(names)}."
+                f"{did_you_mean(watcher.metric, names)}"
+                if names
+                else f"{found} there is no evaluation dataset. Add one to `datasets()`."
             )
         if run.evaluation.every_steps is None and not run.evaluation.by_follower:
             raise ConfigError(
@@ -232,16 +238,20 @@ def check_watched_metrics(
 
 # Keys in lines of metrics.jsonl and eval_metrics.jsonl that are not metrics of task or learner.
 _RESERVED_NAMES = {
-    "step", "dataset", *TIMES, MFU, HFU, "is_loss_spike", "num_batches_left_out",
+    "step",
+    "dataset",
+    *TIMES,
+    MFU,
+    HFU,
+    "is_loss_spike",
+    "num_batches_left_out",
 }
 
 
 def check_metric_names(partitioner: Partitioner, train: InputPipeline) -> None:
     """Raises ConfigError if a metric's name is already used for another value in metrics.jsonl."""
     outputs = partitioner.train_step.trace(train.element_spec()).out_info[1]
-    reserved = {
-        *outputs["learner"], *_RESERVED_NAMES, f"{partitioner.task.weight_unit}_per_second"
-    }
+    reserved = {*outputs["learner"], *_RESERVED_NAMES, f"{partitioner.task.weight_unit}_per_second"}
     if taken := sorted(reserved & outputs["metrics"].keys()):
         raise ConfigError(
             f"{type(partitioner.task).__name__} reports a metric named {taken[0]!r}, but "

@@ -49,8 +49,10 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     if devices[0].platform == "cpu":
         # A training step allocates a separate buffer for each simulated device. Restored weights
         # share a single buffer among the devices.
-        needed = per_device * len(devices) if is_training else sum(
-            math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
+        needed = (
+            per_device * len(devices)
+            if is_training
+            else sum(math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves)
         )
         available = host_memory.available_bytes()
         if needed <= available:
@@ -84,9 +86,7 @@ def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
     return min((limit for limit in limits if limit), default=math.inf)
 
 
-def check_batch_fits(
-    spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, name: str
-) -> None:
+def check_batch_fits(spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, name: str) -> None:
     """Checks that the host's rows of a batch fit in its memory, before the batch is created.
 
     Args:

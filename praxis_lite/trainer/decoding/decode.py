@@ -23,7 +23,9 @@ from praxis_lite.trainer.restored_weights import restored_weights
 
 
 def decode(
-    job: JobOnMesh, step: Step, prompts: Sequence[Prompt] | None = None,
+    job: JobOnMesh,
+    step: Step,
+    prompts: Sequence[Prompt] | None = None,
     batchings: Batchings | None = None,
 ) -> None:
     """Decodes every decode dataset with the weights of a checkpoint, and writes records.

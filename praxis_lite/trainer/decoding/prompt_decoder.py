@@ -90,7 +90,8 @@ class PromptDecoder:
         else:
             decoded = self._batch_by_batch(name, pipeline)
         return [
-            record for inputs, outputs in decoded
+            record
+            for inputs, outputs in decoded
             for record in task.decode_to_records(inputs, jax.device_get(outputs))
         ]
 
@@ -123,7 +124,10 @@ class PromptDecoder:
         The tokens are the same as in `_batch_by_batch`.
         """
         require(
-            jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
+            jax.process_count() == 1,
+            "The number of processes",
+            jax.process_count(),
+            "1",
             "decoder.num_cache_slots needs all prompts in one process. Set it to 0, or decode in "
             "one process.",
         )
@@ -153,7 +157,9 @@ class PromptDecoder:
                     if inputs["weights"][row] > 0:
                         positions.append((len(batches) - 1, hyp))
                         yield Prompt(
-                            inputs["ids"][row], inputs["prefix_lengths"][row], keys[hyp],
+                            inputs["ids"][row],
+                            inputs["prefix_lengths"][row],
+                            keys[hyp],
                             **{setting: x[row] for setting, x in settings.items()},
                         )
 
@@ -166,7 +172,8 @@ class PromptDecoder:
                 return ContinuationText(task.tokenizer, ids, decoder.stop_strings)
 
             stream_settings = {
-                "num_steps": STEPS_BETWEEN_LOOKS, "text_of": text_of
+                "num_steps": STEPS_BETWEEN_LOOKS,
+                "text_of": text_of,
             } | stream_settings
         for new in batching.stream(self.mdl_vars, prompts(), **stream_settings):
             if on_tokens is not None:
@@ -188,7 +195,10 @@ class PromptDecoder:
         if (num_rows, prompt_length) not in self.batchings:
             task = self.partitioner.task
             self.batchings[num_rows, prompt_length] = ContinuousBatching(
-                task.decoder, task.module, num_rows, prompt_length,
+                task.decoder,
+                task.module,
+                num_rows,
+                prompt_length,
                 wrap=functools.partial(self.partitioner.with_mdl_vars, has_splits=True),
                 compiler_options=self.partitioner.decode_options,
             )

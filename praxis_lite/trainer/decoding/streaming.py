@@ -23,13 +23,18 @@ class ContinuationPrinter:
     """
 
     def __init__(
-        self, titles: Sequence[str], prompts: Sequence[np.ndarray], tokenizer: Tokenizer,
-        decoder: Decoder, write: Callable[[str], None],
+        self,
+        titles: Sequence[str],
+        prompts: Sequence[np.ndarray],
+        tokenizer: Tokenizer,
+        decoder: Decoder,
+        write: Callable[[str], None],
     ):
         self._titles, self._num_hyps, self._write = titles, decoder.num_hyps, write
         self._texts = [
             ContinuationText(tokenizer, prompt, decoder.stop_strings)
-            for prompt in prompts for _ in range(decoder.num_hyps)
+            for prompt in prompts
+            for _ in range(decoder.num_hyps)
         ]
         self._is_done = [False] * len(self._texts)
         self._next, self._has_heading = 0, False

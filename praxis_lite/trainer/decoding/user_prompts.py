@@ -70,7 +70,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         if path.suffix == ".jsonl":
             numbered = enumerate(data.split(b"\n"), 1)
             prompts = [
-                _parse_prompt(line, f"{name}, line {number}") for number, line in numbered
+                _parse_prompt(line, f"{name}, line {number}")
+                for number, line in numbered
                 if line.strip()
             ]
         else:
@@ -181,14 +182,15 @@ def check_language_model(task: Task, user: str) -> None:
             "task.tokenizer to the directory of a tokenizer."
         )
     require(
-        jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
+        jax.process_count() == 1,
+        "The number of processes",
+        jax.process_count(),
+        "1",
         f"Run {user} in one process, with all the devices of its host.",
     )
 
 
-def prompt_ids(
-    prompt: Prompt, tokenizer: Any, what: str, size: int | None = None
-) -> np.ndarray:
+def prompt_ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:
     """Returns the token ids of a prompt as int32[length]. An empty list has length 0.
 
     Args:

@@ -25,7 +25,10 @@ class Evaluations(Hook):
         job, step = self._job, loop.first_step
         self._loop = loop
         self._evaluator = Evaluator(
-            job.partitioner, job.eval_sets, job.run.evaluation.max_batches, loop.note,
+            job.partitioner,
+            job.eval_sets,
+            job.run.evaluation.max_batches,
+            loop.note,
             seed=job.run.seed,
         )
         if loop.is_resumed and lacks_evaluation(job.run, job.eval_sets, job.files, step):
@@ -69,9 +72,7 @@ class EarlyStops(Hook):
         # The `MetricsFiles` hook runs earlier and has removed the lines of steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 
-    def after_evaluation(
-        self, step: int, results: Mapping[str, Mapping[str, float]]
-    ) -> str | None:
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> str | None:
         if self._stopping is None:
             return None
         values = watched_values(results)

@@ -58,13 +58,21 @@ class Examples(Hook):
         is_own = np.repeat(is_local, -(-train.batch_size // mesh.size))[: train.batch_size]
         self._is_own = is_own[self._job.partitioner.process_rows(train.batch_size)]
         self._start = Start(
-            start=self._number, step=loop.first_step,
-            is_new=not loop.is_resumed, time=time.time(), launch=launch,
+            start=self._number,
+            step=loop.first_step,
+            is_new=not loop.is_resumed,
+            time=time.time(),
+            launch=launch,
             generation=None if membership is None else membership.generation,
             process=processes.index(),
-            num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
-            batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,
-            data=fingerprint_digest(train), versions=versions(),
+            num_processes=processes.count(),
+            host=socket.gethostname(),
+            mesh=dict(mesh.shape),
+            batch_size=train.batch_size,
+            rows=_ranges(is_own),
+            skipped=loop.skipped_batches,
+            data=fingerprint_digest(train),
+            versions=versions(),
         )
         try:
             folder.mkdir(exist_ok=True)
@@ -86,8 +94,10 @@ class Examples(Hook):
             return
         first, last, fed = self._batches[0], self._batches[-1], set(self._batches)
         stretch = RowSpan(
-            start=self._number, process=processes.index(),
-            steps=(self._steps[0], self._steps[-1]), batches=(first, last),
+            start=self._number,
+            process=processes.index(),
+            steps=(self._steps[0], self._steps[-1]),
+            batches=(first, last),
             skipped=tuple(index for index in range(first, last + 1) if index not in fed),
             digest=f"{self._sum:016x}",
         )

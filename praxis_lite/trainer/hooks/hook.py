@@ -156,7 +156,8 @@ class Hook(contextlib.AbstractContextManager):
 # The arguments of each method that a subclass may override.
 METHODS = {
     name: tuple(inspect.signature(method).parameters)[1:]
-    for name, method in vars(Hook).items() if inspect.isfunction(method) and name[0] != "_"
+    for name, method in vars(Hook).items()
+    if inspect.isfunction(method) and name[0] != "_"
 }
 
 
@@ -170,12 +171,17 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
     for index, hook in enumerate(hooks):
         path, name = f"hooks[{index}]", type(hook).__name__
         require(
-            isinstance(hook, Hook), path, hook, "a Hook",
+            isinstance(hook, Hook),
+            path,
+            hook,
+            "a Hook",
             "Subclass praxis_lite.Hook, and return fdl.Config(YourHook, ...) from hooks().",
         )
         is_number = type(hook.every) is int and hook.every > 0
         require(
-            hook.every is None or is_number, f"{path}.every, of {name},", hook.every,
+            hook.every is None or is_number,
+            f"{path}.every, of {name},",
+            hook.every,
             "a positive number of steps or None",
         )
         for method, arguments in METHODS.items():

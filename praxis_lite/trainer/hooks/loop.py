@@ -55,9 +55,16 @@ class Loop:
     """
 
     def __init__(
-        self, job: JobOnMesh, first_step: int, skipped_batches: Sequence[int],
-        checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
-        note: Callable[[str], None], *, is_resumed: bool,
+        self,
+        job: JobOnMesh,
+        first_step: int,
+        skipped_batches: Sequence[int],
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+        hooks: Sequence[Hook],
+        note: Callable[[str], None],
+        *,
+        is_resumed: bool,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
@@ -66,8 +73,10 @@ class Loop:
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
         self.watchdog = Watchdog(
-            stopping.watchdog_seconds, exits=stopping.watchdog_exits,
-            is_saving=checkpoints.is_saving, stacks_txt=job.files.stacks_txt,
+            stopping.watchdog_seconds,
+            exits=stopping.watchdog_exits,
+            is_saving=checkpoints.is_saving,
+            stacks_txt=job.files.stacks_txt,
         )
         self.stops = False
         self.reason: str | None = None
@@ -101,7 +110,9 @@ class Loop:
         num_requested = self._requests.take()
         self.has_profile_request |= bool(num_requested)
         self.stops |= self.consensus.should_stop(
-            self.stop.reason is not None, is_save_due, num_requested,
+            self.stop.reason is not None,
+            is_save_due,
+            num_requested,
             self.proposed_end is not None,
         )
         if self.consensus.profile_steps:

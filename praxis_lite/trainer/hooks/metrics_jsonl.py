@@ -39,8 +39,10 @@ class MetricsFiles(Hook):
                 f"were moved to {self._writer.lost_path.name}"
             )
         if self._writer.newest_kept < first_step:
-            loop.note(f"note: {files.metrics_jsonl} has lines for only {self._writer.num_lines()} "
-                      f"of {first_step} steps; the other steps are missing in the loss curve")
+            loop.note(
+                f"note: {files.metrics_jsonl} has lines for only {self._writer.num_lines()} "
+                f"of {first_step} steps; the other steps are missing in the loss curve"
+            )
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._writer.write(metrics.line)
@@ -70,7 +72,9 @@ class Progress(Hook):
         seconds = events.seconds()
         self._rates.add(metrics.line, metrics.weight, seconds[STEP] + seconds[INPUT_WAIT])
         self._line.update(
-            metrics.step, metrics.line["loss"], self._rates,
+            metrics.step,
+            metrics.line["loss"],
+            self._rates,
             has_tokens=self._weight_unit == "tokens",
         )
 

@@ -88,12 +88,16 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     write_whole(folder / HLO_TXT, (compiled.as_text() or "").encode())
     write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
     facts = ProfileFacts(
-        first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
+        first_step=steps[0],
+        last_step=steps[-1],
+        seconds=seconds,
+        axis_sizes=dict(mesh.shape),
         devices=[_facts_of(device) for device in mesh.devices.flat],
         arrays={leaf.path: leaf.bytes_per_device for leaf in partitioner.layout.leaves()},
         step_bytes={name: getattr(stats, f"{name}_size_in_bytes") for name in _MEMORY_KINDS},
         peak_bytes={
-            device.id: peak for device in mesh.local_devices
+            device.id: peak
+            for device in mesh.local_devices
             if (peak := (device.memory_stats() or {}).get("peak_bytes_in_use")) is not None
         },
     )
@@ -122,8 +126,12 @@ def read_facts(folder: Path) -> ProfileFacts:
 def _facts_of(device: jax.Device) -> DeviceFacts:
     coords = getattr(device, "coords", None)
     return DeviceFacts(
-        device.id, device.platform, device.device_kind, device.process_index,
-        getattr(device, "slice_index", None), coords and tuple(coords),
+        device.id,
+        device.platform,
+        device.device_kind,
+        device.process_index,
+        getattr(device, "slice_index", None),
+        coords and tuple(coords),
     )
 
 
@@ -135,7 +143,8 @@ def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
     buffers = getattr(stats, "serialized_buffer_assignment_proto", b"")
     return b"".join(
         bytes([number << 3 | 2]) + _varint(len(part)) + part
-        for number, part in ((1, module), (3, buffers)) if part
+        for number, part in ((1, module), (3, buffers))
+        if part
     )
 
 

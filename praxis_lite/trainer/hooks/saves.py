@@ -53,8 +53,12 @@ class Saves(Hook):
         loop.consensus.saved()
         with loop.watchdog.during(SAVING), events.phase(SAVE, step):
             loop.checkpoints.save(
-                step, state, self._job.partitioner.layout, data,
-                watched_values(loop.results or {}), is_last=is_last,
+                step,
+                state,
+                self._job.partitioner.layout,
+                data,
+                watched_values(loop.results or {}),
+                is_last=is_last,
             )
 
     def after_training(self, step: int) -> None:

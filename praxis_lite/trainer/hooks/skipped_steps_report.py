@@ -54,7 +54,8 @@ class SkippedSteps(Hook):
             f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
             f"gradient is too large ({metrics.line['num_skipped_steps']} skipped so far"
             + (f", {in_a_row} in a row" if in_a_row > 1 else "")
-            + "); weights and slots are unchanged" + (f". {hint}" if hint else "")
+            + "); weights and slots are unchanged"
+            + (f". {hint}" if hint else "")
         )
         if is_end:
             raise ConfigError(self._too_many_message(step, in_a_row, hint if text else ""))

@@ -21,7 +21,10 @@ MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
 def all_hooks(
-    job: JobOnMesh, progress: ProgressLine, more: MoreHooks, trackers: Trackers,
+    job: JobOnMesh,
+    progress: ProgressLine,
+    more: MoreHooks,
+    trackers: Trackers,
     other_saves: Sequence[Hook],
 ) -> list[Hook]:
     """Returns all hooks of a job: standard hooks, tool hooks and the experiment's hooks."""
@@ -32,9 +35,15 @@ def all_hooks(
         ProfileEnds(job, profiler),
         *more(job),
         # Before hooks that report a step or raise errors, so that its metrics are on disk by then.
-        MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
-        LossSpikes(job), SkippedSteps(job), EarlyStops(job),
-        Evaluations(job), FollowedEvaluations(job, trackers),
+        MetricsFiles(job),
+        Examples(job),
+        Tracking(trackers),
+        Progress(job, progress),
+        LossSpikes(job),
+        SkippedSteps(job),
+        EarlyStops(job),
+        Evaluations(job),
+        FollowedEvaluations(job, trackers),
         *job.hooks,
         # Before the hook that saves checkpoints, because these saves are faster: if the job is
         # killed while it saves the checkpoint, they are already complete.

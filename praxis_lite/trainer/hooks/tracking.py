@@ -114,8 +114,10 @@ class Trackers(contextlib.AbstractContextManager):
         self.forward_notes(self._note)
         for thread in started:
             if thread.is_alive():
-                self._note(f"note: the {thread.name} did not finish within {END_SECONDS} s; the "
-                           "newest numbers may be missing")
+                self._note(
+                    f"note: the {thread.name} did not finish within {END_SECONDS} s; the "
+                    "newest numbers may be missing"
+                )
 
 
 def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
@@ -189,10 +191,15 @@ def tracked_run(
         "jax": jax.__version__,
     }
     return TrackedRun(
-        id=run_id(job.files.trackers), name=job.files.path.name,
-        experiment=launched.experiment, job_log_dir=job.files.path,
-        config=config_values(launched.config), facts=facts, first_step=first_step,
-        evaluated=tuple(job.eval_sets), note=note,
+        id=run_id(job.files.trackers),
+        name=job.files.path.name,
+        experiment=launched.experiment,
+        job_log_dir=job.files.path,
+        config=config_values(launched.config),
+        facts=facts,
+        first_step=first_step,
+        evaluated=tuple(job.eval_sets),
+        note=note,
     )
 
 

@@ -26,8 +26,14 @@ from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 __all__ = (
-    "append_lines", "evaluation_lines", "is_step", "json_line", "lines_if_any", "read_json_lines",
-    "strict_json", "training_lines",
+    "append_lines",
+    "evaluation_lines",
+    "is_step",
+    "json_line",
+    "lines_if_any",
+    "read_json_lines",
+    "strict_json",
+    "training_lines",
 )
 
 # Written as strings, because JSON has no NaN and strict parsers reject it.
@@ -78,7 +84,9 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], resume_step: int,
+        self,
+        path: str | os.PathLike[str],
+        resume_step: int,
         note: Callable[[str], None] = print,
     ):
         self.path = pathlib.Path(path)
@@ -388,8 +396,10 @@ def strict_json(value: Any, key: str) -> Any:
         array = np.asarray(value)
         # Do not exclude kind 'V': it includes bfloat16 of ml_dtypes, which converts to float.
         if array.shape != () or array.dtype.kind in "OSUMmc":
-            raise ValueError(f"metric {key!r}: cannot write {type(value).__name__} of shape "
-                             f"{array.shape}, dtype {array.dtype}; expected a scalar or a string.")
+            raise ValueError(
+                f"metric {key!r}: cannot write {type(value).__name__} of shape "
+                f"{array.shape}, dtype {array.dtype}; expected a scalar or a string."
+            )
         if array.dtype.kind in "biu":
             return array.item()
         value = float(array)

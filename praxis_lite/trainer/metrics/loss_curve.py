@@ -17,8 +17,12 @@ _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
 _GREY = "#5f6368"
 
 
-def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str],
-                    eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
+def plot_loss_curve(
+    metrics_path: str | os.PathLike[str],
+    png_path: str | os.PathLike[str],
+    eval_path: str | os.PathLike[str] | None = None,
+    title: str = "",
+) -> None:
     """Plots loss against step, with raw and smoothed training losses and evaluations as points.
 
     A panel below shows the learning rate if it was recorded. If the file is larger than 4 MiB,
@@ -54,8 +58,13 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
     loss_axes.plot(steps, losses, color=_TRAIN_COLOR, alpha=0.28, linewidth=0.9)
     smooth_losses = smoothed(losses)
-    loss_axes.plot(steps, smooth_losses, color=_TRAIN_COLOR, linewidth=2,
-                   label=f"training, smoothed: {smooth_losses[-1]:.3f}")
+    loss_axes.plot(
+        steps,
+        smooth_losses,
+        color=_TRAIN_COLOR,
+        linewidth=2,
+        label=f"training, smoothed: {smooth_losses[-1]:.3f}",
+    )
     if eval_path is not None:
         _draw_evaluations(loss_axes, evaluation_lines(pathlib.Path(eval_path)))
 
@@ -86,8 +95,17 @@ def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
         if bits_per_byte.size:
             label += f" ({bits_per_byte[-1]:.2f} bits per byte)"
         color = _EVAL_COLORS[index % len(_EVAL_COLORS)]
-        axes.plot(steps, losses, color=color, linewidth=1, linestyle=":", marker="o", markersize=5,
-                  markeredgecolor="white", label=label)
+        axes.plot(
+            steps,
+            losses,
+            color=color,
+            linewidth=1,
+            linestyle=":",
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label=label,
+        )
 
 
 def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -34,8 +34,15 @@ class ProgressLine(contextlib.AbstractContextManager):
       clock: A monotonic clock, in seconds.
     """
 
-    def __init__(self, num_steps: int, stream: TextIO, log_every_steps: int | None, first_step: int,
-                 *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        num_steps: int,
+        stream: TextIO,
+        log_every_steps: int | None,
+        first_step: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._num_steps = num_steps
         self._stream = stream
         self._is_live = stream.isatty()
@@ -96,9 +103,7 @@ class ProgressLine(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _parts(
-        self, step: int, loss: Any, rates: Rates | None, has_tokens: bool
-    ) -> dict[str, str]:
+    def _parts(self, step: int, loss: Any, rates: Rates | None, has_tokens: bool) -> dict[str, str]:
         """Returns the parts of the line by name."""
         width = len(str(self._num_steps))
         parts = {"step": f"step {step:{width}d}/{self._num_steps}"}
@@ -127,7 +132,7 @@ class ProgressLine(contextlib.AbstractContextManager):
                 break
             parts.pop(name, None)
         text = "  ".join(parts.values())
-        return text if len(text) <= width else text[:int(width)]
+        return text if len(text) <= width else text[: int(width)]
 
     def _draw(self) -> None:
         # A line of the terminal's full width would wrap, and '\r' would return to its second half.

@@ -88,8 +88,9 @@ class Rates:
         if self._num_added == 1:
             self._began = loop_seconds
             return
-        values = {name: float(line[name]) for name in (STEP_TIME, INPUT_TIME, MFU, HFU)
-                  if name in line}
+        values = {
+            name: float(line[name]) for name in (STEP_TIME, INPUT_TIME, MFU, HFU) if name in line
+        }
         self._lines.append(values | {"weight": weight})
         self._weight += weight
         self._seconds += line[STEP_TIME]

@@ -127,7 +127,8 @@ def decoded_files(job: JobDir) -> list[DecodedFile]:
     """Returns a job's files of decoded prompts, sorted by dataset and step."""
     files = [
         DecodedFile(path.parent.name, int(path.stem), path)
-        for path in (job.path / "decode").glob("*/*.jsonl") if path.stem.isdecimal()
+        for path in (job.path / "decode").glob("*/*.jsonl")
+        if path.stem.isdecimal()
     ]
     return sorted(files, key=lambda file: (file.dataset, file.step))
 

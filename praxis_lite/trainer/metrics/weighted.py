@@ -26,7 +26,9 @@ class WeightedMean:
         for name, (value, weight) in scalars.items():
             weight = float(weight)
             require(
-                math.isfinite(weight) and weight >= 0, f"The weight of metric {name!r}", weight,
+                math.isfinite(weight) and weight >= 0,
+                f"The weight of metric {name!r}",
+                weight,
                 "a finite non-negative number",
             )
             if weight > 0:

@@ -129,21 +129,25 @@ def assert_collectives(
     for layer in no_gather_in_backward_of:
         prefix = GRADIENT_OF + layer.strip("/")
         failures += [
-            f"all-gather in the backward pass of {layer}: {_line(x)}" for x in collectives
+            f"all-gather in the backward pass of {layer}: {_line(x)}"
+            for x in collectives
             if x.kind == "all-gather" and any(_is_within(name, prefix) for name, _ in x.layers)
         ]
     weights = _weight_dims(step.layout)
     if no_gather_of_whole_weights:
         failures += [
             f"all-gather of an entire weight: {_line(x)}, the size of {weights[dims]}"
-            for x in collectives if x.kind == "all-gather"
-            for dims in _dims(x) if dims in weights
+            for x in collectives
+            if x.kind == "all-gather"
+            for dims in _dims(x)
+            if dims in weights
         ]
     if max_resharding_bytes is not None:
         failures += [
             f"an array is resharded: {_line(x)}; the limit is {max_resharding_bytes:,} bytes"
             for x in collectives
-            if x.kind in _RESHARDS and x.bytes > max_resharding_bytes
+            if x.kind in _RESHARDS
+            and x.bytes > max_resharding_bytes
             and not any(dims in weights for dims in _dims(x))
         ]
     assert not failures, f"The {step.name} step exceeds its limits:\n  " + "\n  ".join(failures)

@@ -90,7 +90,8 @@ def run_layers(
 
     arguments = (
         {name: drawn(model) for name, model in models.items()},
-        {name: x for name, (_, _, x) in cases.items()}, jax.random.key(5),
+        {name: x for name, (_, _, x) in cases.items()},
+        jax.random.key(5),
     )
     if mesh is None:
         return jax.device_get(run(*arguments))

@@ -89,8 +89,13 @@ def _check_float32_precision(
     why = "float32 on one device: 2^-11 of the leaf, 4 x the effect of rounding"
     return [
         Comparison(
-            "one device", f"{kind_of(leaf)} in float32", leaf, 0, difference,
-            FLOAT32_ERROR * largest(expected[leaf]) + of_all.get(kind_of(leaf), 1e-6)
+            "one device",
+            f"{kind_of(leaf)} in float32",
+            leaf,
+            0,
+            difference,
+            FLOAT32_ERROR * largest(expected[leaf])
+            + of_all.get(kind_of(leaf), 1e-6)
             + 4.0 * rounding.get(leaf, 0.0),
             why,
         )

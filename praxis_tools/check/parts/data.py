@@ -93,7 +93,8 @@ def compare_repeated(job: Job) -> list[Comparison]:
             ]
             joined = {
                 key: np.concatenate([block[key] for block in blocks])
-                if np.ndim(blocks[0][key]) else blocks[0][key]
+                if np.ndim(blocks[0][key])
+                else blocks[0][key]
                 for key in blocks[0]
             }
             comparisons += _compare_batches(f"{root}.{name}, by rows", once[:1], [joined])
@@ -104,7 +105,8 @@ def _compare_batches(name: str, expected: list[Batch], actual: list[Batch]) -> l
     def leaves(batches: list[Batch]) -> dict[str, np.ndarray]:
         return {
             f"{name}: batch {i}, {key}": np.asarray(x)
-            for i, batch in enumerate(batches) for key, x in batch.items()
+            for i, batch in enumerate(batches)
+            for key, x in batch.items()
         }
 
     return exact("one host", "data", leaves(expected), leaves(actual))

@@ -140,7 +140,10 @@ def _results(
 
 
 def _compare_results(
-    mesh: str, what: str, expected: dict[str, Leaves], nudged: dict[str, Leaves],
+    mesh: str,
+    what: str,
+    expected: dict[str, Leaves],
+    nudged: dict[str, Leaves],
     actual: dict[str, Leaves],
 ) -> Iterator[list[Comparison]]:
     report = restack_like(expected["training"], actual["training"])

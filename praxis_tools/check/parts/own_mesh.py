@@ -53,7 +53,10 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
             parts = [one_device.evaluate(mdl_vars, half) for half in rows.halves(batch)]
             metrics = {name: x for name, x in expected.items() if name.startswith("metrics/")}
             comparisons = tolerances.in_float64(
-                one_device.name, f"metrics of halves{what}", metrics, rows.combine_reports(parts),
+                one_device.name,
+                f"metrics of halves{what}",
+                metrics,
+                rows.combine_reports(parts),
                 nudged,
             )
             yield list(map(tolerances.with_loss_epsilon, comparisons))
@@ -61,8 +64,7 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the updated weights and moving averages on one device with `plain_update`.
-    """
+    """Compares the updated weights and moving averages on one device with `plain_update`."""
     one_device, num_steps = check.one_device, check.num_steps
     bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
 
@@ -196,8 +198,11 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     for pipeline in check.job.decode_datasets.values():
         batch = check.with_known_ids(data.first_batches(pipeline, 1)[0])
         yield tolerances.in_float64(
-            runner.name, "decoding", reference.decode(mdl_vars, batch),
-            runner.decode(mdl_vars, batch), reference.decode(check.nudged.mdl_vars, batch),
+            runner.name,
+            "decoding",
+            reference.decode(mdl_vars, batch),
+            runner.decode(mdl_vars, batch),
+            reference.decode(check.nudged.mdl_vars, batch),
         )
     yield from rows.in_decoding(check, runner)
 

@@ -62,7 +62,8 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
         def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
             step_logits, cache = rebuilt(model)(
                 jax.lax.dynamic_slice_in_dim(ids, t, 1, axis=1),
-                positions=jnp.full((num_rows, 1), t, jnp.int32), cache=cache,
+                positions=jnp.full((num_rows, 1), t, jnp.int32),
+                cache=cache,
             )
             return cache, step_logits[:, 0].astype(jnp.float32)
 
@@ -170,14 +171,16 @@ def _has_cache(task: Task, batch: Batch) -> bool:
     if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
         return False
     required = {
-        name for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
+        name
+        for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
         if parameter.default is inspect.Parameter.empty
     }
     return len(required) == 2
 
 
 FUNCTIONS = {
-    "token by token": token_by_token, "ragged prompts": ragged_prompts,
+    "token by token": token_by_token,
+    "ragged prompts": ragged_prompts,
     "packed segments": packed_segments,
 }
 

@@ -50,9 +50,7 @@ def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
         yield tolerances.exact(runner.name, "losses of a resumed job", *losses)
         directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
         states = [_restore_state(directory, runner) for directory in directories]
-        yield tolerances.exact(
-            runner.name, "state of a resumed job", *map(leaves_of, states)
-        )
+        yield tolerances.exact(runner.name, "state of a resumed job", *map(leaves_of, states))
     yield _check_program(check, runner)
 
 
@@ -77,7 +75,9 @@ def _compare_restored(check: Check, runner: TaskRunner) -> Iterator[list[Compari
             checkpoints.save(int(state.step), placed, runner.layout, {}, is_last=True)
         for other in (check.one_device, *check.meshes.values()):
             yield tolerances.exact(
-                f"{runner.name} to {other.name}", "restored", leaves_of(state),
+                f"{runner.name} to {other.name}",
+                "restored",
+                leaves_of(state),
                 leaves_of(_restore_state(directory, other)),
             )
 
@@ -116,7 +116,8 @@ def _train_job(
     launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
-            num_train_steps=num_steps, seed=check.seed,
+            num_train_steps=num_steps,
+            seed=check.seed,
             frozen_may_be_new=True,  # Random weights are fine, since the result is discarded.
             checkpoints=SaveSettings(save_non_finite=True),
             stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
@@ -152,15 +153,30 @@ def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
     num_compiled = partitioner.train_step.num_compiled()
     return [
         Comparison(
-            runner.name, "donated", "bytes per device", None,
-            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "the entire state is donated",
+            runner.name,
+            "donated",
+            "bytes per device",
+            None,
+            abs(state_bytes - hlo.donated_bytes(compiled)),
+            0.0,
+            "the entire state is donated",
         ),
         Comparison(
-            runner.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            runner.name,
+            "host transfers",
+            "train_step",
+            None,
+            len(_HOST.findall(compiled)),
+            0.0,
             "a step makes no host transfers",
         ),
         Comparison(
-            runner.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            runner.name,
+            "compilations",
+            "train_step",
+            None,
+            abs(num_compiled - 1),
+            0.0,
             "all steps share one compilation",
         ),
     ]

@@ -86,7 +86,10 @@ def _weighted_mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) 
 def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares metrics and gradients for shuffled rows and for a full batch split into parts."""
     yield from _compare_regrouped_rows(
-        check, "", check.batches[:2], check.full_batch,
+        check,
+        "",
+        check.batches[:2],
+        check.full_batch,
         lambda batch, nudged: check.train_once(check.one_device, batch, nudged=nudged)[0],
     )
 
@@ -129,8 +132,11 @@ def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Compa
         _concatenate([run(batch, is_nudged) for batch in batches]) for is_nudged in (False, True)
     )
     yield tolerances.in_float64(
-        one_device.name, "decoding, rows moved", _take(expected, order),
-        _concatenate(list(map(run, others))), _take(nudged, order),
+        one_device.name,
+        "decoding, rows moved",
+        _take(expected, order),
+        _concatenate(list(map(run, others))),
+        _take(nudged, order),
     )
     if "weights" not in batches[0] or num_rows < 2:
         return
@@ -178,15 +184,22 @@ def _compare_regrouped_rows(
 
 
 def _compare_groupings(
-    check: Check, what: str, batches: Sequence[Batch], others: Sequence[Batch],
-    order: np.ndarray, run: Run,
+    check: Check,
+    what: str,
+    batches: Sequence[Batch],
+    others: Sequence[Batch],
+    order: np.ndarray,
+    run: Run,
 ) -> list[Comparison]:
     """Compares two groupings of the same rows, where `order` is the order from `shuffled`."""
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
     comparisons = tolerances.by_kind(
-        check.one_device.name, combine_reports(expected), combine_reports(actual),
-        combine_reports(nudged), 0,
+        check.one_device.name,
+        combine_reports(expected),
+        combine_reports(actual),
+        combine_reports(nudged),
+        0,
     )
     comparisons = tolerances.with_suffix(what, comparisons)
     comparisons = list(map(tolerances.with_loss_epsilon, comparisons))
@@ -197,8 +210,11 @@ def _compare_groupings(
         index_among_real = np.cumsum(is_real) - 1
         real_order = index_among_real[order[is_real[order]]]
         comparisons += tolerances.in_float64(
-            check.one_device.name, f"outputs, {what}", _take(examples, real_order),
-            _examples(actual), _take(_examples(nudged), real_order),
+            check.one_device.name,
+            f"outputs, {what}",
+            _take(examples, real_order),
+            _examples(actual),
+            _take(_examples(nudged), real_order),
         )
     return comparisons
 
@@ -222,9 +238,9 @@ def _split_into_parts(full_batch: Batch, num_rows: int) -> tuple[Batches, np.nda
 
 
 def _examples(reports: Sequence[Leaves]) -> Leaves:
-    return _concatenate([
-        {name: x for name, x in report.items() if name.startswith(EXAMPLES)} for report in reports
-    ])
+    return _concatenate(
+        [{name: x for name, x in report.items() if name.startswith(EXAMPLES)} for report in reports]
+    )
 
 
 def _concatenate(reports: Sequence[Leaves]) -> Leaves:

@@ -81,8 +81,11 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
             others.append(f"{leaf.path} is {actual}, declared is {leaf.spec}")
     changes = list(_constraint_changes(jaxpr))
     return TypeWitness(
-        tuple(confirmed), tuple(others), sum(not text for text in changes),
-        tuple(dict.fromkeys(text for text in changes if text)), dict(step.untyped),
+        tuple(confirmed),
+        tuple(others),
+        sum(not text for text in changes),
+        tuple(dict.fromkeys(text for text in changes if text)),
+        dict(step.untyped),
     )
 
 

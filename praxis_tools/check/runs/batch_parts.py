@@ -58,9 +58,18 @@ def devices_in_turn(num_parts: int) -> Gradients:
 
 
 def _value_and_grad(
-    loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree,
-    inputs: Mapping[str, jax.Array], key: jax.Array, *, num_micro_batches: int, num_parts: int,
-    is_strided: bool, inputs_split_mapping: Any = None, lay_out: Any = None,
+    loss_fn: accumulation.LossFn,
+    fixed: PyTree,
+    params: PyTree,
+    non_trainable: PyTree,
+    inputs: Mapping[str, jax.Array],
+    key: jax.Array,
+    *,
+    num_micro_batches: int,
+    num_parts: int,
+    is_strided: bool,
+    inputs_split_mapping: Any = None,
+    lay_out: Any = None,
 ) -> tuple[Any, PyTree, PyTree]:
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
@@ -70,7 +79,11 @@ def _value_and_grad(
     state = non_trainable
     for index, part in enumerate(parts):
         metrics, new, grads = accumulation.value_and_grad(
-            loss_fn, fixed, params, state, part,
+            loss_fn,
+            fixed,
+            params,
+            state,
+            part,
             key if is_single_part else jax.random.fold_in(key, index),
             num_micro_batches=1 if is_strided else num_micro_batches,
         )
@@ -90,8 +103,13 @@ def _value_and_grad(
     divisor = jnp.where(total_weight == 0, 1.0, total_weight)
     if not is_strided:
         state = jax.tree.map(
-            lambda old, change: (old + change / divisor).astype(old.dtype)
-            if jnp.issubdtype(old.dtype, jnp.inexact) else change, non_trainable, changes,
+            lambda old, change: (
+                (old + change / divisor).astype(old.dtype)
+                if jnp.issubdtype(old.dtype, jnp.inexact)
+                else change
+            ),
+            non_trainable,
+            changes,
         )
     return _means(by_part), state, jax.tree.map(lambda g: g / divisor, grad_sums)
 
@@ -127,20 +145,20 @@ def _add_change(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _evaluate(
-    task: Task, mdl_vars: PyTree, inputs: Mapping[str, jax.Array], key: jax.Array | None = None, *,
+    task: Task,
+    mdl_vars: PyTree,
+    inputs: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    *,
     num_parts: int,
 ) -> tuple[Any, Any]:
     key, by_part, outputs = jax.random.key(0) if key is None else key, [], []
     num_rows = num_rows_of(inputs)
     for index, part in enumerate(_split_rows(inputs, num_parts, False, 1)):
-        metrics, examples = steps.eval_step(
-            task, mdl_vars, part, jax.random.fold_in(key, index)
-        )
+        metrics, examples = steps.eval_step(task, mdl_vars, part, jax.random.fold_in(key, index))
         by_part.append(_with_row_weights(metrics, part))
         outputs.append(examples)
-    examples = {
-        name: jnp.concatenate([x[name] for x in outputs])[:num_rows] for name in outputs[0]
-    }
+    examples = {name: jnp.concatenate([x[name] for x in outputs])[:num_rows] for name in outputs[0]}
     return _means(by_part), examples
 
 

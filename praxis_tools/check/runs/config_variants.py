@@ -39,7 +39,8 @@ def low_precision_settings(config: "fdl.Config") -> list[str]:
     """Returns the paths of settings (including defaults) whose value is bfloat16 or float16."""
     return [
         f"{daglish.path_str(path)}.{name}".lstrip(".")
-        for buildable, path in daglish.iterate(config.task) if isinstance(buildable, fdl.Buildable)
+        for buildable, path in daglish.iterate(config.task)
+        if isinstance(buildable, fdl.Buildable)
         for name, value in settings_of(buildable).items()
         # `jnp.bfloat16` is neither a dtype nor a NumPy type.
         if isinstance(value, np.dtype | type(jnp.bfloat16)) and jnp.dtype(value) in LOW_PRECISION
@@ -60,7 +61,8 @@ def settings_of(buildable: fdl.Buildable) -> dict[str, Any]:
     parameters = parameters_of(fdl.get_callable(buildable))
     arguments = fdl.ordered_arguments(buildable)
     return {
-        name: getattr(buildable, name) for name, parameter in parameters.items()
+        name: getattr(buildable, name)
+        for name, parameter in parameters.items()
         if parameter.default is not inspect.Parameter.empty or name in arguments
     }
 
@@ -73,6 +75,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
-        name: parameter for name, parameter in parameters.items()
+        name: parameter
+        for name, parameter in parameters.items()
         if parameter.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
     }

@@ -17,13 +17,22 @@ from praxis_tools.interpreter import bind
 PyTree = Any
 # Primitives that only work with the types they were traced with: callbacks, kernels, random bits.
 _KEEPS_TYPES = {
-    "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
-    "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
+    "bitcast_convert_type",
+    "random_gamma",
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "pallas_call",
+    "ffi_call",
+    "custom_partitioning",
+    "custom_linear_solve",
 }
 _WIDE = {
     np.dtype(narrow): np.dtype(wide)
     for narrow, wide in (
-        (jnp.float16, np.float64), (jnp.bfloat16, np.float64), (np.float32, np.float64),
+        (jnp.float16, np.float64),
+        (jnp.bfloat16, np.float64),
+        (np.float32, np.float64),
         (np.complex64, np.complex128),
     )
 }
@@ -37,7 +46,9 @@ _SCATTERS = {
 
 
 def in_float64(
-    function: Callable[..., PyTree], *args: PyTree, without_randomness: bool = False,
+    function: Callable[..., PyTree],
+    *args: PyTree,
+    without_randomness: bool = False,
     by_layer: bool = False,
 ) -> Callable[..., PyTree]:
     """Returns a version of `function` that computes in float64 instead of narrower float types.
@@ -85,7 +96,8 @@ class Float64Run(LayerRecorder):
     """An interpreter that runs a program in float64 and records its layers."""
 
     def __init__(
-        self, summary: Callable[[jax.Array], jax.Array] | None = fingerprint,
+        self,
+        summary: Callable[[jax.Array], jax.Array] | None = fingerprint,
         without_randomness: bool = False,
     ):
         super().__init__(summary)
@@ -139,8 +151,9 @@ def _wide_param(value: Any) -> Any:
     """Widens a dtype parameter of an operation, and removes low-precision algorithms."""
     if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return None
-    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
-        value, np.generic))
+    is_dtype = isinstance(value, np.dtype) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    )
     return wide_dtype(value) if is_dtype else value
 
 

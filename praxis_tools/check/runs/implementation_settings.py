@@ -29,15 +29,34 @@ SAVE_EVERYTHING = "save_everything"
 # The following sets contain words in the names of settings (split at underscores). A bool with a
 # word in SWITCHES is an implementation setting, and so is an int with a word in NUMBERS.
 SWITCHES = {
-    "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
-    "vmap", "vectorize", "vectorized", "offload",
+    "scan",
+    "scanned",
+    "unroll",
+    "unrolled",
+    "flash",
+    "fused",
+    "fuse",
+    "pallas",
+    "chunked",
+    "jit",
+    "vmap",
+    "vectorize",
+    "vectorized",
+    "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
 BLOCKS = {"block", "blocks"}  # Only in names with a word in ATTENTION; otherwise blocks are layers.
 # Words about recomputation in the backward pass.
 ONLY_REMAT = {
-    "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
-    "recompute", "recomputes", "recomputation",
+    "remat",
+    "remats",
+    "rematerialize",
+    "rematerialise",
+    "rematerialization",
+    "rematerialisation",
+    "recompute",
+    "recomputes",
+    "recomputation",
 }
 REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
@@ -46,12 +65,27 @@ ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "ke
 UNRELATED = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
 # Values to try for a str setting without a Literal type. The model may reject them.
 POLICIES = (
-    "none", "save_everything", "save_nothing", "full", "minimal", "nothing", "nothing_saveable",
+    "none",
+    "save_everything",
+    "save_nothing",
+    "full",
+    "minimal",
+    "nothing",
+    "nothing_saveable",
     "everything_saveable",
 )
 IMPLEMENTATIONS = ("xla", "dot_product", "einsum", "eager", "reference", "naive", "default")
 FASTER = {
-    "flash", "splash", "tokamax", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math",
+    "flash",
+    "splash",
+    "tokamax",
+    "cudnn",
+    "pallas",
+    "triton",
+    "fused",
+    "chunked",
+    "sdpa",
+    "math",
 }
 
 
@@ -156,7 +190,8 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
     build = fdl.get_callable(buildable)
     # The metaclass of NNX modules hides the signature of __init__.
     defaults = {
-        name: x.default for name, x in parameters_of(getattr(build, "__init__", build)).items()
+        name: x.default
+        for name, x in parameters_of(getattr(build, "__init__", build)).items()
         if isinstance(build, type) and x.default is not inspect.Parameter.empty
     }
     return {**defaults, **settings_of(buildable), **fdl.ordered_arguments(buildable)}
@@ -263,7 +298,8 @@ def _is_dataclass_instance(value: Any) -> bool:
 def _fields(value: Any) -> dict[str, Any]:
     # Ignore the fields that every Linen module has.
     return {
-        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
         if field.init and field.name not in ("parent", "name")
     }
 

@@ -81,8 +81,12 @@ class LayerRecorder(Interpreter):
             return tuple(outs[: len(carry)]), (outs[len(carry) :], summaries)
 
         last, (ys, summaries) = lax.scan(
-            body, tuple(map(jnp.asarray, carry)), list(map(jnp.asarray, xs)), params["length"],
-            reverse=params["reverse"], unroll=params["unroll"],
+            body,
+            tuple(map(jnp.asarray, carry)),
+            list(map(jnp.asarray, xs)),
+            params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
         iterations = range(params["length"])
         if len(iterations) > _MAX_ITERATIONS:

@@ -55,7 +55,11 @@ class TaskRunner:
         return self.partitioner.init(self.partitioner.key(seed))
 
     def train(
-        self, state: TrainState, batches: Sequence[Batch], seed: int, *,
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        seed: int,
+        *,
         without_randomness: bool = False,
     ) -> tuple[list[Leaves], TrainState, dict[str, float]]:
         """Trains one step on each batch.
@@ -113,14 +117,13 @@ class TaskRunner:
             mdl_vars = self._place(step.layout, mdl_vars)
             return jax.device_get(run(mdl_vars, self.batch(inputs), key))
 
-    def call(
-        self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch
-    ) -> Leaves:
+    def call(self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch) -> Leaves:
         """Runs `function(mdl_vars, inputs)` on the mesh in float64, with unpadded arguments."""
         layout = self.layout.select("mdl_vars")
         batch, placed = self.batch(inputs), self._place(layout, mdl_vars)
         wide = in_float64(
-            self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
+            self.partitioner.with_mdl_vars(function),
+            layout.abstract(self.mesh),
             abstract_global_batch(structs(inputs), self.mesh),
         )
         run = self._jitted(wide, self.partitioner.replicated)
@@ -168,7 +171,8 @@ class TaskRunner:
 
     def _jitted(self, function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
         jitted = jax.jit(
-            without_xla_errors(function), out_shardings=out_shardings,
+            without_xla_errors(function),
+            out_shardings=out_shardings,
             compiler_options=_compiler_options(self.mesh),
         )
         return MendedFunction(jitted, self.mesh)
@@ -229,7 +233,10 @@ def unpad(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
 
 
 def on_mesh(
-    job: Job, task: Task, shape: Sequence[int], build: Any = None,
+    job: Job,
+    task: Task,
+    shape: Sequence[int],
+    build: Any = None,
     axis_types: str | Sequence[str] | None = None,
 ) -> TaskRunner:
     """Returns a runner of a task on a mesh with the job's axes.
@@ -243,8 +250,10 @@ def on_mesh(
       axis_types: Types of the mesh axes, or None for the job's types.
     """
     config = MeshConfig(
-        ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
-        allow_unused_devices=True, axis_types=axis_types or job.mesh.axis_types,
+        ici_mesh_shape=tuple(shape),
+        axis_names=tuple(job.mesh.axis_names),
+        allow_unused_devices=True,
+        axis_types=axis_types or job.mesh.axis_types,
     )
     return TaskRunner((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 

@@ -44,7 +44,8 @@ def _with_fresh_slots(
     """Returns a float64 state with newly initialized optimizer states for `mdl_vars`."""
     learner, layout = runner.partitioner.learner, runner.layout
     params = jax.tree.map(
-        lambda x, shape: np.asarray(x, shape.dtype), mdl_vars["params"],
+        lambda x, shape: np.asarray(x, shape.dtype),
+        mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
     # Set the mesh as in a train step, because optimizers may use shard_map.

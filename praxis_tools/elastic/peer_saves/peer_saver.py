@@ -52,8 +52,12 @@ class PeerSaver:
     """
 
     def __init__(
-        self, assignment: Assignment, stores: Sequence[StoreClient], layout: StateLayout,
-        mesh: Mesh, note: Callable[[str], None],
+        self,
+        assignment: Assignment,
+        stores: Sequence[StoreClient],
+        layout: StateLayout,
+        mesh: Mesh,
+        note: Callable[[str], None],
         exchange: Callable[[str, str], list[str]] = processes.exchange,
         process_of: Callable[[jax.Device], int] = process_of,
     ):
@@ -100,7 +104,9 @@ class PeerSaver:
         self._number, self.step = self._number + 1, step
         # A daemon thread does not delay the exit of a process that failed.
         self._thread = threading.Thread(
-            target=self._save, args=(save, manifest, values), daemon=True,
+            target=self._save,
+            args=(save, manifest, values),
+            daemon=True,
             name=f"peer save of step {step}",
         )
         self._thread.start()
@@ -167,10 +173,15 @@ def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> lis
     """Returns a header record for each piece, with its positions in the array and the data."""
     records, offset = [], 0
     for piece, block in zip(pieces, blocks, strict=True):
-        records.append({
-            "path": piece.path, "box": piece.box, "start": offset, "num_bytes": len(block),
-            "xxh3_128": xxhash.xxh3_128_hexdigest(block),
-        })
+        records.append(
+            {
+                "path": piece.path,
+                "box": piece.box,
+                "start": offset,
+                "num_bytes": len(block),
+                "xxh3_128": xxhash.xxh3_128_hexdigest(block),
+            }
+        )
         offset += len(block)
     return records
 

@@ -41,7 +41,9 @@ def process_of(device: jax.Device) -> int:
 
 
 def own_pieces(
-    layout: StateLayout, mesh: Mesh, process: int,
+    layout: StateLayout,
+    mesh: Mesh,
+    process: int,
     process_of: Callable[[jax.Device], int] = process_of,
 ) -> list[Piece]:
     """Returns the pieces that a process saves.

@@ -55,7 +55,8 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
         holders, damage = _verify(stores, generation, number, found[generation, number])
         reasons += damage
         headers = [
-            header for origin, indices in holders.items()
+            header
+            for origin, indices in holders.items()
             if (header := _header(stores, SaveId(generation, number, origin), indices))
         ]
         if not headers:
@@ -77,7 +78,9 @@ def _try(call: Callable[[], Any]) -> Any:
 
 
 def _verify(
-    stores: Sequence[StoreClient], generation: int, number: int,
+    stores: Sequence[StoreClient],
+    generation: int,
+    number: int,
     holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
     """Returns the holders of undamaged parts, and messages about damaged parts."""
@@ -139,8 +142,10 @@ class StoredSave:
     def __init__(self, stores: Sequence[StoreClient], own: int, choice: SaveChoice):
         self.step, pieces = choice.step, collections.defaultdict(list)
         parts = [
-            (SaveId(choice.generation, choice.number, origin),
-             sorted(indices, key=lambda index: index != own))
+            (
+                SaveId(choice.generation, choice.number, origin),
+                sorted(indices, key=lambda index: index != own),
+            )
             for origin, indices in choice.holders
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -153,10 +158,16 @@ class StoredSave:
                 )
             holders = [stores[index] for index in indices]
             for piece in header["pieces"]:
-                pieces[piece["path"]].append(_StoredPiece(
-                    tuple(map(tuple, piece["box"])), save, holders, piece["start"],
-                    piece["num_bytes"], piece["xxh3_128"],
-                ))
+                pieces[piece["path"]].append(
+                    _StoredPiece(
+                        tuple(map(tuple, piece["box"])),
+                        save,
+                        holders,
+                        piece["start"],
+                        piece["num_bytes"],
+                        piece["xxh3_128"],
+                    )
+                )
         self.manifest = headers[0]
         self.arrays = {
             path: StoredArray(path, np.dtype(leaf["dtype"]), pieces[path])

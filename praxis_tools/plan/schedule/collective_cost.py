@@ -86,8 +86,14 @@ def is_slice_transfer(instruction: Instruction) -> bool:
 
 
 def collective_spec(
-    instruction: Instruction, computation: Computation, program: Program, chip: Chip,
-    mesh: PhysicalMesh, *, in_fusion: bool, both_links: bool,
+    instruction: Instruction,
+    computation: Computation,
+    program: Program,
+    chip: Chip,
+    mesh: PhysicalMesh,
+    *,
+    in_fusion: bool,
+    both_links: bool,
 ) -> CollectiveSpec:
     """Extracts the cost-relevant properties of a collective from its HLO instruction.
 
@@ -114,7 +120,8 @@ def collective_spec(
     else:
         operand_bytes = sum(
             bytes_of(computation[name].shape)
-            for name in instruction.operands if name in computation
+            for name in instruction.operands
+            if name in computation
         )
         kind = instruction.opcode.removesuffix("-start")
         # XLA writes a fused reduce-scatter as an all-reduce followed by a dynamic-slice.
@@ -125,15 +132,23 @@ def collective_spec(
         crosses = mesh.crosses(groups)
     num_links, is_ring = _links(instruction, kind, groups, chip, mesh, both_links)
     return CollectiveSpec(
-        kind=kind, axes=axes, operand_bytes=operand_bytes,
+        kind=kind,
+        axes=axes,
+        operand_bytes=operand_bytes,
         group_size=groups.shape[1] if groups is not None else int(mesh.slices.max()) + 1,
-        num_links=num_links, is_ring=is_ring, devices_per_chip=mesh.devices_per_chip(groups),
+        num_links=num_links,
+        is_ring=is_ring,
+        devices_per_chip=mesh.devices_per_chip(groups),
         crosses=crosses,
     )
 
 
 def _links(
-    instruction: Instruction, kind: str, groups: np.ndarray | None, chip: Chip, mesh: PhysicalMesh,
+    instruction: Instruction,
+    kind: str,
+    groups: np.ndarray | None,
+    chip: Chip,
+    mesh: PhysicalMesh,
     both_links: bool,
 ) -> tuple[int, bool]:
     """Returns how many links a collective uses simultaneously, and whether they form rings."""

@@ -51,7 +51,8 @@ def bytes_in_hbm(shape: str) -> int:
     """Returns the bytes of the arrays in HBM, whose layouts have no memory space."""
     return sum(
         sum(array.bytes for array in arrays_of(text))
-        for text in _ARRAY.findall(shape) if not re.search(r"S\(\d+\)", text)
+        for text in _ARRAY.findall(shape)
+        if not re.search(r"S\(\d+\)", text)
     )
 
 

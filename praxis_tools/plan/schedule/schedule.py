@@ -56,8 +56,14 @@ _LINKS, _NETWORK = "links within a slice", "network between slices"
 
 
 def schedule(
-    text: str, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies = FITTED, *,
-    both_links: bool = False, loop_body: str | None = None, skipped_loop: str | None = None,
+    text: str,
+    chip: Chip,
+    mesh: PhysicalMesh,
+    efficiencies: Efficiencies = FITTED,
+    *,
+    both_links: bool = False,
+    loop_body: str | None = None,
+    skipped_loop: str | None = None,
 ) -> Timeline:
     """Simulates a compiled program and returns its timeline.
 
@@ -81,8 +87,13 @@ class _Scheduler:
     """Simulates the computations of a program and adds their costs to one timeline."""
 
     def __init__(
-        self, program: Program, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies,
-        both_links: bool, skipped_loop: str | None,
+        self,
+        program: Program,
+        chip: Chip,
+        mesh: PhysicalMesh,
+        efficiencies: Efficiencies,
+        both_links: bool,
+        skipped_loop: str | None,
     ):
         self.program, self.chip, self.mesh = program, chip, mesh
         self.efficiencies, self.both_links = efficiencies, both_links
@@ -97,7 +108,11 @@ class _Scheduler:
     def seconds_off_timeline(self, name: str) -> float:
         """Returns the seconds per run of a computation, without adding it to the timeline."""
         return _Scheduler(
-            self.program, self.chip, self.mesh, self.efficiencies, self.both_links,
+            self.program,
+            self.chip,
+            self.mesh,
+            self.efficiencies,
+            self.both_links,
             self.skipped_loop,
         ).run(name, 1)
 
@@ -153,8 +168,12 @@ class _Scheduler:
         return flops
 
     def add_collective(
-        self, instruction: Instruction, computation: Computation, count: int,
-        fusion: Instruction | None = None, outer: Computation | None = None,
+        self,
+        instruction: Instruction,
+        computation: Computation,
+        count: int,
+        fusion: Instruction | None = None,
+        outer: Computation | None = None,
     ) -> tuple[str, float, Transfer]:
         """Adds a collective to the timeline.
 
@@ -170,8 +189,13 @@ class _Scheduler:
           execution, and its entry in the timeline.
         """
         spec = collective_spec(
-            instruction, computation, self.program, self.chip, self.mesh,
-            in_fusion=fusion is not None, both_links=self.both_links,
+            instruction,
+            computation,
+            self.program,
+            self.chip,
+            self.mesh,
+            in_fusion=fusion is not None,
+            both_links=self.both_links,
         )
         seconds = collective_seconds(spec, self.chip, self.efficiencies)
         if fusion is None:
@@ -199,17 +223,22 @@ class _Scheduler:
         return copy.kind, seconds, transfer
 
     def _layer_of(
-        self, instruction: Instruction, computation: Computation, outer_instruction: Instruction,
+        self,
+        instruction: Instruction,
+        computation: Computation,
+        outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
         """Returns the layer of an instruction; if unknown, a layer near the outer instruction."""
         return (
             layer_of(self.program, instruction, computation)
-            or nearest_layer(self.program, outer_instruction, outer) or "unknown"
+            or nearest_layer(self.program, outer_instruction, outer)
+            or "unknown"
         )
 
     def costliest_branch(self, conditional: Instruction) -> str:
         """Returns the computation of the slowest branch, ignoring collectives."""
+
         def cost(name: str) -> float:
             computation = self.program.computations[name]
             return sum(
@@ -221,7 +250,8 @@ class _Scheduler:
 
         return max(
             (
-                name for key in ("branch_computations", "true_computation", "false_computation")
+                name
+                for key in ("branch_computations", "true_computation", "false_computation")
                 for name in callees(conditional, key)
             ),
             key=cost,
@@ -327,9 +357,17 @@ class _ComputationRun:
         for chain, inner, computation in collectives:
             if chain in new_chains:
                 new_chains.discard(chain)
-                self._start(instruction, chain, *self._scheduler.add_collective(
-                    inner, computation, self._count, self._last_fusions[chain], self._computation
-                ))
+                self._start(
+                    instruction,
+                    chain,
+                    *self._scheduler.add_collective(
+                        inner,
+                        computation,
+                        self._count,
+                        self._last_fusions[chain],
+                        self._computation,
+                    ),
+                )
         self._now += self._scheduler.compute(instruction, self._computation, self._count)
         for chain, *_ in collectives:
             is_last = self._last_fusions[chain].name == instruction.name
@@ -340,13 +378,15 @@ class _ComputationRun:
         self, instruction: Instruction, collective: Instruction, computation: Computation
     ) -> None:
         self._start(
-            instruction, instruction.name,
+            instruction,
+            instruction.name,
             *self._scheduler.add_collective(collective, computation, self._count),
         )
 
     def _start_host_copy(self, instruction: Instruction, copy: HostCopy) -> None:
         self._start(
-            instruction, instruction.name,
+            instruction,
+            instruction.name,
             *self._scheduler.add_host_copy(instruction, self._computation, copy, self._count),
         )
 

@@ -16,8 +16,13 @@ from praxis_tools.plan.topology import Topology
 AXES = ("replica", "data", "mdl")
 # Maps each candidate preset to the dim of activations that it splits over `mdl`.
 _PRESETS = {
-    "fsdp": "rows", "replicated": "rows", "megatron": "features", "fsdp+tensor": "features",
-    "fsdp+ring": "features", "fsdp+mlp_ring": "features", "fsdp+context": "time",
+    "fsdp": "rows",
+    "replicated": "rows",
+    "megatron": "features",
+    "fsdp+tensor": "features",
+    "fsdp+ring": "features",
+    "fsdp+mlp_ring": "features",
+    "fsdp+context": "time",
 }
 _MAX_MDL = 32
 
@@ -72,17 +77,27 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
             continue
         for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
             layout = Layout(
-                replica=replica * dcn, data=data, mdl=mdl, mdl_splits=splits,
-                gathers_weights=preset.startswith("fsdp"), policy=policy, micro_batches=micro,
+                replica=replica * dcn,
+                data=data,
+                mdl=mdl,
+                mdl_splits=splits,
+                gathers_weights=preset.startswith("fsdp"),
+                policy=policy,
+                micro_batches=micro,
             )
             settings = [
-                f"SHARDING_PRESET={preset}", f"mesh.ici_mesh_shape=({replica},{data},{mdl})",
-                "mesh.allow_split_physical_axes=true", *(f"{path}={policy}" for path in paths),
+                f"SHARDING_PRESET={preset}",
+                f"mesh.ici_mesh_shape=({replica},{data},{mdl})",
+                "mesh.allow_split_physical_axes=true",
+                *(f"{path}={policy}" for path in paths),
             ]
             if has_micro and micro > 1:
                 settings.append(f"task.learner.gradient_accumulation_steps={micro}")
             yield Candidate(
-                tuple(settings), layout, preset, step_seconds(shape, layout, topology.chip),
+                tuple(settings),
+                layout,
+                preset,
+                step_seconds(shape, layout, topology.chip),
                 peak_bytes(shape, layout),
             )
 
@@ -100,8 +115,11 @@ def _pipelines(
     sizes = dict(zip(config.mesh.axis_names, config.mesh.ici_mesh_shape, strict=True))
     stage_size, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
     own_layout = Layout(
-        replica=math.prod(sizes.values()), data=stage_size, mdl=mdl,
-        mdl_splits="features" if mdl > 1 else "rows", gathers_weights=False,
+        replica=math.prod(sizes.values()),
+        data=stage_size,
+        mdl=mdl,
+        mdl_splits="features" if mdl > 1 else "rows",
+        gathers_weights=False,
     )
     repeats = [repeat for repeat in (1, 2, 4) if layers % (repeat * stages) == 0]
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if shape.rows % number == 0]
@@ -113,7 +131,9 @@ def _pipelines(
         settings = [f"{path}={number}", f"{stack}.circular_repeat={repeat}"]
         settings += [f"{policy_path}={policy}" for policy_path in paths]
         yield Candidate(
-            tuple(settings), layout, f"{number} microbatches, {repeat} times round,",
+            tuple(settings),
+            layout,
+            f"{number} microbatches, {repeat} times round,",
             step_seconds(shape, layout, topology.chip) / (1 - bubbles),
             peak_bytes(shape, layout),
         )

@@ -122,8 +122,11 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
     block = tokens * BF16 * (8 * shape.model_dims + 4 * shape.hidden_dims / features)
     logits = tokens * (F32 + BF16) * shape.vocab_size / features
     gradients = (F32 if layout.micro_batches > 1 else BF16) * weights
-    return weights * F32 * (1 + shape.slots) + gradients + activations + max(
-        block + 2 * one_layer, logits
+    return (
+        weights * F32 * (1 + shape.slots)
+        + gradients
+        + activations
+        + max(block + 2 * one_layer, logits)
     )
 
 
@@ -182,7 +185,8 @@ def bubble_share(model: Any, rows: int) -> float | None:
         return None
     return max(
         (
-            _bubble_share(layer, rows) for _, layer in nnx.compat.iter_modules(module)
+            _bubble_share(layer, rows)
+            for _, layer in nnx.compat.iter_modules(module)
             if isinstance(layer, Pipeline)
         ),
         default=None,

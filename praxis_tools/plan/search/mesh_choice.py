@@ -86,7 +86,8 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
         print(
             f"mesh for {len(devices)} devices: {candidate.mesh.shape}, chosen from "
             f"{len(candidates)}; estimated {seconds_text(candidate.seconds)} per step on "
-            f"{chip.name}", flush=True,
+            f"{chip.name}",
+            flush=True,
         )
         if not candidate.keeps_slices:
             print(
@@ -116,11 +117,15 @@ def _rank_candidates(job: Job, devices: Sequence[jax.Device], chip: Chip) -> lis
     for sizes in _factorizations(len(devices), len(job.mesh.axis_names)):
         mesh = _mesh(job.mesh, sizes, num_slices, is_torus=chip.torus_dims > 0)
         shape, layout = _formula_inputs(job.task, specs, mesh, rows, num_units(spec) // rows)
-        candidates.append(_Candidate(
-            mesh, math.prod(mesh.dcn_mesh_shape or (1,)) == num_slices,
-            step_seconds(shape, layout, chip), peak_bytes(shape, layout),
-            _distance(job.mesh, sizes),
-        ))
+        candidates.append(
+            _Candidate(
+                mesh,
+                math.prod(mesh.dcn_mesh_shape or (1,)) == num_slices,
+                step_seconds(shape, layout, chip),
+                peak_bytes(shape, layout),
+                _distance(job.mesh, sizes),
+            )
+        )
     fastest = min(candidate.seconds for candidate in candidates)
     # For simulated devices, `check_fits` checks against the memory of the host instead.
     available = math.inf if chip.name == "cpu" else chip.hbm_bytes
@@ -128,8 +133,11 @@ def _rank_candidates(job: Job, devices: Sequence[jax.Device], chip: Chip) -> lis
     def rank(candidate: _Candidate) -> tuple:
         slowdown = round(math.log(candidate.seconds / fastest) / _TIME_TOLERANCE)
         return (
-            not candidate.keeps_slices, candidate.bytes > available, slowdown,
-            round(candidate.distance, 6), candidate.mesh.shape,
+            not candidate.keeps_slices,
+            candidate.bytes > available,
+            slowdown,
+            round(candidate.distance, 6),
+            candidate.mesh.shape,
         )
 
     return sorted(candidates, key=rank)
@@ -168,7 +176,9 @@ def _mesh(
             shape[axis] //= num_slices
             dcn = tuple(num_slices if k == axis else 1 for k in range(len(sizes)))
     return dataclasses.replace(
-        config, ici_mesh_shape=tuple(shape), dcn_mesh_shape=dcn,
+        config,
+        ici_mesh_shape=tuple(shape),
+        dcn_mesh_shape=dcn,
         # After the loss of a host, the torus dims rarely match the axis sizes.
         allow_split_physical_axes=config.allow_split_physical_axes or is_torus,
     )
@@ -179,12 +189,13 @@ def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
 
     An axis of size -1 is treated as size 1.
     """
-    config_sizes = [abs(size) * dcn for size, dcn in zip(
-        config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
-    )]
-    return sum(
-        abs(math.log(size / other)) for size, other in zip(sizes, config_sizes, strict=True)
-    )
+    config_sizes = [
+        abs(size) * dcn
+        for size, dcn in zip(
+            config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
+        )
+    ]
+    return sum(abs(math.log(size / other)) for size, other in zip(sizes, config_sizes, strict=True))
 
 
 def _formula_inputs(
@@ -214,9 +225,11 @@ def _formula_inputs(
         num_split.update({axis: size for entry in spec for axis in axes_of(entry)})
         num_weights_with_dim.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
     mapping = task.inputs_split_mapping
-    row_axes = set(sizes) if mapping is None else {
-        axis for entry in mapping.values() for axis in axes_of(entry[0])
-    }
+    row_axes = (
+        set(sizes)
+        if mapping is None
+        else {axis for entry in mapping.values() for axis in axes_of(entry[0])}
+    )
     weight_axes = {axis for axis, size in num_split.items() if 2 * size >= parameters}
     model_dims = max(
         num_weights_with_dim, key=lambda dim: (num_weights_with_dim[dim], dim), default=1
@@ -227,14 +240,20 @@ def _formula_inputs(
 
     data, mdl = num_devices(row_axes & weight_axes), num_devices(weight_axes - row_axes)
     layout = Layout(
-        replica=num_devices(row_axes - weight_axes), data=data, mdl=mdl,
+        replica=num_devices(row_axes - weight_axes),
+        data=data,
+        mdl=mdl,
         mdl_splits="features" if mdl > 1 else "rows",
         gathers_weights=data > 1,
         micro_batches=task.learner.gradient_accumulation_steps,
     )
     return Shape(
-        parameters=parameters, num_layers=max(1, round(parameters / (12 * model_dims**2))),
-        model_dims=model_dims, hidden_dims=4 * model_dims,
-        vocab_size=max(task.num_ids().values(), default=0), slots=_NUM_SLOTS, rows=rows,
+        parameters=parameters,
+        num_layers=max(1, round(parameters / (12 * model_dims**2))),
+        model_dims=model_dims,
+        hidden_dims=4 * model_dims,
+        vocab_size=max(task.num_ids().values(), default=0),
+        slots=_NUM_SLOTS,
+        rows=rows,
         tokens_per_row=tokens_per_row,
     ), layout

@@ -41,7 +41,11 @@ _BYTES_TOLERANCE, _SECONDS_TOLERANCE = 1.5, 1.25
 
 
 def search(
-    launched: LaunchedConfig, packages: Sequence[str], topology: Topology, *, minutes: float,
+    launched: LaunchedConfig,
+    packages: Sequence[str],
+    topology: Topology,
+    *,
+    minutes: float,
     file: Path | None = None,
 ) -> None:
     """Searches for the fastest layout and prints the progress and the result.
@@ -68,7 +72,8 @@ def search(
     fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
     print(
         f"{len(ranked)} candidates, of which {len(fitting)} may fit according to estimates; "
-        f"compiling the best ones for {minutes:g} minutes", flush=True,
+        f"compiling the best ones for {minutes:g} minutes",
+        flush=True,
     )
     plans: list[tuple[Candidate, StepPlan]] = []
     for number, candidate in enumerate(diversify(fitting), start=1):
@@ -77,8 +82,11 @@ def search(
             break
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             break
-        print(f"[{number}] {candidate.name}: estimated {seconds_text(candidate.seconds)}; "
-              f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left", flush=True)
+        print(
+            f"[{number}] {candidate.name}: estimated {seconds_text(candidate.seconds)}; "
+            f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left",
+            flush=True,
+        )
         plan = plan_candidate(launched, packages, candidate, topology)
         if plan is not None:
             plans.append((candidate, plan))
@@ -140,10 +148,12 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     weights = max(bytes_by_kind.get("weights", 0), 1)
     rows = num_rows_of(spec)
     return Shape(
-        parameters=num_parameters(partitioner.layout), **sizes,
+        parameters=num_parameters(partitioner.layout),
+        **sizes,
         vocab_size=getattr(model, "vocab_size", 0) or 0,
         slots=(sum(bytes_by_kind.values()) - weights) / weights,
-        rows=rows, tokens_per_row=num_units(spec) // rows,
+        rows=rows,
+        tokens_per_row=num_units(spec) // rows,
     )
 
 
@@ -165,8 +175,11 @@ def plan_candidate(
 
 
 def _write(
-    launched: LaunchedConfig, packages: Sequence[str], topology: Topology,
-    plans: Sequence[tuple[Candidate, StepPlan]], best: tuple[Candidate, StepPlan],
+    launched: LaunchedConfig,
+    packages: Sequence[str],
+    topology: Topology,
+    plans: Sequence[tuple[Candidate, StepPlan]],
+    best: tuple[Candidate, StepPlan],
 ) -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "__init__.py").write_text('"""Results of --mode=plan --search."""\n', "utf-8")
@@ -180,7 +193,8 @@ def _write(
         note = f"note: {error}"
     records = [
         {
-            "settings": list(candidate.settings), "seconds_by_formulas": candidate.seconds,
+            "settings": list(candidate.settings),
+            "seconds_by_formulas": candidate.seconds,
             **plan.to_json(),
         }
         for candidate, plan in plans
@@ -189,5 +203,7 @@ def _write(
     lines = " \\\n    ".join(f"'{setting}'" for setting in settings)
     print(f"\nFastest layout that fits: {best[0].name}\n  --set {lines}")
     all_packages = ",".join([str(FOLDER), *packages])
-    print(f"\nAs an experiment: --packages={all_packages} --exp={FOLDER}.best.{class_name}\n"
-          f"{note} All plans: {FOLDER / 'plans.json'}")
+    print(
+        f"\nAs an experiment: --packages={all_packages} --exp={FOLDER}.best.{class_name}\n"
+        f"{note} All plans: {FOLDER / 'plans.json'}"
+    )

@@ -59,17 +59,19 @@ def plot_plans(plans: Plans, topology: Topology, path: Path) -> None:
     timed = [(candidate, plan) for candidate, plan in plans if plan.step_seconds is not None]
     for fits, color in ((True, "tab:blue"), (False, "tab:red")):
         axes.scatter(
-            *points([plan for _, plan in timed if plan.fits == fits]), color=color,
+            *points([plan for _, plan in timed if plan.fits == fits]),
+            color=color,
             label="fits" if fits else "does not fit",
         )
     for candidate, plan in timed:
         axes.annotate(
-            candidate.name, (plan.peak_bytes_per_device / 2**30, plan.step_seconds), fontsize=6,
-            xytext=(4, 3), textcoords="offset points",
+            candidate.name,
+            (plan.peak_bytes_per_device / 2**30, plan.step_seconds),
+            fontsize=6,
+            xytext=(4, 3),
+            textcoords="offset points",
         )
-    axes.plot(
-        *points(pareto_front(plans)), color="tab:blue", linewidth=1, label="Pareto front"
-    )
+    axes.plot(*points(pareto_front(plans)), color="tab:blue", linewidth=1, label="Pareto front")
     axes.axvline(topology.chip.hbm_bytes / 2**30, color="tab:red", linestyle=":", linewidth=1)
     axes.set(xlabel="GiB per device", ylabel="predicted seconds per step", title=topology.name)
     axes.legend()

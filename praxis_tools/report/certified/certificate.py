@@ -141,7 +141,8 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
         last = used[-1] if used else {}
         notes += [
             f"{job.name} used {name} {shown(str(last[name]))}, but {version} is installed here"
-            for name, version in here.items() if last.get(name, version) != version
+            for name, version in here.items()
+            if last.get(name, version) != version
         ]
     return notes
 

@@ -36,7 +36,8 @@ def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
     """
     title = escape(f"Certificate of {', '.join(job.name for job in certificate.jobs)}")
     parts = [
-        "<!DOCTYPE html>", '<html lang="en"><head><meta charset="utf-8">',
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">",
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
@@ -53,14 +54,22 @@ def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
 
 def _job_text(job: CertifiedJob) -> str:
     rows = [
-        [fact.section, fact.name,
-         _text(fact.value) if fact.value is not None else f"none: {shown(fact.why_not, 300)}"]
+        [
+            fact.section,
+            fact.name,
+            _text(fact.value) if fact.value is not None else f"none: {shown(fact.why_not, 300)}",
+        ]
         for fact in job.facts
     ]
-    return printable("\n".join([
-        f"{job.name}: to step {job.scope.last_step}", *table_lines(rows),
-        *(f"WRONG: {fault}" for fault in job.faults),
-    ]))
+    return printable(
+        "\n".join(
+            [
+                f"{job.name}: to step {job.scope.last_step}",
+                *table_lines(rows),
+                *(f"WRONG: {fault}" for fault in job.faults),
+            ]
+        )
+    )
 
 
 def _text(value: Any) -> str:

@@ -105,8 +105,7 @@ def scope_of(job_dir: JobDir) -> Scope:
     # This includes damaged checkpoints, whose folders have no commit.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
     sizes = {
-        name: path.stat().st_size for name in _GROWING
-        if (path := job_dir.path / name).is_file()
+        name: path.stat().st_size for name in _GROWING if (path := job_dir.path / name).is_file()
     }
     if job_dir.timeline_jsonl.is_file():
         sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
@@ -125,7 +124,11 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     segments = proof.history.segments if proof is not None else ()
     starts = [segment.first_step - 1 for segment in segments]
     files = JobFiles(
-        job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
+        job_dir,
+        scope.last_step,
+        newest,
+        reading.packages,
+        first_step=min(starts, default=0),
         start=max(starts, default=scope.last_step),
     )
     timeline = job_dir.timeline_jsonl
@@ -136,7 +139,8 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     return [
         _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
         _fact(
-            "config", "config.json",
+            "config",
+            "config.json",
             lambda: hashlib.sha256(content_of(job_dir.config_json)).hexdigest(),
             files.faults_of_config,
         ),
@@ -148,16 +152,17 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         *_checkpoints(job_dir, scope, reading, newest),
         *_folders(files, scope),
         _certificates(files, scope),
-        _fact(
-            "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
-        ),
+        _fact("time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline),
         _changes(files, scope, segments),
     ]
 
 
 def _fact(
-    section: str, name: str, value: Callable[[], Any],
-    faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
+    section: str,
+    name: str,
+    value: Callable[[], Any],
+    faults: Callable[[], Iterable[str]] = lambda: (),
+    why_not: str = "the job has none",
 ) -> Fact:
     """Computes a fact, treating a file that cannot be read as a fault."""
     found = all_faults(faults)
@@ -174,7 +179,9 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
     """Returns the recorded history of examples, and the facts about versions and examples."""
     try:
         proof = proof_of_examples(
-            job_dir, recorded_only=True, last_step=scope.last_step,
+            job_dir,
+            recorded_only=True,
+            last_step=scope.last_step,
             num_lost_steps=num_lost_steps(job_dir),
         )
     except ConfigError as error:
@@ -185,18 +192,26 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
         ]
     return proof, [
         Fact("versions", "by their first step", _versions(proof.history.segments)),
-        Fact("examples", "on record", {
-            "first_step": proof.history.first_step, "last_step": proof.history.last_step,
-            "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
-            "digest": proof.history.digest,
-        }, faults=(*proof.faults, *_damaged_examples(job_dir))),
+        Fact(
+            "examples",
+            "on record",
+            {
+                "first_step": proof.history.first_step,
+                "last_step": proof.history.last_step,
+                "rows": proof.history.num_rows,
+                "left_out_batches": list(proof.history.skipped),
+                "digest": proof.history.digest,
+            },
+            faults=(*proof.faults, *_damaged_examples(job_dir)),
+        ),
     ]
 
 
 def _damaged_examples(job_dir: JobDir) -> list[str]:
     """Returns the faults in the recorded examples, ignoring lines truncated by a kill."""
     return [
-        f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
+        f"{job_dir.examples.name}/{fault}"
+        for path in sorted(job_dir.examples.glob("*.jsonl"))
         for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
     ]
 
@@ -254,9 +269,7 @@ def _evaluations(files: JobFiles, scope: Scope) -> Fact:
     return _fact("evaluations", path.name, value, files.faults_of_evaluations)
 
 
-def _checkpoints(
-    job_dir: JobDir, scope: Scope, reading: Reading, newest: int
-) -> Iterator[Fact]:
+def _checkpoints(job_dir: JobDir, scope: Scope, reading: Reading, newest: int) -> Iterator[Fact]:
     for step in scope.checkpoints:
         reading.progress(f"reading the checkpoint of step {step}")
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
@@ -280,7 +293,9 @@ def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
     for name in sorted({*here, *(name for name in scope.sizes if name.startswith(_FOLDERS))}):
         path = files.job_dir.path / name
         yield _fact(
-            "tokenizers", name, lambda path=path: digest_of_folder(path),
+            "tokenizers",
+            name,
+            lambda path=path: digest_of_folder(path),
             lambda path=path: faults_of_folder(path),
         )
 
@@ -295,7 +310,10 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
                 yield f"step {item.step} is not certified: {item.difference}"
 
     return _fact(
-        "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
+        "certificates in flight",
+        path.name,
+        lambda: _beginning(path, scope),
+        faults,
         "the job has no step certificates (run.certify_every_steps)",
     )
 
@@ -310,7 +328,10 @@ def _changes(files: JobFiles, scope: Scope, segments: Sequence[Segment]) -> Fact
             yield f"{path.name} is missing, although the job is elastic"
 
     return _fact(
-        "changes of hands", path.name, lambda: _beginning(path, scope), faults,
+        "changes of hands",
+        path.name,
+        lambda: _beginning(path, scope),
+        faults,
         "the job is not elastic",
     )
 
@@ -321,7 +342,8 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
         return None
     content = content_of(path)[: scope.sizes[path.name]]
     return {
-        "lines": content.count(b"\n"), "bytes": len(content),
+        "lines": content.count(b"\n"),
+        "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
     }
 

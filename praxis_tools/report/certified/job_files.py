@@ -180,7 +180,8 @@ class JobFiles:
         if every is None or not any(name.split("#")[0].endswith(_HOOK) for name in hooks):
             return
         certified = {
-            line.get("step") for text in (_texts(path) if path.exists() else [])
+            line.get("step")
+            for text in (_texts(path) if path.exists() else [])
             if isinstance(line := _parsed(text), dict)
         }
         due = range(-(-(self.start + 1) // every) * every, self.step + 1, every)
@@ -237,7 +238,8 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
       may_be_cut: Whether lines may be truncated because the job was killed.
     """
     wrong = [
-        str(number) for number, text in enumerate(_texts(path), start=1)
+        str(number)
+        for number, text in enumerate(_texts(path), start=1)
         if not isinstance(_parsed(text), dict) and (not may_be_cut or text.endswith("}"))
     ]
     if wrong:
@@ -267,9 +269,9 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
 
 def digest_of_folder(folder: Path) -> str:
     """Returns the SHA-256 digest of the names and contents of a folder's files."""
-    return _digest([
-        [path.name, hashlib.sha256(content_of(path)).hexdigest()] for path in _files(folder)
-    ])
+    return _digest(
+        [[path.name, hashlib.sha256(content_of(path)).hexdigest()] for path in _files(folder)]
+    )
 
 
 def _files(folder: Path) -> list[Path]:

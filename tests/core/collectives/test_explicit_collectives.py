@@ -158,7 +158,8 @@ DATA["weights"][2:6] = 0.0  # Of 8 devices with 2 rows each, two have no weight 
 
 def init(key):
     return {
-        "w": jnp.cos(jnp.arange(DIMS, dtype=jnp.float32)), "bias": jnp.full((1,), 0.3),
+        "w": jnp.cos(jnp.arange(DIMS, dtype=jnp.float32)),
+        "bias": jnp.full((1,), 0.3),
         "kept": jnp.ones((DIMS,)),
     }
 
@@ -176,10 +177,14 @@ def regression_partitioner(partitioner=explicit_partitioner, num_micro_batches=2
     split = P("data")
     model = FunctionModel(init, specs={"w": split, "bias": None, "kept": split})
     task = LossTask(
-        model, regression,
+        model,
+        regression,
         Learner(
-            optax.sgd, 0.1, gradient_accumulation_steps=num_micro_batches,
-            bprop_variable_exclusion="kept", **learner,
+            optax.sgd,
+            0.1,
+            gradient_accumulation_steps=num_micro_batches,
+            bprop_variable_exclusion="kept",
+            **learner,
         ),
     )
     return partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(8,), axis_names=("data",))))
@@ -292,11 +297,14 @@ def test_running_statistics_are_the_mean_of_the_devices():
 
 # ---- A language model of the library's layers: FSDP by hand, tensor parallel by the compiler.
 
+
 @functools.cache
 def lm_run():
     like = lm_runs.partitioner_of("uneven", "adamw", (1, 4, 2)).task
     learner = Learner(
-        optax.adamw, lm_runs.LEARNING_RATE, clip_gradient_norm_to_value=lm_runs.MAX_NORM,
+        optax.adamw,
+        lm_runs.LEARNING_RATE,
+        clip_gradient_norm_to_value=lm_runs.MAX_NORM,
         gradient_accumulation_steps=2,
     )
     task = LanguageModelTask(
@@ -349,7 +357,8 @@ def test_each_layer_gathers_and_scatters_its_own_weights_and_nothing_more():
     # Sums over devices are of what lies whole: once a step, not once per micro-batch.
     sums = [c for c in actual if c.kind == "all-reduce"]
     whole = [
-        x.bytes_per_device for x in partitioner.layout.leaves()
+        x.bytes_per_device
+        for x in partitioner.layout.leaves()
         if "mdl_vars/params" in x.path and "data" not in x.spec
     ]
     scalars = 4 * (4 + 2 * len(list(partitioner.layout.leaves())))
@@ -403,7 +412,8 @@ def test_data_axes_are_axes_of_the_mesh():
 
 def test_a_dim_is_split_by_hand_or_by_the_compiler():
     refused(
-        r"a/w: dim 0 of \(16, 8\) is split over \('data', 'mdl'\)", specs=P(("data", "mdl")),
+        r"a/w: dim 0 of \(16, 8\) is split over \('data', 'mdl'\)",
+        specs=P(("data", "mdl")),
     )
 
 
@@ -470,7 +480,8 @@ def test_a_loss_over_pairs_of_rows_of_all_devices_has_the_gradients_of_one_devic
         )(w, x)
 
     task = LossTask(
-        FunctionModel(lambda key: {"w": jnp.cos(jnp.arange(15.0).reshape(5, 3))}), loss,
+        FunctionModel(lambda key: {"w": jnp.cos(jnp.arange(15.0).reshape(5, 3))}),
+        loss,
         Learner(optax.sgd, 0.1),
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
@@ -492,9 +503,7 @@ def test_a_sum_that_leaves_an_axis_out_is_refused():
         return jax.lax.pmean(loss, "data")
 
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="{mdl}"):
-        run = functools.partial(
-            on_each_device, on_a_device, out=P(), data_axes=("data", "mdl")
-        )
+        run = functools.partial(on_each_device, on_a_device, out=P(), data_axes=("data", "mdl"))
         jax.eval_shape(run, {"x": jnp.ones((8, 3))})
 
 
@@ -519,9 +528,14 @@ def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
 
     with jax.set_mesh(mesh_of(1, 4, 2)):
         mapped = jax.shard_map(
-            on_a_device, in_specs=P("data"), out_specs=P("data"), axis_names=set(by_hand),
+            on_a_device,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            axis_names=set(by_hand),
         )
         assert jax.eval_shape(mapped, jnp.ones((12, 5, 4, 2))).shape == (12, 5, 4, 2)
     assert seen == {
-        "q": (3, 5, 4 // 2 ** len(left), 2), "experts": left, "classes": 2 ** len(left),
+        "q": (3, 5, 4 // 2 ** len(left), 2),
+        "experts": left,
+        "classes": 2 ** len(left),
     }

@@ -22,9 +22,13 @@ pytestmark = pytest.mark.slow
 SAVED_EVERY, NUM_STEPS = 3, 7
 # 60 rows: four micro-batches of both partitioners; 64 for eight devices.
 SETTINGS = (
-    "--exp=explicit.DigitsFsdp", "--set", f"run.checkpoints.every_steps={SAVED_EVERY}",
-    "run.evaluation.every_steps=None", "task.model.module.hidden_size=37",
-    "task.model.module.dtype=float32", "datasets.train.batch_size=60",
+    "--exp=explicit.DigitsFsdp",
+    "--set",
+    f"run.checkpoints.every_steps={SAVED_EVERY}",
+    "run.evaluation.every_steps=None",
+    "task.model.module.hidden_size=37",
+    "task.model.module.dtype=float32",
+    "datasets.train.batch_size=60",
     "task.learner.learning_rate=0.01",
 )
 NO_DROPOUT = "task.model.module.dropout_rate=0.0"
@@ -82,7 +86,8 @@ def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(job, tmp_path):
         assert a == pytest.approx(b, rel=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        state_of(mixed), state_of(by_hand),
+        state_of(mixed),
+        state_of(by_hand),
     )
 
 

@@ -45,7 +45,10 @@ def chunked_softmax():
     def values(params, x):
         ids = jnp.argmax(x, axis=-1)
         stats = token_stats(
-            [(x, params["w"])], params["b"], ids, chunk_size=3,
+            [(x, params["w"])],
+            params["b"],
+            ids,
+            chunk_size=3,
             weight_split_dims_mapping=(None, "mdl"),
         )
         return stats.log_z - stats.label_logit
@@ -58,12 +61,19 @@ def experts_without_a_capacity():
         gates, experts = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
         weights = {name: params[name] for name in ("wi_0", "wo_0")}
         return dropless(
-            x, experts, gates, weights, glu(jax.nn.silu, None),
-            tokens_split=(("data", "mdl"), None, None), weights_split=("mdl", None, None),
+            x,
+            experts,
+            gates,
+            weights,
+            glu(jax.nn.silu, None),
+            tokens_split=(("data", "mdl"), None, None),
+            weights_split=("mdl", None, None),
         )
 
     return values, {
-        "router": draw(DIMS, 5), "wi_0": draw(5, DIMS, 7, seed=1), "wo_0": draw(5, 7, DIMS, seed=2),
+        "router": draw(DIMS, 5),
+        "wi_0": draw(5, DIMS, 7, seed=1),
+        "wo_0": draw(5, 7, DIMS, seed=2),
     }
 
 
@@ -79,9 +89,7 @@ def pipeline():
 LAYERS = {
     "chunked attention": lambda: attention(functools.partial(chunked_attention, chunk_size=4)),
     "splash": lambda: attention(
-        functools.partial(
-            splash_attention, interpret=True, split=("data", None, "mdl", None)
-        )
+        functools.partial(splash_attention, interpret=True, split=("data", None, "mdl", None))
     ),
     "chunked softmax": chunked_softmax,
     "dropless experts": experts_without_a_capacity,
@@ -112,7 +120,8 @@ def test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows(mesh_of, name, 
         actual = jax.jit(mapped)(params, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
-        actual, expected,
+        actual,
+        expected,
     )
 
 

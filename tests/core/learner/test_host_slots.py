@@ -54,7 +54,8 @@ def test_just_the_slots_and_averages_of_the_weights_lie_on_the_host():
     # Adam's two moments, and the average, of five weights: two norms' and three matrices'.
     on_host = [leaf for leaf in leaves if leaf.is_on_host]
     assert len(on_host) % 3 == 0 and {leaf.path.split("/")[1] for leaf in on_host} == {
-        "slots", "ema"
+        "slots",
+        "ema",
     }
     text = layout_table(made.layout)
     assert len(re.findall(r"\) on the host", text)) == len(on_host)

@@ -60,9 +60,7 @@ def compiled(learner: Learner):
     return jax.jit(bound.init), update
 
 
-def run(
-    learner: Learner, grads=GRADS, losses=None, functions=None
-) -> list[tuple[Any, Any, dict]]:
+def run(learner: Learner, grads=GRADS, losses=None, functions=None) -> list[tuple[Any, Any, dict]]:
     """Returns (params, opt_states, scalars) before and after each step."""
     init, update = functions or compiled(learner)
     params = jax.tree.map(jnp.asarray, tree(1))
@@ -116,9 +114,7 @@ def numpy_adamw(grads, rates, b1=0.9, b2=0.98, eps=1e-8, decay=0.1):
 
 
 def clipped(grads, most):
-    return [
-        jax.tree.map(lambda x, g=g: x * min(1.0, most / global_norm(g)), g) for g in grads
-    ]
+    return [jax.tree.map(lambda x, g=g: x * min(1.0, most / global_norm(g)), g) for g in grads]
 
 
 SGD = functools.partial(optax.sgd, momentum=0.9)
@@ -205,8 +201,10 @@ def test_a_layerwise_optimizer_sees_one_layer_at_a_time():
 
 def spoilt_run(learner, values):
     """Returns a run whose gradients are multiplied by `values`, as many steps."""
-    return run(learner, [jax.tree.map(lambda x, v=v: x * np.float32(v), GRADS[i])
-                         for i, v in enumerate(values)])
+    return run(
+        learner,
+        [jax.tree.map(lambda x, v=v: x * np.float32(v), GRADS[i]) for i, v in enumerate(values)],
+    )
 
 
 def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then():
@@ -215,7 +213,9 @@ def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then()
         optax.stateless_with_tree_map, lambda g, _: -g / jnp.sqrt(jnp.sum(g * g))
     )
     learner = Learner(
-        lambda learning_rate: by_norm(), 1.0, vectorize_on_repeat_prefix=False,
+        lambda learning_rate: by_norm(),
+        1.0,
+        vectorize_on_repeat_prefix=False,
         clip_gradient_single_norm_to_value=0.3,
     )
     assert set(learner.bind(SPECS).groups.by_name) == {"unstacked"}
@@ -225,9 +225,7 @@ def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then()
     sgd = Learner(
         optax.sgd, 1.0, vectorize_on_repeat_prefix=False, clip_gradient_single_norm_to_value=0.3
     )
-    expected = jax.tree.map(
-        lambda w, g: w - g * min(1.0, 0.3 / global_norm(g)), tree(1), GRADS[0]
-    )
+    expected = jax.tree.map(lambda w, g: w - g * min(1.0, 0.3 / global_norm(g)), tree(1), GRADS[0])
     assert_trees_close(run(sgd, GRADS[:1])[-1][0], expected)
 
 
@@ -239,8 +237,10 @@ def test_slots_of_whole_stacks_split_as_their_weights():
     state = jax.eval_shape(whole.optimizer.init, {"w": jax.ShapeDtypeStruct((3, 257, 131), F32)})
     # It factors the two largest dims.
     by_shape = {
-        slot.shape: spec for slot, spec in zip(
-            jax.tree.leaves(state), jax.tree.leaves(actual, is_leaf=lambda s: isinstance(s, P)),
+        slot.shape: spec
+        for slot, spec in zip(
+            jax.tree.leaves(state),
+            jax.tree.leaves(actual, is_leaf=lambda s: isinstance(s, P)),
             strict=True,
         )
     }
@@ -324,7 +324,10 @@ def test_separate_scaling_clips_each_optimizers_gradients_by_their_own_norm(kind
         "logits", optax.sgd, 0.5, "head", **{f"clip_gradient_{kind}_to_value": 0.2}
     )
     learner = Learner(
-        optax.sgd, 1.0, auxiliary_optimizers=[aux], apply_separate_scaling=True,
+        optax.sgd,
+        1.0,
+        auxiliary_optimizers=[aux],
+        apply_separate_scaling=True,
         clip_gradient_norm_to_value=3.0,
     )
     params, _, scalars = run(learner, GRADS[2:3])[-1]
@@ -353,7 +356,10 @@ def test_separate_scaling_skips_a_step_by_the_largest_of_the_norms():
     def num_skipped(limit, **settings):
         aux = AuxiliaryOptimizer("logits", optax.sgd, 0.5, "head")
         learner = Learner(
-            optax.sgd, 1.0, auxiliary_optimizers=[aux], skip_step_gradient_norm_value=limit,
+            optax.sgd,
+            1.0,
+            auxiliary_optimizers=[aux],
+            skip_step_gradient_norm_value=limit,
             **settings,
         )
         return int(run(learner, GRADS[2:3])[-1][2]["num_skipped_steps"])

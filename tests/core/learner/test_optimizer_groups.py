@@ -108,8 +108,13 @@ def test_a_frozen_weight_is_in_no_overlap():
         names(auxiliary=both)
     with pytest.raises(ConfigError, match=r"'biases'.*'\.\*/b'"):
         names(auxiliary=both, exclusion=["softmax/b"])
-    assert names(auxiliary=[aux("softmax", "head"), aux("deep|softmax/b", "deep")],
-                 exclusion=["softmax/b"])["softmax/w"] == "head"
+    assert (
+        names(
+            auxiliary=[aux("softmax", "head"), aux("deep|softmax/b", "deep")],
+            exclusion=["softmax/b"],
+        )["softmax/w"]
+        == "head"
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,8 @@ def test_a_frozen_weight_is_in_no_overlap():
         ),
         (
             lambda: Learner(
-                optax.sgd, 0.1,
+                optax.sgd,
+                0.1,
                 auxiliary_optimizers=[
                     AuxiliaryOptimizer(
                         ".*", optax.sgd, 1.0, "head", clip_gradient_norm_to_value=1.0
@@ -135,7 +141,9 @@ def test_a_frozen_weight_is_in_no_overlap():
         ),
         (
             lambda: Learner(
-                optax.sgd, 0.1, apply_separate_scaling=True,
+                optax.sgd,
+                0.1,
+                apply_separate_scaling=True,
                 auxiliary_optimizers=[
                     AuxiliaryOptimizer(
                         ".*", optax.sgd, 1.0, "head", clip_gradient_norm_to_value=-1.0
@@ -209,7 +217,8 @@ def test_the_learner_groups_by_optimizer_and_stack():
     for tree in (SPECS, trainable):
         actual = {
             name: (
-                group.stack_shape, {"/".join(path) for path, _ in spec_items(group.select(tree))}
+                group.stack_shape,
+                {"/".join(path) for path, _ in spec_items(group.select(tree))},
             )
             for name, group in groups.items()
         }

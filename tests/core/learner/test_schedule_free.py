@@ -15,15 +15,14 @@ SPECS = {
     "blocks": {"w": WeightSpec((3, 5, 2), jnp.float32, None, (None,))},
     "head": {"w": WeightSpec((7,), jnp.float32)},
 }
-CONFIG = fdl.Partial(
-    optax.contrib.schedule_free_adamw, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY
-)
+CONFIG = fdl.Partial(optax.contrib.schedule_free_adamw, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
 
 
 def tree(seed):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda spec: rng.normal(size=spec.shape).astype(np.float32), SPECS,
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
+        SPECS,
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
 

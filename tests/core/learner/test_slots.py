@@ -125,7 +125,9 @@ def test_every_leaf_of_a_train_state_of_pax(index):
             node = node.setdefault(name, {})
         split = tuple(leaf["spec"])
         node[last] = WeightSpec(
-            tuple(leaf["unpadded"]), jnp.dtype(leaf["dtype"]), split[stack_rank:],
+            tuple(leaf["unpadded"]),
+            jnp.dtype(leaf["dtype"]),
+            split[stack_rank:],
             split[:stack_rank],
         )
     actual = layout_of(
@@ -141,7 +143,8 @@ def test_every_leaf_of_a_train_state_of_pax(index):
 
     expected = {our_path(path): leaf for path, leaf in case["state"].items()}
     assert actual.keys() - expected.keys() == {
-        "opt_states/num_updates", "opt_states/num_skipped_steps",
+        "opt_states/num_updates",
+        "opt_states/num_skipped_steps",
         "opt_states/num_skipped_in_a_row",
     }
     assert len(expected) == len(case["state"]) == len(actual) - 3
@@ -162,17 +165,21 @@ OPTIMIZERS = {
     "adafactor": functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
     "factored_rms": lambda learning_rate: optax.scale_by_factored_rms(min_dim_size_to_factor=3),
     "muon": functools.partial(
-        optax.contrib.muon, muon_weight_dimension_numbers=muon_matrices(
-            {r"\(\d+, \d+\)": "d,df->f", ".+": None}
-        ),
+        optax.contrib.muon,
+        muon_weight_dimension_numbers=muon_matrices({r"\(\d+, \d+\)": "d,df->f", ".+": None}),
     ),
     "schedule_free": optax.contrib.schedule_free_adamw,
     "low_precision": functools.partial(low_precision_slots, optimizer=optax.adamw),
     # The dims that are factored are the last two, or the largest two.
     **{
         f"pax_adafactor {dtype}{' sorted' if is_sorted else ''}": functools.partial(
-            adafactor, decay_method="pow", decay_pow=0.8, beta1=0.9, min_dim_size_to_factor=3,
-            quantized_dtype=dtype, sort_factored_second_moment_dims=is_sorted,
+            adafactor,
+            decay_method="pow",
+            decay_pow=0.8,
+            beta1=0.9,
+            min_dim_size_to_factor=3,
+            quantized_dtype=dtype,
+            sort_factored_second_moment_dims=is_sorted,
         )
         for dtype in ("float32", "int8")
         for is_sorted in (False, True)
@@ -247,7 +254,8 @@ def test_a_preconditioner_splits_once_over_the_axes_of_its_dim():
     actual = layout_of(weights, functools.partial(soap, max_precond_dim=7), SIZES)
     specs = {
         (path.split("/")[2], int(path[-1])): (leaf.shape, leaf.spec)
-        for path, leaf in actual.items() if "/covariances/" in path
+        for path, leaf in actual.items()
+        if "/covariances/" in path
     }
     assert specs == {
         # A square weight's too, which have its shape.
@@ -288,8 +296,11 @@ def test_an_optimizer_that_decides_by_size_is_asked_on_the_side_where_the_weight
     def init(params):
         # As Adafactor (factors large dims only) or Shampoo (small ones only).
         return jax.tree.map(
-            lambda w: (jnp.zeros(w.shape[:1]), jnp.zeros(w.shape[1:]))
-            if all(map(factors, w.shape)) else (jnp.zeros(1), jnp.zeros(1)),
+            lambda w: (
+                (jnp.zeros(w.shape[:1]), jnp.zeros(w.shape[1:]))
+                if all(map(factors, w.shape))
+                else (jnp.zeros(1), jnp.zeros(1))
+            ),
             params,
         )
 
@@ -316,8 +327,12 @@ def test_slots_and_the_average_split_over_the_slots_axes_and_weights_do_not():
         "w": WeightSpec((13, 37), jnp.float32, ("mdl", None)),
     }
     actual = layout_of(
-        weight_specs, functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
-        SIZES, slot_mesh_axes=("data",), ema_decay=0.9, bprop_variable_exclusion="frozen",
+        weight_specs,
+        functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
+        SIZES,
+        slot_mesh_axes=("data",),
+        ema_decay=0.9,
+        bprop_variable_exclusion="frozen",
     )
     assert not any(path.endswith("/frozen") for path in actual.keys() - {"mdl_vars/params/frozen"})
     specs = {path: leaf.spec for path, leaf in actual.items() if path.endswith("/w")}

@@ -25,8 +25,12 @@ SPECS = {
 QUICK = ("clip_by_global_norm, then lamb", "momo", "adamw")
 # Slots of other shapes than weights, of masked weights, of a history; rates that are slots.
 TRAINED = (
-    *QUICK, "mechanize", "lbfgs without a search", "a rate that is injected",
-    "a clip of masked weights", "reduce_on_plateau",
+    *QUICK,
+    "mechanize",
+    "lbfgs without a search",
+    "a rate that is injected",
+    "a clip of masked weights",
+    "reduce_on_plateau",
 )
 
 
@@ -62,11 +66,17 @@ WHOLE = {
     ),
 }
 LAYERWISE = {
-    "adamw": optax.adamw, "lamb": optax.lamb, "lars": optax.lars, "adafactor": optax.adafactor,
-    "lion": optax.lion, "muon": contrib.muon, "schedule_free": contrib.schedule_free_adamw,
+    "adamw": optax.adamw,
+    "lamb": optax.lamb,
+    "lars": optax.lars,
+    "adafactor": optax.adafactor,
+    "lion": optax.lion,
+    "muon": contrib.muon,
+    "schedule_free": contrib.schedule_free_adamw,
     "clip_by_block_rms": chain(optax.clip_by_block_rms(0.1)),
     "adaptive_grad_clip": chain(optax.adaptive_grad_clip(0.1)),
-    "centralize": chain(optax.centralize()), "zero_nans": chain(optax.zero_nans()),
+    "centralize": chain(optax.centralize()),
+    "zero_nans": chain(optax.zero_nans()),
     "reduce_on_plateau": lambda learning_rate: optax.chain(
         optax.sgd(learning_rate), contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
     ),
@@ -79,7 +89,8 @@ LAYERWISE = {
 def tree(seed):
     chance = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda spec: jnp.asarray(chance.normal(size=spec.shape), F32), SPECS,
+        lambda spec: jnp.asarray(chance.normal(size=spec.shape), F32),
+        SPECS,
         is_leaf=lambda node: isinstance(node, WeightSpec),
     )
 
@@ -193,7 +204,8 @@ def test_each_auxiliary_optimizer_sees_all_of_its_own_weights():
     aux = AuxiliaryOptimizer("(blocks|deep)/.*", clip, 0.1, "matrices")
     groups = Learner(optax.adam, 0.1, auxiliary_optimizers=[aux]).bind(SPECS).groups
     assert {name: len(group.paths) for name, group in groups.by_name.items()} == {
-        "unstacked": 2, "matrices.whole": 2,
+        "unstacked": 2,
+        "matrices.whole": 2,
     }
 
 
@@ -204,9 +216,12 @@ def test_each_auxiliary_optimizer_sees_all_of_its_own_weights():
         (chain(optax.scale_by_backtracking_linesearch(5)), "by_backtracking.*value_fn"),
         (chain(optax.scale_by_zoom_linesearch(5)), "by_zoom.*value_fn"),
         (lambda learning_rate: contrib.sophia(learning_rate), "obj_fn"),
-        (lambda learning_rate: contrib.sam(
-            optax.sgd(learning_rate), optax.sgd(0.1), opaque_mode=True
-        ), "grad_fn"),
+        (
+            lambda learning_rate: contrib.sam(
+                optax.sgd(learning_rate), optax.sgd(0.1), opaque_mode=True
+            ),
+            "grad_fn",
+        ),
         (chain(contrib.differentially_private_aggregate(1.0, 1.0, 1)), "per_example_global_norm"),
     ],
 )

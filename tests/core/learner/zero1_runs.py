@@ -36,7 +36,9 @@ class Regression(Task):
 def compiled_step(mesh, slot_mesh_axes, compiler_options=None):
     """Returns the partitioner and the compiled train step."""
     learner = Learner(
-        functools.partial(optax.adamw, weight_decay=0.1), 0.1, clip_gradient_norm_to_value=1.0,
+        functools.partial(optax.adamw, weight_decay=0.1),
+        0.1,
+        clip_gradient_norm_to_value=1.0,
         slot_mesh_axes=slot_mesh_axes,
     )
     task = Regression(FeedForward, learner, inputs_split_mapping={"map_2d": ("data", None)})

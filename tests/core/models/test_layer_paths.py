@@ -91,7 +91,12 @@ IN_A_MODEL = {
         TransformerLm, 11, 8, 12, 3, 2
     ),
     "transformer.*checkpoint_policy.*'save_nothin'.*save_nothing": functools.partial(
-        TransformerLm, 11, 8, 12, 2, 2,
+        TransformerLm,
+        11,
+        8,
+        12,
+        2,
+        2,
         stacked_transformer_tpl=functools.partial(Repeat, checkpoint_policy="save_nothin"),
     ),
 }

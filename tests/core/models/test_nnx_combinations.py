@@ -97,61 +97,77 @@ DECIDED = {
     "silent in nnx.vmap": (in_vmap(ours()), NO_RULES, (None, None, None)),
     "ours in nnx.vmap in nnx.vmap": (in_vmap(in_vmap(SPLIT)), NO_RULES, (None, None, None, "mdl")),
     "Repeat in nnx.vmap": (
-        in_vmap(in_repeat(SPLIT, stack_split="data")), NO_RULES, (None, "data", None, "mdl")
+        in_vmap(in_repeat(SPLIT, stack_split="data")),
+        NO_RULES,
+        (None, "data", None, "mdl"),
     ),
     # Metadata by hand counts where the layer says nothing; its mapping comes first, of None too.
     "by hand": (with_metadata(ours(), out_sharding=("data", "mdl")), NO_RULES, ("data", "mdl")),
-    "by hand, named": (with_metadata(ours(), out_sharding=("embed", "mlp")), RULES,
-                       ("data", "mdl")),
+    "by hand, named": (
+        with_metadata(ours(), out_sharding=("embed", "mlp")),
+        RULES,
+        ("data", "mdl"),
+    ),
     "by hand, rules of its own": (
-        with_metadata(ours(), out_sharding=("mlp",), sharding_rules=(("mlp", "data"),)), RULES,
+        with_metadata(ours(), out_sharding=("mlp",), sharding_rules=(("mlp", "data"),)),
+        RULES,
         ("data", None),
     ),
     "by hand over ours": (with_metadata(SPLIT, out_sharding=("data",)), NO_RULES, (None, "mdl")),
     "by hand over whole": (
-        with_metadata(ours(weight_split_dims_mapping=()), out_sharding=("data", "mdl")), NO_RULES,
+        with_metadata(ours(weight_split_dims_mapping=()), out_sharding=("data", "mdl")),
+        NO_RULES,
         (None, None),
     ),
     "our key by hand": (
-        with_metadata(ours(), split_dims_mapping=P("mdl")), NO_RULES, ("mdl", None)
+        with_metadata(ours(), split_dims_mapping=P("mdl")),
+        NO_RULES,
+        ("mdl", None),
     ),
     "by hand in nnx.vmap": (
-        in_vmap(with_metadata(ours(), out_sharding=("data", "mdl")), "layers"), NO_RULES,
+        in_vmap(with_metadata(ours(), out_sharding=("data", "mdl")), "layers"),
+        NO_RULES,
         (None, "data", "mdl"),
     ),
     "by hand on a stack": (
-        with_metadata(in_vmap(ours()), out_sharding=("replica", None, "mdl")), NO_RULES,
+        with_metadata(in_vmap(ours()), out_sharding=("replica", None, "mdl")),
+        NO_RULES,
         ("replica", None, "mdl"),
     ),
     # Names of our dims are for presets and mappings, not for the job's rules.
     "rules over our dims": (
-        lambda rngs: TransformerFeedForward(D, F, rngs=rngs).ffn_layer1.linear, RULES, (None, None)
+        lambda rngs: TransformerFeedForward(D, F, rngs=rngs).ffn_layer1.linear,
+        RULES,
+        (None, None),
     ),
     # Flax's layers, in Flax's stacks and in ours.
     "named": (NAMED, RULES, ("data", "mdl")),
     "named in nnx.vmap": (in_vmap(NAMED, "layers"), RULES, (None, "data", "mdl")),
     "named, a rule for the stack": (
-        in_vmap(NAMED, "layers"), rules_with(("layers", "data"), is_first=True),
+        in_vmap(NAMED, "layers"),
+        rules_with(("layers", "data"), is_first=True),
         ("data", None, "mdl"),
     ),
     "named stack, rule comes last": (
-        in_vmap(NAMED, "layers"), rules_with(("layers", "data")), (None, "data", "mdl")
+        in_vmap(NAMED, "layers"),
+        rules_with(("layers", "data")),
+        (None, "data", "mdl"),
     ),
     "a stack named as an axis": (
-        in_vmap(flax_linear((None, "mlp")), "data"), RULES, ("data", None, "mdl")
+        in_vmap(flax_linear((None, "mlp")), "data"),
+        RULES,
+        ("data", None, "mdl"),
     ),
     "axes in nnx.vmap": (in_vmap(AXES, "layers"), NO_RULES, (None, "data", "mdl")),
     "named in Repeat": (in_repeat(NAMED), RULES, (None, "data", "mdl")),
-    "named in a split Repeat": (
-        in_repeat(NAMED, stack_split="data"), RULES, ("data", None, "mdl")
-    ),
+    "named in a split Repeat": (in_repeat(NAMED, stack_split="data"), RULES, ("data", None, "mdl")),
     "axes in Repeat by index": (
-        in_repeat(flax_linear((None, "mdl")), stack_split=1), NO_RULES, ("data", None, "mdl")
+        in_repeat(flax_linear((None, "mdl")), stack_split=1),
+        NO_RULES,
+        ("data", None, "mdl"),
     ),
     "a name that is an axis": (flax_linear(("mdl", "embed")), RULES, ("mdl", "data")),
-    "an axis of a rule is gone": (
-        flax_linear(("mdl", "mlp")), RULES, (None, "mdl")
-    ),
+    "an axis of a rule is gone": (flax_linear(("mdl", "mlp")), RULES, (None, "mdl")),
     "no metadata": (flax_linear(None), RULES, (None, None)),
 }
 
@@ -171,10 +187,14 @@ STACKED = {
     "silent in jax.vmap": (in_jax_vmap(ours()), RULES, "stack_3"),
     "Repeat in nnx.vmap": (in_vmap(in_repeat(SPLIT)), RULES, "stack_3x3"),
     "by hand in nnx.vmap": (
-        in_vmap(with_metadata(ours(), out_sharding=("data",)), "layers"), RULES, "stack_3"
+        in_vmap(with_metadata(ours(), out_sharding=("data",)), "layers"),
+        RULES,
+        "stack_3",
     ),
     "by hand on a stack": (
-        with_metadata(in_vmap(ours()), out_sharding=("replica", None, "mdl")), RULES, "stack_3"
+        with_metadata(in_vmap(ours()), out_sharding=("replica", None, "mdl")),
+        RULES,
+        "stack_3",
     ),
     "named": (in_vmap(NAMED, "layers"), RULES, "stack_3"),
     "no metadata": (in_vmap(flax_linear(None)), RULES, "unstacked"),  # Nothing tells it.
@@ -192,29 +212,38 @@ def test_an_optimizer_sees_one_layer_of_a_stack_that_something_tells(case):
 
 WRONG = {
     "more entries than the layer has dims": (
-        in_vmap(ours(weight_split_dims_mapping=(None, None, "mdl"))), NO_RULES,
+        in_vmap(ours(weight_split_dims_mapping=(None, None, "mdl"))),
+        NO_RULES,
         ["Linear.weight_split_dims_mapping", "3 entries", "2 dimensions", "Remove 1"],
     ),
     "more names than a stack has dims": (
-        in_vmap(flax_linear(("embed", "mlp", "kv")), "layers"), RULES,
+        in_vmap(flax_linear(("embed", "mlp", "kv")), "layers"),
+        RULES,
         ["inner/kernel", "'kv'", "4 entries", "3 dims", "Remove 1"],
     ),
     "an unknown name by hand": (
-        with_metadata(ours(), out_sharding=("embd", "mlp")), RULES,
+        with_metadata(ours(), out_sharding=("embd", "mlp")),
+        RULES,
         ["inner/w", "'embd'", "no rule", "Did you mean embed", "('embd', AXES)"],
     ),
     "a stack's name without a rule": (
-        in_vmap(NAMED, "blocks"), RULES, ["inner/kernel", "'blocks'", "('blocks', AXES)"]
+        in_vmap(NAMED, "blocks"),
+        RULES,
+        ["inner/kernel", "'blocks'", "('blocks', AXES)"],
     ),
     "a string for a mapping": (
-        ours(weight_split_dims_mapping="mdl"), NO_RULES,
+        ours(weight_split_dims_mapping="mdl"),
+        NO_RULES,
         ["Linear.weight_split_dims_mapping", "'mdl'", "('mdl',)"],
     ),
     "our key by hand, a string": (
-        with_metadata(ours(), split_dims_mapping="mdl"), NO_RULES, ["inner/w", "'mdl'", "('mdl',)"]
+        with_metadata(ours(), split_dims_mapping="mdl"),
+        NO_RULES,
+        ["inner/w", "'mdl'", "('mdl',)"],
     ),
     "our key by hand, by name": (
-        with_metadata(ours(), split_dims_mapping={"mlp": "mdl"}), NO_RULES,
+        with_metadata(ours(), split_dims_mapping={"mlp": "mdl"}),
+        NO_RULES,
         ["inner/w", "{'mlp': 'mdl'}", "a sequence"],
     ),
 }
@@ -241,11 +270,14 @@ class Mixed(nnx.Module):
     """Flax's layers around stacks of ours, called by `nnx.scan` and by hand."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(D, D, kernel_init=nnx.with_partitioning(INIT, ("embed", None)),
-                             rngs=rngs)
-        self.blocks = in_vmap(lambda rngs: TransformerFeedForward(
-            D, F, weight_split_dims_mapping={"mlp": "mdl"}, rngs=rngs
-        ))(rngs)
+        self.up = nnx.Linear(
+            D, D, kernel_init=nnx.with_partitioning(INIT, ("embed", None)), rngs=rngs
+        )
+        self.blocks = in_vmap(
+            lambda rngs: TransformerFeedForward(
+                D, F, weight_split_dims_mapping={"mlp": "mdl"}, rngs=rngs
+            )
+        )(rngs)
         self.out = Linear(D, D, weight_split_dims_mapping=P("data"), rngs=rngs)
 
     def __call__(self, x):

@@ -55,11 +55,13 @@ SPELLINGS = {
     "none": lambda key: nnx.Param(drawn(key)),
     "other kind": lambda key: nnx.BatchStat(drawn(key), out_sharding=("model", None)),
     "own rules": lambda key: nnx.Param(
-        drawn(key), out_sharding=("embed", "mlp"),
+        drawn(key),
+        out_sharding=("embed", "mlp"),
         sharding_rules=(("mlp", "model"), ("embed", None)),
     ),
     "rules over an axis": lambda key: nnx.Param(
-        drawn(key), out_sharding=("data", "mlp"),
+        drawn(key),
+        out_sharding=("data", "mlp"),
         sharding_rules=(("mlp", ("model",)), ("data", None)),
     ),
 }
@@ -162,7 +164,7 @@ WRONG = {
     ),
     "axis twice": (
         lambda key: nnx.Param(drawn(key), out_sharding=("model", "model")),
-        r"w.*\('model', 'model'\)"
+        r"w.*\('model', 'model'\)",
     ),
     "rule to no axis": (
         lambda key: nnx.Param(

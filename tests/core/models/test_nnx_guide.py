@@ -69,8 +69,12 @@ def test_the_guide_has_the_same_specs_however_it_makes_the_model():
     local = {leaf.path: trimmed(leaf.spec) for leaf in leaves if "params/" in leaf.path}
     assert {path.removeprefix("mdl_vars/params/"): spec for path, spec in local.items()} == SPECS
     for name in (
-        "eager_on_specs", "eager_on_logical_ctx_specs", "get_abstract_model_specs",
-        "logical_pspecs", "logical_specs", "sharded_specs",
+        "eager_on_specs",
+        "eager_on_logical_ctx_specs",
+        "get_abstract_model_specs",
+        "logical_pspecs",
+        "logical_specs",
+        "sharded_specs",
     ):
         assert expected[name] == SPECS, name
     assert expected["restore"]["specs"] == SPECS
@@ -93,14 +97,14 @@ def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_to
     assert "('hidden', 'embed'): hidden->model" in message["mdl_vars/params/w2"]
 
 
-@pytest.mark.parametrize(
-    "experiment", slow_but({nnx_guide.DotReluDot}, EXPERIMENTS.values())
-)
+@pytest.mark.parametrize("experiment", slow_but({nnx_guide.DotReluDot}, EXPERIMENTS.values()))
 def test_no_device_makes_a_whole_weight(experiment):
     partitioner, _ = run_of(experiment, depth=UNEVEN)
     compiled = partitioner.init.lower(partitioner.key(0)).compile()
-    shapes = {tuple(map(int, dims.split(",")))
-              for dims in re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())}
+    shapes = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())
+    }
     # Nothing in the program is larger than the split part, padding included, of a weight.
     part = UNEVEN * -(-UNEVEN // 4)
     assert max(np.prod(shape) for shape in shapes) == part
@@ -146,9 +150,7 @@ def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path):
         assert {path: trimmed(x.sharding.spec) for path, x in params.items()} == SPECS
         part = -(-UNEVEN // mesh_shape[1])
         assert params["w2"].addressable_shards[0].data.shape == (part, UNEVEN)
-        jax.tree.map(
-            np.testing.assert_array_equal, jax.jit(other.layout.unpad)(restored), expected
-        )
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(other.layout.unpad)(restored), expected)
 
 
 def matrices_in(text):

@@ -128,7 +128,7 @@ def test_an_evaluation_by_itself_gives_the_metrics_of_the_jobs_last():
     job = jobs()[0]
     before = lines_of(job.eval_metrics_jsonl)
     succeed("--mode=eval", f"--job_log_dir={job.path}")
-    assert lines_of(job.eval_metrics_jsonl)[len(before):] == before[-1:]
+    assert lines_of(job.eval_metrics_jsonl)[len(before) :] == before[-1:]
 
 
 def test_statistics_are_kept_and_streams_are_not():
@@ -144,8 +144,10 @@ def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
     item = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
     whole = jobs()[0]
     succeed(*SETTINGS, f"--job_log_dir={tmp_path}", *item)
-    losses, alone = ([line["loss"] for line in lines_of(job.metrics_jsonl)][:3]
-                     for job in (whole, JobDir(tmp_path)))
+    losses, alone = (
+        [line["loss"] for line in lines_of(job.metrics_jsonl)][:3]
+        for job in (whole, JobDir(tmp_path))
+    )
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 

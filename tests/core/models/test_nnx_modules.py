@@ -34,8 +34,12 @@ class Bare(nnx.Module):
 
 @pytest.mark.parametrize(
     "build",
-    [functools.partial(NoKeys, 2.5), lambda: NoKeys(2.5), lambda rngs: NoKeys(2.5),
-     lambda **streams: NoKeys(2.5)],
+    [
+        functools.partial(NoKeys, 2.5),
+        lambda: NoKeys(2.5),
+        lambda rngs: NoKeys(2.5),
+        lambda **streams: NoKeys(2.5),
+    ],
 )
 def test_a_constructor_is_given_rngs_only_where_it_takes_them(build):
     weights = NnxModel(build).init(jax.random.key(0))

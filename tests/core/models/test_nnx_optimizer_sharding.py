@@ -71,8 +71,11 @@ def test_the_slots_split_as_it_says_and_the_weight_as_its_own_says():
     assert len(slots) == 2 and set(slots.values()) == {P("mdl", "data")}
     others = [s for path, s in specs.items() if path.endswith("/down")]
     assert len(others) == 3 and set(others) == {P("mdl", None)}
-    [mu] = [x for p, x in jax.tree_util.tree_flatten_with_path(state.opt_states)[0]
-            if "mu" in str(p) and "up" in str(p)]
+    [mu] = [
+        x
+        for p, x in jax.tree_util.tree_flatten_with_path(state.opt_states)[0]
+        if "mu" in str(p) and "up" in str(p)
+    ]
     assert mu.shape == (8, 16) and mu.addressable_shards[0].data.shape == (4, 4)
     _, expected = losses(partitioner(metadata, (1, 1, 1)))
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
@@ -80,9 +83,7 @@ def test_the_slots_split_as_it_says_and_the_weight_as_its_own_says():
 
 
 def test_a_weight_may_be_whole_and_its_slots_split_by_names_with_rules():
-    metadata = {
-        "optimizer_sharding": P("embed", "hidden"), "sharding_rules": (("embed", "data"),)
-    }
+    metadata = {"optimizer_sharding": P("embed", "hidden"), "sharding_rules": (("embed", "data"),)}
     ours = partitioner(metadata, rules=(("hidden", "mdl"),))
     state, actual = losses(ours)
     specs = specs_of(state)

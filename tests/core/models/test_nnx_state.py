@@ -205,7 +205,9 @@ def test_a_cache_is_kept_state_and_a_pass_starts_from_the_one_it_is_given():
     model = NnxModel(Attention)
     mdl_vars = model.init(jax.random.key(0))
     assert set(mdl_vars["non_trainable"]["attention"]) == {
-        "cache_index", "cached_key", "cached_value",
+        "cache_index",
+        "cached_key",
+        "cached_value",
     }
     plain = Attention(nnx.Rngs(0))
     plain.eval()

@@ -50,7 +50,12 @@ def run(num_micro_batches, loss_fn=regression, data=DATA, w=W):
     @jax.jit
     def value_and_grad(w, data):
         return accumulation.value_and_grad(
-            loss_fn, {}, {"w": w}, seen, data, jax.random.key(5),
+            loss_fn,
+            {},
+            {"w": w},
+            seen,
+            data,
+            jax.random.key(5),
             num_micro_batches=num_micro_batches,
         )
 
@@ -141,8 +146,14 @@ def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
     def grads(w, x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return accumulation.value_and_grad(
-                loss_fn, {}, {"w": w}, {}, {"x": x}, jax.random.key(0),
-                num_micro_batches=8, inputs_split_mapping={"map_2d": ("data", None)},
+                loss_fn,
+                {},
+                {"w": w},
+                {},
+                {"x": x},
+                jax.random.key(0),
+                num_micro_batches=8,
+                inputs_split_mapping={"map_2d": ("data", None)},
             )[2]
 
     whole, rows = (NamedSharding(mesh, P(*spec)) for spec in ((), ("data", None)))
@@ -169,7 +180,8 @@ def lm_batch(step, num_rows=ROWS, seq_len=7):
     lengths[3::4] = 0
     is_token = index < lengths[:, None]
     return {
-        "ids": ids[:, :-1], "labels": ids[:, 1:],
+        "ids": ids[:, :-1],
+        "labels": ids[:, 1:],
         "segment_ids": np.where(is_token, segment_ids, 0),
         "segment_pos": np.where(is_token, index - first, 0).astype(np.int32),
         "weights": np.where(is_token, rng.choice([0.5, 1.0, 2.0], is_token.shape), 0.0).astype(
@@ -183,20 +195,29 @@ def lm_partitioner(shape, num_micro_batches, is_zero1=False):
         SharedEmbeddingSoftmax, has_bias=False, label_smoothing_prob=0.1, z_loss_weight=1e-2
     )
     lm = rotary_lm(
-        vocab_size=VOCAB, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6,
-        num_layers=2, softmax_tpl=softmax, entropy_loss_weight=0.05,
+        vocab_size=VOCAB,
+        model_dims=13,
+        hidden_dims=29,
+        num_heads=3,
+        dim_per_head=6,
+        num_layers=2,
+        softmax_tpl=softmax,
+        entropy_loss_weight=0.05,
     )
     sgd = functools.partial(optax.sgd, momentum=0.9)
     learner = Learner(
         # eps above what rounding makes of a gradient of zero.
-        functools.partial(optax.adamw, eps=1e-6), 1e-3, clip_gradient_norm_to_value=0.5,
+        functools.partial(optax.adamw, eps=1e-6),
+        1e-3,
+        clip_gradient_norm_to_value=0.5,
         auxiliary_optimizers=[AuxiliaryOptimizer("transformer/.*", sgd, 0.1, "blocks")],
         gradient_accumulation_steps=num_micro_batches,
         slot_mesh_axes=("data",) if is_zero1 else (),
     )
     preset = "megatron" if is_zero1 else "fsdp+tensor"
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm, preset)), learner,
+        fdl.build(set_sharding_params(lm, preset)),
+        learner,
         inputs_split_mapping={"map_2d": (("replica", "data"), None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))

@@ -1,6 +1,5 @@
 """The bytes that a TPU's program of micro-batches sums over devices: those of one batch."""
 
-
 import pytest
 
 from tests.support.on_tpu import needs_libtpu, printed_by

@@ -23,7 +23,9 @@ def squared_errors(params, inputs, key):
 def partitioner():
     model = FunctionModel(lambda key: {"w": jax.random.normal(key, (DIMS,))}, specs={"w": P("mdl")})
     task = LossTask(
-        model, squared_errors, Learner(optax.adamw, 0.1),
+        model,
+        squared_errors,
+        Learner(optax.adamw, 0.1),
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
@@ -54,7 +56,9 @@ def test_a_step_is_compiled_once_for_shapes_and_for_a_call(partitioner):
 
 def test_the_steps_by_their_kinds(partitioner):
     assert {kind: (step.name, step.trains) for kind, step in partitioner.steps.items()} == {
-        "train": ("train_step", True), "eval": ("eval_step", False),
-        "eval_examples": ("eval_examples", False), "decode": ("decode_step", False),
+        "train": ("train_step", True),
+        "eval": ("eval_step", False),
+        "eval_examples": ("eval_examples", False),
+        "decode": ("decode_step", False),
     }
     assert all(getattr(partitioner, step.name) is step for step in partitioner.steps.values())

@@ -22,7 +22,8 @@ from tests.support.on_tpu import needs_libtpu, printed_by
 DIMS = 7
 TASK = LossTask(
     FunctionModel(lambda key: {"w": jnp.ones(DIMS)}),
-    lambda params, inputs, key: jnp.square(inputs["x"] @ params["w"]), Learner(optax.sgd, 0.1),
+    lambda params, inputs, key: jnp.square(inputs["x"] @ params["w"]),
+    Learner(optax.sgd, 0.1),
 )
 
 
@@ -38,14 +39,23 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
         assert list(tmp_path.glob(f"*jit__{step}_step*"))
 
 
-@pytest.mark.parametrize("options, said", [
-    ({"cpu": {"xla_cpu_fast_math": 1}}, "cpu.*xla_cpu_fast_math is no.*xla_cpu_enable_fast_math"),
-    ({"cpu": {"xla_gpu_graph_level": 0}}, "graph_level.*xla_gpu_enable_command_buffer"),
-    ({"cpu": {"xla_bogus": 1, "xla_dump_to": "", "xla_more": 1}}, "xla_bogus is no.*xla_more is"),
-    ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "xla_cpu_enable_fast_math.*'maybe'"),
-    ({"cuda": {}}, "'cuda'.*cpu, gpu, tpu"),
-    ({"v6": {}}, "'v6'.*v5p, v6e, tpu7x.*Did you mean v6e"),
-])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            {"cpu": {"xla_cpu_fast_math": 1}},
+            "cpu.*xla_cpu_fast_math is no.*xla_cpu_enable_fast_math",
+        ),
+        ({"cpu": {"xla_gpu_graph_level": 0}}, "graph_level.*xla_gpu_enable_command_buffer"),
+        (
+            {"cpu": {"xla_bogus": 1, "xla_dump_to": "", "xla_more": 1}},
+            "xla_bogus is no.*xla_more is",
+        ),
+        ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "xla_cpu_enable_fast_math.*'maybe'"),
+        ({"cuda": {}}, "'cuda'.*cpu, gpu, tpu"),
+        ({"v6": {}}, "'v6'.*v5p, v6e, tpu7x.*Did you mean v6e"),
+    ],
+)
 def test_wrong_options_are_refused_before_a_step(options, said, mesh_of):
     with pytest.raises(ConfigError, match=said):
         Partitioner(TASK, mesh_of(1, 4, 2), compiler_options=options)
@@ -54,8 +64,15 @@ def test_wrong_options_are_refused_before_a_step(options, said, mesh_of):
 @pytest.mark.slow
 def test_a_job_says_its_options(capsys, tmp_path):
     option = "mesh.compiler_options={'cpu': {'xla_cpu_enable_fast_min_max': False}}"
-    main(["--exp=lm.Synthetic", f"--job_log_dir={tmp_path}", "--set", option,
-          "run.num_train_steps=1"])
+    main(
+        [
+            "--exp=lm.Synthetic",
+            f"--job_log_dir={tmp_path}",
+            "--set",
+            option,
+            "run.num_train_steps=1",
+        ]
+    )
     assert "compiler options: xla_cpu_enable_fast_min_max=False" in capsys.readouterr().out
     assert jax.device_count() == 8
 
@@ -77,10 +94,14 @@ def taking(monkeypatch, names):
     monkeypatch.setattr(compiler_options, "_rejection", refusal)
 
 
-@pytest.mark.parametrize("kind, expected", [
-    ("TPU v5 lite", {"a": 1, "b": 3, "c": 4}), ("TPU v6 lite", {"a": 1, "b": 2}),
-    ("TPU of next year", {"a": 1, "b": 2}),
-])
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("TPU v5 lite", {"a": 1, "b": 3, "c": 4}),
+        ("TPU v6 lite", {"a": 1, "b": 2}),
+        ("TPU of next year", {"a": 1, "b": 2}),
+    ],
+)
 def test_options_of_a_kind_of_tpu_count_before_those_of_all(kind, expected, monkeypatch):
     taking(monkeypatch, "abcd")
     options = {"tpu": {"a": 1, "b?": 2}, "v5e": {"b": 3, "c?": 4}, "cpu": {"d": 5}}
@@ -121,7 +142,9 @@ def test_options_of_an_experiment_count_before_those_of_its_preset():
     of_preset = {"tpu": {"a": 1, "b": 1}, "v5e": {"c": 1, "d": 1, "e": 1}, "cpu": {"c": 1}}
     own = {"tpu": {"b": 2, "c": 2}, "v5e": {"d": 2}}
     assert merged_options(own, of_preset) == {
-        "tpu": {"a": 1, "b": 2, "c": 2}, "v5e": {"d": 2, "e": 1}, "cpu": {"c": 1},
+        "tpu": {"a": 1, "b": 2, "c": 2},
+        "v5e": {"d": 2, "e": 1},
+        "cpu": {"c": 1},
     }
     assert merged_options(None, of_preset) == of_preset
     assert merged_options(own, None) == own
@@ -129,7 +152,8 @@ def test_options_of_an_experiment_count_before_those_of_its_preset():
 
 def test_a_presets_option_is_the_users_own_whatever_ends_their_names():
     assert merged_options({"tpu": {"a": 1}}, {"tpu": {"a?": 2, "b?": 2}, "v5e": {"a?": 3}}) == {
-        "tpu": {"a": 1, "b?": 2}, "v5e": {}
+        "tpu": {"a": 1, "b?": 2},
+        "v5e": {},
     }
 
 

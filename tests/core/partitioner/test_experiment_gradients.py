@@ -23,8 +23,13 @@ MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
 QUICK = {("explicit.DigitsFsdp", 0)}
 # One per kind of model; other losses, sizes, schedules and meshes run in `make nightly`.
 SLOW = {
-    ("functions.DigitsMlpFsdp", 1), ("linen.PyDocs", 0), ("lm.PyDocs", 1), ("moe.Synthetic", 0),
-    ("nnx_guide.LogicalDotReluDot", 0), ("pipelined.Synthetic", 1), ("vision.DigitsViT", 1),
+    ("functions.DigitsMlpFsdp", 1),
+    ("linen.PyDocs", 0),
+    ("lm.PyDocs", 1),
+    ("moe.Synthetic", 0),
+    ("nnx_guide.LogicalDotReluDot", 0),
+    ("pipelined.Synthetic", 1),
+    ("vision.DigitsViT", 1),
 }
 
 
@@ -151,7 +156,9 @@ def test_the_gradient_of_each_weight_is_that_on_one_device(name, place):
     assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=scale)
     for (path, grad), right, weight in zip(
         jax.tree_util.tree_flatten_with_path(actual)[0],
-        jax.tree.leaves(expected), jax.tree.leaves(weights), strict=True,
+        jax.tree.leaves(expected),
+        jax.tree.leaves(weights),
+        strict=True,
     ):
         atol = 1e-5 * np.abs(right).max() + 3e-7 * np.abs(weight).max() + 1e-7
         if np.abs(grad - right).max() > atol:

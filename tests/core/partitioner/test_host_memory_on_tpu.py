@@ -40,5 +40,6 @@ def test_weights_come_from_the_host_a_layer_at_a_time():
     fetched, sent = 2 * weights - a_layer + weights + 2 * weights, 2 * weights
     # libtpu 0.0.50 moves one layer more, there and back.
     assert (offloaded["copy from the host"], offloaded["copy to the host"]) in (
-        (fetched, sent), (fetched + a_layer, sent + a_layer)
+        (fetched, sent),
+        (fetched + a_layer, sent + a_layer),
     )

@@ -27,9 +27,13 @@ from tests.support.lm_runs import (
 )
 
 # Axes of one device and of all; sizes that divide and that do not; slots of two kinds.
-QUICK, SLOW = {("uneven", "adamw", (1, 4, 2))}, {
-    ("uneven", "adamw", (1, 3, 2)), ("even", "adafactor", (2, 2, 2)),
-}
+QUICK, SLOW = (
+    {("uneven", "adamw", (1, 4, 2))},
+    {
+        ("uneven", "adamw", (1, 3, 2)),
+        ("even", "adafactor", (2, 2, 2)),
+    },
+)
 
 
 def marks_of(*run):
@@ -44,8 +48,10 @@ every_run = pytest.mark.parametrize(
         pytest.param(*run, marks=marks_of(*run))
         for run in [
             *(("uneven", "adamw", shape) for shape in MESHES),
-            ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
-            ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+            ("uneven", "adafactor", (1, 4, 2)),
+            ("uneven", "adafactor", (1, 3, 2)),
+            ("even", "adamw", (1, 4, 2)),
+            ("even", "adafactor", (2, 2, 2)),
         ]
     ],
     ids=str,
@@ -105,9 +111,7 @@ def plain_model():
 
 @pytest.mark.slow
 def test_init_draws_the_same_weights_on_every_mesh():
-    initial, other = (
-        trained("uneven", "adamw", shape).initial for shape in ((1, 4, 2), (1, 3, 2))
-    )
+    initial, other = (trained("uneven", "adamw", shape).initial for shape in ((1, 4, 2), (1, 3, 2)))
     jax.tree.map(np.testing.assert_array_equal, other, initial)
     w = initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
     expected = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()

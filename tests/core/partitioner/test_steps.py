@@ -95,9 +95,7 @@ def test_models_of_others_compute_in_the_tasks_dtype_and_keep_float32_weights(ki
     model, logits_of = {
         "nnx": (functools.partial(nnx.Linear, DIMS, CLASSES), apply),
         "linen": (LinenModel(LinenClassifier(), {"inputs": (1, DIMS)}), apply),
-        "functions": (
-            FunctionModel(lambda key: jnp.ones((DIMS, CLASSES))), lambda w, x: x @ w
-        ),
+        "functions": (FunctionModel(lambda key: jnp.ones((DIMS, CLASSES))), lambda w, x: x @ w),
     }[kind]
     seen, stored = seen_dtypes(model, logits_of, fprop_dtype)
     assert seen == {"logits": fprop_dtype or jnp.float32, "weights": jnp.float32}

@@ -55,7 +55,7 @@ WRONG = {
     ),
     "fields for a state": (
         lambda p, s, b, k: p.train_step(dataclasses.asdict(s), b, k),
-        "train_step.*step, mdl_vars, opt"
+        "train_step.*step, mdl_vars, opt",
     ),
     "rows for a batch": (
         lambda p, s, b, k: p.train_step(s, rows(), k),
@@ -64,7 +64,8 @@ WRONG = {
     "number for a key": (lambda p, s, b, k: p.train_step(s, b, 3), r"Pass partitioner.key\(seed"),
     "no key": (lambda p, s, b, k: p.train_step(s, b, None), "train_step.*key.*None;"),
     "state for mdl_vars": (
-        lambda p, s, b, k: p.eval_step(s, b), "eval_step.*mdl_vars.*TrainState;.*state.mdl_vars"
+        lambda p, s, b, k: p.eval_step(s, b),
+        "eval_step.*mdl_vars.*TrainState;.*state.mdl_vars",
     ),
     "params for mdl_vars": (
         lambda p, s, b, k: p.eval_step(s.mdl_vars["params"], b),
@@ -121,9 +122,7 @@ WRONG = {
         "ids.*36.*vocab_size.*37",
     ),
     "lists for rows": (lambda p, s, b, k: p.global_batch({"ids": [[1, 2]]}), "ids.*list;"),
-    "texts for rows": (
-        lambda p, s, b, k: p.global_batch({"ids": np.array(["a"])}), "ids.*'<U1'"
-    ),
+    "texts for rows": (lambda p, s, b, k: p.global_batch({"ids": np.array(["a"])}), "ids.*'<U1'"),
     "a batch for rows": (lambda p, s, b, k: p.global_batch(b), "^global_batch .*GlobalBatch"),
     "averages of a dict": (
         lambda p, s, b, k: p.eval_mdl_vars(s.mdl_vars, use_ema=True),
@@ -132,7 +131,8 @@ WRONG = {
     "init by a number": (lambda p, s, b, k: p.init(3), "init.*key.*int32"),
     "a batch to lower for": (lambda p, s, b, k: p.train_step.trace(b), "^trace .*GlobalBatch"),
     "a list to check": (
-        lambda p, s, b, k: p.train_step.check_batch([1]), "check_batch.*list.*NumPy",
+        lambda p, s, b, k: p.train_step.check_batch([1]),
+        "check_batch.*list.*NumPy",
     ),
     "state for a function's": (
         lambda p, s, b, k: jax.jit(p.with_mdl_vars(lambda m: m["params"]))(s),
@@ -210,7 +210,8 @@ ROWS = np.arange(12 * 4 * 6, dtype=np.float32).reshape(12, 4, 6)
 FUNCTIONS = (
     lambda m, x, axes: (constrain(x, (axes, None, None)) * softmax_of(m).sum()).sum(),
     lambda m, x, axes: {
-        "turned": constrain(x, (None, axes, None)).T * softmax_of(m).sum(), "sum": x.sum(),
+        "turned": constrain(x, (None, axes, None)).T * softmax_of(m).sum(),
+        "sum": x.sum(),
         "pair": [constrain(x * softmax_of(m).sum(), (axes[::-1], None, None)), None],
     },
 )
@@ -219,9 +220,12 @@ FUNCTIONS = (
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 4, 2), pytest.param((1, 8, 1), marks=pytest.mark.slow),
-        *(pytest.param(shape, marks=pytest.mark.nightly)
-          for shape in ((1, 1, 8), (2, 2, 2), (1, 3, 2))),
+        (1, 4, 2),
+        pytest.param((1, 8, 1), marks=pytest.mark.slow),
+        *(
+            pytest.param(shape, marks=pytest.mark.nightly)
+            for shape in ((1, 1, 8), (2, 2, 2), (1, 3, 2))
+        ),
     ],
     ids=str,
 )

@@ -21,10 +21,20 @@ SIZES = {"even": ((40, 16, 24), (1, 2, 4)), "uneven": ((37, 13, 29), (1, 4, 2))}
 B, T, NUM_BLOCKS, NUM_STEPS = 11, 5, 2, 4
 LEARNING_RATE = 0.01
 # Of the weights by what they are called here, mesh axes and names for them.
-AXES = {"emb": ("mdl", "data"), "gate": ("data", "mdl"), "up": ("data", "mdl"),
-        "down": ("mdl", "data"), "out": ("data", "mdl")}
-NAMES = {"emb": ("vocab", "embed"), "gate": ("embed", "mlp"), "up": ("embed", "mlp"),
-         "down": ("mlp", "embed"), "out": ("embed", "vocab")}
+AXES = {
+    "emb": ("mdl", "data"),
+    "gate": ("data", "mdl"),
+    "up": ("data", "mdl"),
+    "down": ("mdl", "data"),
+    "out": ("data", "mdl"),
+}
+NAMES = {
+    "emb": ("vocab", "embed"),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "out": ("embed", "vocab"),
+}
 AXIS_RULES = (("embed", "data"), ("mlp", "mdl"), ("vocab", "mdl"))
 
 
@@ -66,7 +76,9 @@ class NnxBlock(nnx.Module):
             return nnx.Linear(num_in, num_out, use_bias=False, kernel_init=kernel_init, rngs=rngs)
 
         self.gate, self.up, self.down = (
-            linear("gate", D, F), linear("up", D, F), linear("down", F, D)
+            linear("gate", D, F),
+            linear("up", D, F),
+            linear("down", F, D),
         )
 
     def __call__(self, x):
@@ -155,7 +167,8 @@ def ways(sizes):
         "linen": (LinenModel(LinenLm(sizes), {"ids": ("int32", (1, T))}), None, *linen),
         "rules": (
             FunctionModel(functools.partial(plain_init, sizes=sizes)),
-            WeightSharding(strategy=by_path), *functions,
+            WeightSharding(strategy=by_path),
+            *functions,
         ),
     }
 
@@ -169,7 +182,10 @@ def partitioner_of(size, way):
     sizes, shape = SIZES[size]
     model, weight_sharding, *_ = ways(sizes)[way]
     task = LossTask(
-        model, loss, Learner(optax.adamw, LEARNING_RATE), weight_sharding=weight_sharding,
+        model,
+        loss,
+        Learner(optax.adamw, LEARNING_RATE),
+        weight_sharding=weight_sharding,
         inputs_split_mapping={"map_2d": ("data", None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
@@ -196,8 +212,10 @@ def leaves_of(size, way):
 @functools.cache
 def initial(size):
     rng = np.random.default_rng(53)
-    return {path: rng.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32)
-            for path, shape in shapes_of(SIZES[size][0]).items()}
+    return {
+        path: rng.normal(size=shape, scale=shape[0] ** -0.5).astype(np.float32)
+        for path, shape in shapes_of(SIZES[size][0]).items()
+    }
 
 
 @functools.cache

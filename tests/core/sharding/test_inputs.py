@@ -93,7 +93,10 @@ INPUTS = {
 def test_each_rank_is_resharded_by_its_entry(resharded_specs):
     mapping = {"map_1d": (None,), "map_2d": ("data", "mdl"), "map_3d": (1, None, 2)}
     assert resharded_specs(INPUTS, mapping) == {
-        "weights": [], "ids": ["data", "mdl"], "images": ["data", None, "mdl"], "scale": [],
+        "weights": [],
+        "ids": ["data", "mdl"],
+        "images": ["data", None, "mdl"],
+        "scale": [],
     }
 
 

@@ -161,7 +161,8 @@ def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
     folders = [ROOT / name for name in names_of_ours]
     users = {
         path.relative_to(ROOT).as_posix()
-        for folder in folders for path in folder.rglob("*.py")
+        for folder in folders
+        for path in folder.rglob("*.py")
         if any(
             re.search(names, line) and not line.lstrip().startswith("#")
             for line in path.read_text("utf-8").splitlines()
@@ -198,15 +199,32 @@ def test_tokamax_internals_are_where_they_were():
     assert masks.FullMask((2, 3)).shape == masks.LocalMask((2, 3), (1, 0), offset=0).shape
     fields = {field.name for field in dataclasses.fields(splash.SplashConfig)}
     assert {
-        "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "attn_logits_soft_cap",
-        "use_base2_exp", "dq_reduction_steps", "interpret", "residual_checkpoint_name",
+        "block_q",
+        "block_kv",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "attn_logits_soft_cap",
+        "use_base2_exp",
+        "dq_reduction_steps",
+        "interpret",
+        "residual_checkpoint_name",
     } <= fields
     kernel = splash.make_splash_mha(masks.FullMask((128, 128)), q_seq_shards=1)
     assert kernel.dkv_mask_info is not None
     taken = inspect.signature(splash._splash_attention_bwd_dkv).parameters
     assert set(taken) <= {
-        "q", "k", "v", "segment_ids", "logsumexp", "do", "di", "bq", "bkv", "bkv_compute",
-        "mask_info", *kernel.kwargs,
+        "q",
+        "k",
+        "v",
+        "segment_ids",
+        "logsumexp",
+        "do",
+        "di",
+        "bq",
+        "bkv",
+        "bkv_compute",
+        "mask_info",
+        *kernel.kwargs,
     }
     assert splash.SegmentIds(q=1, kv=2) == (1, 2)
     ours = {"precision", "out_dtype", "tiling", "interpret"}

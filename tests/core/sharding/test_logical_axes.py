@@ -66,14 +66,16 @@ def test_a_name_without_a_rule_is_a_mesh_axis_of_that_name():
 
 
 def test_a_dim_of_several_names_has_the_axes_of_all():
-    split = logical_to_mesh_axes((("data", "heads"), "kv"), (("heads", "mdl"),),
-                                 axis_names=("data", "mdl"))
+    split = logical_to_mesh_axes(
+        (("data", "heads"), "kv"), (("heads", "mdl"),), axis_names=("data", "mdl")
+    )
     assert split.spec == (("data", "mdl"), None)
 
 
 def test_an_axis_that_is_taken_is_not_used_again():
-    split = logical_to_mesh_axes(("embed", "mlp"), (("mlp", "mdl"), ("embed", "data")),
-                                 taken=("mdl",))
+    split = logical_to_mesh_axes(
+        ("embed", "mlp"), (("mlp", "mdl"), ("embed", "data")), taken=("mdl",)
+    )
     assert split.spec == ("data", None)
     assert split.dropped == ("'mlp' cannot use mdl (used by another dim)",)
 

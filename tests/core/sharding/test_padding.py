@@ -1,6 +1,5 @@
 """Padded shapes are Pax's; padding is zeros at the end, and an even leaf costs no operation."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -32,8 +32,10 @@ def next_even_sizes(shape):
 
     dims = SIZES["uneven"]
     return dims | {
-        "vocab_size": up(dims["vocab_size"], mdl), "hidden_dims": up(dims["hidden_dims"], mdl),
-        "num_heads": up(dims["num_heads"], mdl), "model_dims": up(dims["model_dims"], data),
+        "vocab_size": up(dims["vocab_size"], mdl),
+        "hidden_dims": up(dims["hidden_dims"], mdl),
+        "num_heads": up(dims["num_heads"], mdl),
+        "model_dims": up(dims["model_dims"], data),
     }
 
 
@@ -54,7 +56,8 @@ def assert_no_more(uneven, even):
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
     [
-        ("adafactor", (1, 3, 2)), *(
+        ("adafactor", (1, 3, 2)),
+        *(
             pytest.param("adamw", shape, marks=pytest.mark.nightly)
             for shape in ((2, 2, 2), (1, 4, 2))
         ),
@@ -102,7 +105,8 @@ def test_an_uneven_batch_moves_its_own_few_numbers_more_and_no_activation():
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        ("uneven", (1, 4, 2)), *(
+        ("uneven", (1, 4, 2)),
+        *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (("even", (2, 2, 2)), ("uneven", (1, 1, 8)))
         ),
@@ -112,7 +116,9 @@ def test_an_uneven_batch_moves_its_own_few_numbers_more_and_no_activation():
 def test_no_weight_or_slot_is_ever_whole_on_a_device_at_init(size, shape):
     partitioner = partitioner_with(
         # As the small models, but that a weight outweighs all else.
-        SIZES[size] | {"vocab_size": 30011 if size == "uneven" else 30016}, "adafactor", shape
+        SIZES[size] | {"vocab_size": 30011 if size == "uneven" else 30016},
+        "adafactor",
+        shape,
     )
     compiled = partitioner.init.lower(partitioner.key(0)).compile()
     leaves = list(partitioner.layout.leaves())

@@ -254,12 +254,12 @@ def test_rules_start_from_what_the_layer_declares():
 
 def test_names_after_other_rules_fill_what_is_free():
     names = JobMesh(MESH.axis_sizes, (("embed", "data"), ("mlp", "mdl"), ("mlp", "replica")))
-    split = one((8, 8), "shard_dim('mdl', 0)|logical_partitioning", names,
-                logical_axes=(None, "mlp"))
+    split = one(
+        (8, 8), "shard_dim('mdl', 0)|logical_partitioning", names, logical_axes=(None, "mlp")
+    )
     assert split.spec == ("mdl", "replica")
     with pytest.raises(ConfigError, match="'embed'.*0"):
-        one((8, 8), "shard_dim('mdl', 0)|logical_partitioning", names,
-            logical_axes=("embed", None))
+        one((8, 8), "shard_dim('mdl', 0)|logical_partitioning", names, logical_axes=("embed", None))
     with pytest.raises(ConfigError, match=r"a/b.*3.*\('embed', None, None\).*2.*\(8, 8\)"):
         one((8, 8), "logical_partitioning", names, logical_axes=("embed", None, None))
 
@@ -351,7 +351,10 @@ print(infer_sharding({"w": np.zeros((8, 8))}, rules, mesh)["w"].spec)
 @pytest.mark.slow
 def test_the_rules_that_there_are_are_known_to_a_program_that_imports_nothing_else():
     result = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False,
+        [sys.executable, "-c", ALONE],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
     )
     assert "'data'" in result.stdout, result.stderr

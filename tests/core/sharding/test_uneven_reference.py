@@ -150,7 +150,8 @@ def test_the_layout_is_that_of_the_reference(run_name):
 QUICK_RUNS = {"uneven_257_12_30|replica2_data2_mdl2|1d|pad"}
 # With the quick one every model, mesh and way to split; the others are of the same kinds.
 SLOW_RUNS = {
-    "tiny_dims_below_mesh|data1_mdl8|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
+    "tiny_dims_below_mesh|data1_mdl8|1d|pad",
+    "uneven_257_12_30|data1_mdl8|1d|drop",
     "uneven_257_12_30|data1_mdl8|2d|pad",
 }
 

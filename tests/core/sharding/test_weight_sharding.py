@@ -77,8 +77,9 @@ def decide(tree=None, **declared):
 def test_what_layers_declare_in_mesh_axes_stays_and_says_so():
     tree = weights(
         embedding=dict(logical_axes=None, split_dims_mapping=(1, None)),
-        blocks_up=dict(logical_axes=None, split_dims_mapping=("data",),
-                       stack_split_dims_mapping=("replica",)),
+        blocks_up=dict(
+            logical_axes=None, split_dims_mapping=("data",), stack_split_dims_mapping=("replica",)
+        ),
         blocks_bias=dict(logical_axes=None, stack_split_dims_mapping=("mdl",)),
         head=dict(split_dims_mapping=("mdl", None), declared_by="specs ('mdl', None)"),
     )
@@ -108,24 +109,35 @@ def test_names_become_mesh_axes_and_leading_stacks_stay_stacks():
         "scale": P(),
     }
     assert by["embedding"] == "logical axes ('vocab', 'embed'): vocab->data+mdl"
-    assert by["blocks/up"] == (
-        "nnx out_sharding ('layers', 'embed', 'mlp'): embed->data, mlp->mdl"
-    )
+    assert by["blocks/up"] == ("nnx out_sharding ('layers', 'embed', 'mlp'): embed->data, mlp->mdl")
     assert notes == (
         "embedding [257, 7]: logical axes ('vocab', 'embed'): 'embed' cannot use data (used by "
         "'vocab').",
         "head [7, 13], scale []: replicated: no pattern or name splits it.",
     )
-    decided = dict(spec_leaves(decide_shardings(
-        tree, WeightSharding(logical_axis_rules=RULES), AXIS_SIZES).weight_specs))
+    decided = dict(
+        spec_leaves(
+            decide_shardings(
+                tree, WeightSharding(logical_axis_rules=RULES), AXIS_SIZES
+            ).weight_specs
+        )
+    )
     assert decided["params/blocks/up"].stack_shape == (3,)
     assert decided["params/embedding"].stack_shape == ()
     # A stack may have a rule, and other names.
     specs, _, _ = decide(logical_axis_rules=(("layers", "mdl"), *RULES))
     assert specs["blocks/up"] == P("mdl", "data", None)
-    decided = dict(spec_leaves(decide_shardings(
-        weights(), WeightSharding(logical_axis_rules=(*RULES, ("layers", None)),
-                                  stack_axis_names=("vocab",)), AXIS_SIZES).weight_specs))
+    decided = dict(
+        spec_leaves(
+            decide_shardings(
+                weights(),
+                WeightSharding(
+                    logical_axis_rules=(*RULES, ("layers", None)), stack_axis_names=("vocab",)
+                ),
+                AXIS_SIZES,
+            ).weight_specs
+        )
+    )
     assert decided["params/blocks/up"].stack_shape == ()
     assert decided["params/embedding"].stack_shape == (257,)
 
@@ -138,12 +150,13 @@ def test_a_weights_own_rules_come_before_the_jobs():
 
 
 def test_the_split_of_a_stack_stands_beside_names():
-    tree = weights(blocks_up=dict(stack_split_dims_mapping=("mdl",),
-                                  logical_axes=("mdl", "embed", "mlp")))
+    tree = weights(
+        blocks_up=dict(stack_split_dims_mapping=("mdl",), logical_axes=("mdl", "embed", "mlp"))
+    )
     specs, _, notes = decide(tree, logical_axis_rules=RULES)
     assert specs["blocks/up"] == P("mdl", "data", None)
     # Nothing is said of the stack's own axis.
-    about, = (note for note in notes if note.startswith("blocks/up"))
+    (about,) = (note for note in notes if note.startswith("blocks/up"))
     assert about == (
         "blocks/up [3, 7, 13]: logical axes ('mdl', 'embed', 'mlp'): 'mlp' cannot use mdl "
         "(used by another dim)."
@@ -220,12 +233,12 @@ def test_padding_may_be_refused():
 
 
 def test_a_name_without_a_rule_may_be_left_whole():
-    specs, _, notes = decide(
-        logical_axis_rules=RULES[:2], unmapped_logical_axes="replicate"
-    )
+    specs, _, notes = decide(logical_axis_rules=RULES[:2], unmapped_logical_axes="replicate")
     assert specs["blocks/up"] == P(None, None, "mdl")
-    assert "blocks/up [3, 7, 13]: logical axes ('layers', 'embed', 'mlp'): no rule for 'embed'." \
+    assert (
+        "blocks/up [3, 7, 13]: logical axes ('layers', 'embed', 'mlp'): no rule for 'embed'."
         in notes
+    )
     # A mesh axis needs no rule.
     tree = weights(embedding=dict(logical_axes=("mdl", None)))
     assert decide(tree, logical_axis_rules=RULES)[0]["embedding"] == P("mdl", None)
@@ -237,23 +250,41 @@ def test_a_name_without_a_rule_may_be_left_whole():
         ({}, dict(strategy=[("heed", "replicate")]), r"'heed'.*head\?"),
         ({}, dict(strategy=[("up", "replicate")]), "'up'.*blocks/up"),
         ({}, dict(strategy=[("params/head", "replicate")]), "'params/head'.*params/"),
-        (dict(head=dict(split_dims_mapping=("data",))),
-         dict(strategy=[(".*", "shard_dim('mdl', 0, True)")]), r"head.*\('mdl', 0.*data"),
+        (
+            dict(head=dict(split_dims_mapping=("data",))),
+            dict(strategy=[(".*", "shard_dim('mdl', 0, True)")]),
+            r"head.*\('mdl', 0.*data",
+        ),
         ({}, dict(strategy=[(".*", "fsdp('date')")]), r"embedding.*'date'.*data\?"),
         ({}, dict(strategy=[(".*", "shard_dim('data', 0)")]), r"scale: shard_dim.*shape \(\)"),
-        ({}, dict(strategy=[("emb.*", "replicate"), (".*", "logical_partitioning")]),
-         "blocks/up.*'embed'"),
+        (
+            {},
+            dict(strategy=[("emb.*", "replicate"), (".*", "logical_partitioning")]),
+            "blocks/up.*'embed'",
+        ),
         ({}, dict(), r"embedding.*\('vocab', AXES\)"),
         ({}, dict(logical_axis_rules=(*RULES[:2], ("embad", None))), r"embedding.*embad, mdl\?"),
         ({}, dict(logical_axis_rules=[("mlp", "model")]), r"\('mlp', 'model'\).*'model'"),
-        (dict(head=dict(logical_axes=("embed", None, "mlp"))), dict(logical_axis_rules=RULES),
-         r"head.*3.*\('embed', None, 'mlp'\)"),
-        (dict(head=dict(logical_axes=("mlp", "mlp"))), dict(logical_axis_rules=RULES),
-         r"head.*\('mlp', 'mlp'\)"),
-        (dict(head=dict(logical_axes=("mlp",), logical_axis_rules=(("mlp", "model"),))),
-         dict(logical_axis_rules=RULES), "head.*logical_partitioning.*'model'"),
-        (dict(head=dict(split_dims_mapping=("data", None, "mdl"))),
-         dict(logical_axis_rules=RULES), "params/head: .*3 entries"),
+        (
+            dict(head=dict(logical_axes=("embed", None, "mlp"))),
+            dict(logical_axis_rules=RULES),
+            r"head.*3.*\('embed', None, 'mlp'\)",
+        ),
+        (
+            dict(head=dict(logical_axes=("mlp", "mlp"))),
+            dict(logical_axis_rules=RULES),
+            r"head.*\('mlp', 'mlp'\)",
+        ),
+        (
+            dict(head=dict(logical_axes=("mlp",), logical_axis_rules=(("mlp", "model"),))),
+            dict(logical_axis_rules=RULES),
+            "head.*logical_partitioning.*'model'",
+        ),
+        (
+            dict(head=dict(split_dims_mapping=("data", None, "mdl"))),
+            dict(logical_axis_rules=RULES),
+            "params/head: .*3 entries",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_the_path(changes, declared, message):
@@ -270,10 +301,14 @@ def test_what_does_not_fit_is_an_error_with_the_path(changes, declared, message)
         (dict(strategy=[(".*", "fdsp('data')")]), r"'fdsp'.*fsdp\?"),
         (dict(logical_axis_rules={"a": RULES}), r"logical_axis_rules_name.*None.* a\."),
         (dict(logical_axis_rules={"one": RULES}, logical_axis_rules_name="on"), r"'on'.*one\?"),
-        (dict(logical_axis_rules=RULES, logical_axis_rules_name="a"),
-         "logical_axis_rules_name.*'a'.*logical_axis_rules"),
-        (dict(logical_axis_rules={"a": [("mlp", 3)], "b": ()}, logical_axis_rules_name="b"),
-         r"logical_axis_rules\['a'\].*\('mlp', 3\)"),
+        (
+            dict(logical_axis_rules=RULES, logical_axis_rules_name="a"),
+            "logical_axis_rules_name.*'a'.*logical_axis_rules",
+        ),
+        (
+            dict(logical_axis_rules={"a": [("mlp", 3)], "b": ()}, logical_axis_rules_name="b"),
+            r"logical_axis_rules\['a'\].*\('mlp', 3\)",
+        ),
         (dict(unmapped_logical_axes="ignore"), "unmapped_logical_axes.*'ignore'.*'error'"),
         (dict(stack_axis_names="layers"), r"stack_axis_names.*\('layers',\)"),
     ],
@@ -302,11 +337,14 @@ def test_a_config_is_written_read_again_and_set():
     again = load_config(dump_config(config, "praxis_lite.experiments.lm.PyDocs")).config
     assert again == config
     assert fdl.build(again) == fdl.build(config)
-    apply_overrides(again, [
-        "task.weight_sharding.logical_axis_rules_name=fsdp",
-        "task.weight_sharding.unmapped_logical_axes=replicate",
-        "task.weight_sharding.strategy[0][1]=\"shard_dim('mdl', -1)\"",
-    ])
+    apply_overrides(
+        again,
+        [
+            "task.weight_sharding.logical_axis_rules_name=fsdp",
+            "task.weight_sharding.unmapped_logical_axes=replicate",
+            "task.weight_sharding.strategy[0][1]=\"shard_dim('mdl', -1)\"",
+        ],
+    )
     built = fdl.build(again)["task"]["weight_sharding"]
     assert built.rules_in_use == (("embed", "data"), ("mlp", None))
     specs, _, _ = decide(strategy=built.strategy[:1], logical_axis_rules=RULES)
@@ -356,15 +394,21 @@ def loss(params, inputs, key):
 class Named(FunctionModel):
     """Its weights have logical names, as those of a Flax model."""
 
-    names = {"embedding": ("vocab", "embed"), "blocks": ("layers", "embed", "mlp"),
-             "head": ("embed", "vocab")}
+    names = {
+        "embedding": ("vocab", "embed"),
+        "blocks": ("layers", "embed", "mlp"),
+        "head": ("embed", "vocab"),
+    }
 
     def weight_specs(self):
         params = super().weight_specs()["params"]
-        return {"non_trainable": {}, "params": {
-            path: dataclasses.replace(spec, logical_axes=self.names[path])
-            for path, spec in params.items()
-        }}
+        return {
+            "non_trainable": {},
+            "params": {
+                path: dataclasses.replace(spec, logical_axes=self.names[path])
+                for path, spec in params.items()
+            },
+        }
 
 
 def task_of(model, optimizer=optax.adamw, **declared):
@@ -393,8 +437,10 @@ def losses(one_device, named):
 
 @pytest.mark.slow
 def test_names_and_rules_end_in_the_same_padded_layout_and_the_losses_of_one_device():
-    layouts = [layout_and_learner(task, AXIS_SIZES)[0] for task in (
-        task_of(Named(init), **NAMED), task_of(FunctionModel(init), **RULED))]
+    layouts = [
+        layout_and_learner(task, AXIS_SIZES)[0]
+        for task in (task_of(Named(init), **NAMED), task_of(FunctionModel(init), **RULED))
+    ]
     for layout in layouts:
         actual = {x.path: x for x in layout.leaves() if x.path.startswith("mdl_vars")}
         shapes = {path: (x.padded_shape, x.spec) for path, x in actual.items()}
@@ -418,7 +464,7 @@ def test_an_optimizer_sees_one_layer_of_a_stack_that_names_tell():
         layout = layout_and_learner(task_of(model, adafactor, **declared), AXIS_SIZES)[0]
         return {leaf.path: leaf.shape for leaf in layout.leaves() if "/v_row/blocks" in leaf.path}
 
-    (path, shape), = slots(Named(init), **NAMED).items()
+    ((path, shape),) = slots(Named(init), **NAMED).items()
     assert "stack_3" in path and shape == (3, 7)
-    (path, shape), = slots(FunctionModel(init), **RULED).items()
+    ((path, shape),) = slots(FunctionModel(init), **RULED).items()
     assert "unstacked" in path

@@ -33,20 +33,36 @@ LAYERS = ("bmk,kn->bmn", "bmk,kn->bmn", "bmk,knh->bmnh", "bmkj,kjn->bmn")
 # Equation; splits of x, w, the results and the gradient of w; and what XLA gets wrong.
 WRONG = {
     "two orders": (
-        "mk,kn->mn", P(("replica", "data"), "mdl"), P("mdl"), P(("data", "replica"), "mdl"),
-        P("mdl"), "y",
+        "mk,kn->mn",
+        P(("replica", "data"), "mdl"),
+        P("mdl"),
+        P(("data", "replica"), "mdl"),
+        P("mdl"),
+        "y",
     ),
     "rows beside the sum": (
-        "bmk,knh->bmnh", P(("replica", "mdl"), None, "data"), P("data", None, "mdl"),
-        P(("replica", "mdl"), None, "data"), P("data", None, "mdl"), "y",
+        "bmk,knh->bmnh",
+        P(("replica", "mdl"), None, "data"),
+        P("data", None, "mdl"),
+        P(("replica", "mdl"), None, "data"),
+        P("data", None, "mdl"),
+        "y",
     ),
     "slots": (
-        "bmk,kn->bmn", P("data", None, "mdl"), P("data"), P("data", None, ("replica", "mdl")),
-        P("data", ("replica", "mdl")), "w",
+        "bmk,kn->bmn",
+        P("data", None, "mdl"),
+        P("data"),
+        P("data", None, ("replica", "mdl")),
+        P("data", ("replica", "mdl")),
+        "w",
     ),
     "a weight over all axes": (
-        "bmk,kn->bmn", P("mdl", "replica", "data"), P(("replica", "data"), "mdl"),
-        P("mdl", None, "data"), P(("replica", "data"), "mdl"), "w",
+        "bmk,kn->bmn",
+        P("mdl", "replica", "data"),
+        P(("replica", "data"), "mdl"),
+        P("mdl", None, "data"),
+        P(("replica", "data"), "mdl"),
+        "w",
     ),
 }
 
@@ -98,7 +114,8 @@ def outcome(case, mesh, *, mend, in_scan=False):
 
     actual, sent, said = run(scanned if in_scan else step, (x, w, dy), mesh, mend)
     expected = (
-        np.einsum(equation, x, w), np.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, w),
+        np.einsum(equation, x, w),
+        np.einsum(f"{y_dims},{w_dims}->{x_dims}", dy, w),
         np.einsum(f"{y_dims},{x_dims}->{w_dims}", dy, x),
     )
     pairs = zip("yxw", actual, expected, strict=True)
@@ -133,8 +150,11 @@ def test_orders_are_said_and_a_program_that_is_mended_has_none_left():
 def test_what_has_no_such_order_is_first_whole():
     """`w` has "data" before "mdl"; the results have them in two dims the other way round."""
     case = (
-        "bmk,knh->bmnh", P("mdl", "data", "replica"), P(None, "data", "replica"),
-        P("mdl", "data"), P("mdl", "data", "replica"),
+        "bmk,knh->bmnh",
+        P("mdl", "data", "replica"),
+        P(None, "data", "replica"),
+        P("mdl", "data"),
+        P("mdl", "data", "replica"),
     )
     wrong, _, (text,) = outcome(case, mesh_of(), mend=True)
     assert wrong == "" and "first replicated over 'data': 2 times 256 B on each device" in text
@@ -258,9 +278,7 @@ def test_programs_that_no_job_compiles_are_mended_before_their_first_run(caplog)
     """FirstRuns runs those of decoders and predictions, MendedFunction those of --mode=check."""
     rng, mesh = np.random.default_rng(0), mesh_of()
     place = jax.NamedSharding(mesh, P())
-    x, w = (
-        jax.device_put(rng.integers(-4, 5, (8, 8)).astype(np.float32), place) for _ in range(2)
-    )
+    x, w = (jax.device_put(rng.integers(-4, 5, (8, 8)).astype(np.float32), place) for _ in range(2))
     with jax.set_mesh(mesh):
         functions = [jax.jit(lambda x, w, n=n: permuted(x, w) + n) for n in range(3)]
         bare = functions[0](x, w)
@@ -316,9 +334,11 @@ def test_of_random_layers_none_is_wrong_any_more():
 @pytest.mark.parametrize(
     "preset",
     [
-        "fsdp+tensor", "sequence",
+        "fsdp+tensor",
+        "sequence",
         *(
-            pytest.param(preset, marks=pytest.mark.nightly) for preset in SHARDING_PRESETS
+            pytest.param(preset, marks=pytest.mark.nightly)
+            for preset in SHARDING_PRESETS
             if preset not in ("fsdp+tensor", "sequence")
         ),
     ],
@@ -354,7 +374,8 @@ class Rows:
 
 def partitioner_of(mesh_shape):
     task = Product(
-        Weight, Learner(optax.sgd, 0.1),
+        Weight,
+        Learner(optax.sgd, 0.1),
         inputs_split_mapping={"map_2d": (("replica", "data"), "mdl")},
     )
     return Partitioner(
@@ -402,8 +423,10 @@ class Permuted(tiny.Points):
         specs = {"first": {"w": ("mdl", None), "b": None}, "last": {"w": None}}
         rows = ("replica", "data")
         return fdl.Config(
-            PermutedPoints, fdl.Config(FunctionModel, tiny.init_points, specs=specs),
-            tiny.learner(), inputs_split_mapping={"map_1d": (rows,), "map_2d": (rows, "mdl")},
+            PermutedPoints,
+            fdl.Config(FunctionModel, tiny.init_points, specs=specs),
+            tiny.learner(),
+            inputs_split_mapping={"map_1d": (rows,), "map_2d": (rows, "mdl")},
         )
 
 
@@ -423,9 +446,9 @@ def test_explain_says_so_and_of_gspmd_that_nothing_was_looked_for(monkeypatch):
     assert "WARNING: XLA may permute" in explained.text
     lowered = partitioner.train_step.lower(Rows().element_spec())
     monkeypatch.setattr(
-        mended_products, "jax", types.SimpleNamespace(
-            config=types.SimpleNamespace(jax_use_shardy_partitioner=False)
-        )
+        mended_products,
+        "jax",
+        types.SimpleNamespace(config=types.SimpleNamespace(jax_use_shardy_partitioner=False)),
     )
     said = []
     mended(lowered, partitioner.mesh, said.append)

@@ -59,12 +59,14 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_bytes(b'{"text": "a"}\n' * 9_000)
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(f"""\
+    script.write_text(
+        textwrap.dedent(f"""\
         import sys
         sys.path[:0] = {sys.path!r}
         from praxis_lite.inputs import Documents, JsonLines
         Documents(JsonLines({f"{tmp_path}/*.jsonl"!r})).check()
-    """))
+    """)
+    )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "a worker process imports it" in ended.stderr
@@ -75,7 +77,8 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(tmp_path)
 @two_cores
 def test_a_kill_leaves_no_process_behind(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(f"""\
+    script.write_text(
+        textwrap.dedent(f"""\
         import os, sys, time
         sys.path[:0] = {sys.path!r}
         from praxis_lite.inputs.processes.all_cores import run_on_all_cores
@@ -86,10 +89,13 @@ def test_a_kill_leaves_no_process_behind(tmp_path):
 
         if __name__ == "__main__":
             run_on_all_cores(stay, range(2), [10_000, 10_000], "")
-    """))
+    """)
+    )
     parent = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL)
-    pids = [until(lambda n=n: (tmp_path / f"{n}.pid").exists()
-                  and (tmp_path / f"{n}.pid").read_text()) for n in range(2)]
+    pids = [
+        until(lambda n=n: (tmp_path / f"{n}.pid").exists() and (tmp_path / f"{n}.pid").read_text())
+        for n in range(2)
+    ]
     parent.kill()
     parent.wait()
     for pid in pids:

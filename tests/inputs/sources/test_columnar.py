@@ -20,21 +20,29 @@ def table():
 
 def test_cells_are_what_python_and_numpy_have(tmp_path):
     pyarrow.parquet.write_table(
-        pyarrow.table({
-            "fixed": pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.float32(), 2)),
-            "ids": pyarrow.array([[7], []], pyarrow.large_list(pyarrow.int32())),
-            "words": [["a", "b"], []], "holes": [[1, None], [3]],
-            "word": pyarrow.array(["a", None]).dictionary_encode(),
-            "bytes": [b"\xff", None], "none": [None, None],
-            "messages": [[{"role": "user", "name": None}], [{"role": "tool", "name": "f"}]],
-        }),
+        pyarrow.table(
+            {
+                "fixed": pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.float32(), 2)),
+                "ids": pyarrow.array([[7], []], pyarrow.large_list(pyarrow.int32())),
+                "words": [["a", "b"], []],
+                "holes": [[1, None], [3]],
+                "word": pyarrow.array(["a", None]).dictionary_encode(),
+                "bytes": [b"\xff", None],
+                "none": [None, None],
+                "messages": [[{"role": "user", "name": None}], [{"role": "tool", "name": "f"}]],
+            }
+        ),
         tmp_path / "a.parquet",
     )
     actual, last = map(Parquet(f"{tmp_path}/a.parquet").__getitem__, range(2))
     assert actual.pop("fixed").tolist() == [1, 2] and actual["ids"].dtype == np.int32
     assert actual.pop("ids").tolist() == [7]
     assert actual == {
-        "words": ["a", "b"], "word": "a", "bytes": b"\xff", "holes": [1, None], "none": None,
+        "words": ["a", "b"],
+        "word": "a",
+        "bytes": b"\xff",
+        "holes": [1, None],
+        "none": None,
         "messages": [{"role": "user"}],
     }
     assert (last["word"], last["bytes"], last["ids"].tolist()) == (None, None, [])

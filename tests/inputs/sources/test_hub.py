@@ -22,11 +22,14 @@ def rows():
 def saved(rows, tmp_path):
     import datasets
 
-    features = datasets.Features({
-        "ids": datasets.List(datasets.Value("int32")), "n": datasets.Value("int64"),
-        "x": datasets.List(datasets.Value("float32")),
-        "words": datasets.List(datasets.Value("string")),
-    })
+    features = datasets.Features(
+        {
+            "ids": datasets.List(datasets.Value("int32")),
+            "n": datasets.Value("int64"),
+            "x": datasets.List(datasets.Value("float32")),
+            "words": datasets.List(datasets.Value("string")),
+        }
+    )
     item = datasets.Dataset.from_list(rows, features=features)
     item.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=item, test=item.select(range(7))).save_to_disk(tmp_path / "dict")
@@ -72,17 +75,24 @@ def test_images_are_decoded_and_sounds_are_not_and_a_damaged_row_is_named(tmp_pa
     import datasets
     from PIL import Image
 
-    features = datasets.Features({
-        "image": datasets.Image(), "sound": datasets.Audio(),
-        "label": datasets.ClassLabel(names=["a", "b"]),
-        "messages": [{"role": datasets.Value("string"), "name": datasets.Value("string")}],
-    })
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "sound": datasets.Audio(),
+            "label": datasets.ClassLabel(names=["a", "b"]),
+            "messages": [{"role": datasets.Value("string"), "name": datasets.Value("string")}],
+        }
+    )
     pixels = np.arange(36, dtype=np.uint8).reshape(4, 3, 3)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     sound = {"bytes": b"no sound", "path": None}
     rows = [
-        {"image": {"bytes": data, "path": None}, "sound": sound, "label": 1,
-         "messages": [{"role": "user", "name": None}]}
+        {
+            "image": {"bytes": data, "path": None},
+            "sound": sound,
+            "label": 1,
+            "messages": [{"role": "user", "name": None}],
+        }
         for data in ((tmp_path / "a.png").read_bytes(), b"no image")
     ]
     table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
@@ -117,11 +127,17 @@ def prepared(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tfds")
     tfds.dataset_builders.store_as_tfds_dataset(
-        name="numbers", version="1.0.0", data_dir=str(folder), file_format="array_record",
-        features=tfds.features.FeaturesDict({
-            "n": np.int64, "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
-            "text": tfds.features.Text(),
-        }),
+        name="numbers",
+        version="1.0.0",
+        data_dir=str(folder),
+        file_format="array_record",
+        features=tfds.features.FeaturesDict(
+            {
+                "n": np.int64,
+                "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
+                "text": tfds.features.Text(),
+            }
+        ),
         split_datasets={
             name: [(n, {"n": n, "x": [n] * 3, "text": f"é {n}"}) for n in range(count)]
             for name, count in (("train", 31), ("test", 7))
@@ -176,7 +192,10 @@ def test_a_format_without_random_access_is_named(tmp_path):
     import tensorflow_datasets as tfds
 
     tfds.dataset_builders.store_as_tfds_dataset(
-        name="numbers", version="1.0.0", data_dir=str(tmp_path), file_format="tfrecord",
+        name="numbers",
+        version="1.0.0",
+        data_dir=str(tmp_path),
+        file_format="tfrecord",
         features=tfds.features.FeaturesDict({"n": np.int64}),
         split_datasets={"train": [(n, {"n": n}) for n in range(7)]},
     )

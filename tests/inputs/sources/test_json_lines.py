@@ -130,8 +130,11 @@ def test_threads_read_the_same(tmp_path):
 
 def test_rows_keep_their_keys_and_types_that_no_column_could_have(tmp_path):
     rows = [
-        {"content": "a", "n": 1}, {"content": [{"type": "text", "text": "b"}], "n": 1.0},
-        {"arguments": {"x": None}}, {"arguments": "{}", "n": None}, {"n": 2**70},
+        {"content": "a", "n": 1},
+        {"content": [{"type": "text", "text": "b"}], "n": 1.0},
+        {"arguments": {"x": None}},
+        {"arguments": "{}", "n": None},
+        {"n": 2**70},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = JsonLines(f"{tmp_path}/a.jsonl")
@@ -151,8 +154,10 @@ def test_a_copy_needs_neither_home_nor_network_and_later_starts_not_even_dataset
     )
     for expected in ("['datasets']\n", "[]\n"):
         ended = subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, "HOME": str(tmp_path / "home")},
-            capture_output=True, text=True,
+            [sys.executable, "-c", script],
+            env={**os.environ, "HOME": str(tmp_path / "home")},
+            capture_output=True,
+            text=True,
         )
         assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", expected)
     assert not (tmp_path / "home").exists()

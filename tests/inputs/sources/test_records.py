@@ -57,7 +57,9 @@ def test_features_are_those_of_the_wire_format(tmp_path):
         assert actual["x"].tolist() == [0.5] and actual["x"].dtype == np.float32
         assert actual["y"].tolist() == [7, 13]
         assert {name: actual[name] for name in ("text", "two", "none")} == {
-            "text": b"a\xff", "two": [b"a", b"b"], "none": []
+            "text": b"a\xff",
+            "two": [b"a", b"b"],
+            "none": [],
         }
         assert source[1] == {}
 
@@ -82,11 +84,13 @@ def test_tensorflow_decodes_the_same_and_its_files_are_read(tmp_path):
     rng, examples = np.random.default_rng(0), []
     for n in range(200):
         features = {
-            "ids": tf.train.Feature(int64_list=tf.train.Int64List(
-                value=rng.integers(-(2**62), 2**62, n % 7))),
+            "ids": tf.train.Feature(
+                int64_list=tf.train.Int64List(value=rng.integers(-(2**62), 2**62, n % 7))
+            ),
             "é": tf.train.Feature(float_list=tf.train.FloatList(value=rng.normal(size=n % 5))),
-            "b": tf.train.Feature(bytes_list=tf.train.BytesList(
-                value=[rng.bytes(n) for _ in range(n % 3)])),
+            "b": tf.train.Feature(
+                bytes_list=tf.train.BytesList(value=[rng.bytes(n) for _ in range(n % 3)])
+            ),
         }
         examples.append(tf.train.Example(features=tf.train.Features(feature=features)))
     for end, options in ((".tfrecord", None), (".tfrecord.gz", "GZIP")):

@@ -107,7 +107,10 @@ def write_tf_records(path, start, stop):
 KINDS = {
     "jsonl": (JsonLines, "jsonl", lambda path, a, b: path.write_bytes(lines(a, b)), {}),
     "jsonl.gz": (
-        JsonLines, "jsonl.gz", lambda path, a, b: path.write_bytes(gzip.compress(lines(a, b))), {}
+        JsonLines,
+        "jsonl.gz",
+        lambda path, a, b: path.write_bytes(gzip.compress(lines(a, b))),
+        {},
     ),
     "jsonl.zst": (JsonLines, "jsonl.zst", write_zst, {}),
     "parquet": (Parquet, "parquet", write_parquet, {}),
@@ -116,9 +119,12 @@ KINDS = {
     "tfrecord": (TfRecords, "tfrecord", write_tf_records, {"decode": json.loads}),
     "tfrecord.gz": (TfRecords, "tfrecord.gz", write_tf_records, {"decode": json.loads}),
     "npz": (
-        NpyFiles, "npz", lambda path, a, b: np.savez(
+        NpyFiles,
+        "npz",
+        lambda path, a, b: np.savez(
             path, n=np.arange(a, b), text=np.array([row(n)["text"] for n in range(a, b)])
-        ), {},
+        ),
+        {},
     ),
 }
 
@@ -334,9 +340,7 @@ def test_an_example_without_the_name_a_transform_wants_is_named_or_skipped(tmp_p
     (tmp_path / "a.jsonl").write_bytes(lines(0, 2) + b'{"m": 1}\n' + lines(3, 5))
     with pytest.raises(BadExample, match=r"a.jsonl:3.*'n'.*\['m'\]"):
         list(FromSource(JsonLines(f"{tmp_path}/*"), 1, squared, shuffle=False).batches())
-    some = FromSource(
-        JsonLines(f"{tmp_path}/*", skip=["missing_key"]), 1, squared, shuffle=False
-    )
+    some = FromSource(JsonLines(f"{tmp_path}/*", skip=["missing_key"]), 1, squared, shuffle=False)
     assert [b["x"][0, 0] for b in some.batches()] == [0, 1, 9, 16]
     assert some.left_out == {"missing_key": 1}
 

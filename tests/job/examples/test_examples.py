@@ -31,8 +31,18 @@ from tests.support.job_runs import home, launch, succeed
 from tests.support.line_jobs import LINE
 
 _START = dict(
-    is_new=True, time=1.0, launch=1.0, generation=None, num_processes=1, host="a",
-    mesh={"data": 1}, batch_size=7, rows=((0, 7),), skipped=(), data="d", versions={},
+    is_new=True,
+    time=1.0,
+    launch=1.0,
+    generation=None,
+    num_processes=1,
+    host="a",
+    mesh={"data": 1},
+    batch_size=7,
+    rows=((0, 7),),
+    skipped=(),
+    data="d",
+    versions={},
 )
 
 
@@ -139,16 +149,19 @@ def other_batches(items):
     item["batches"] = [1, 7]
 
 
-@pytest.mark.parametrize("tamper, words", [
-    (flipped, "steps 22 to 28 (start 3, process 0): the recorded digest is"),
-    (removed, "steps 15 to 21 are not on record"),
-    (removed_last, "steps 29 to 29, which is saved, are not on record"),
-    (removed_start, "the record has no line of start 3"),
-    (made_twice, "steps 22 to 28 are on record twice"),
-    (fewer_rows, "rows 12 to 12 of each batch were fed by no process"),
-    (unsaid, "steps 15 to 21 were fed the batches 14 to 21; expected 14 to 20"),
-    (other_batches, "steps 1 to 7 were fed the batches 1 to 7; expected 0 to 6"),
-])
+@pytest.mark.parametrize(
+    "tamper, words",
+    [
+        (flipped, "steps 22 to 28 (start 3, process 0): the recorded digest is"),
+        (removed, "steps 15 to 21 are not on record"),
+        (removed_last, "steps 29 to 29, which is saved, are not on record"),
+        (removed_start, "the record has no line of start 3"),
+        (made_twice, "steps 22 to 28 are on record twice"),
+        (fewer_rows, "rows 12 to 12 of each batch were fed by no process"),
+        (unsaid, "steps 15 to 21 were fed the batches 14 to 21; expected 14 to 20"),
+        (other_batches, "steps 1 to 7 were fed the batches 1 to 7; expected 0 to 6"),
+    ],
+)
 def test_a_record_that_was_changed_is_caught(copy, tamper, words):
     items = lines(copy)
     tamper(items)
@@ -168,12 +181,15 @@ def test_other_data_than_those_that_were_fed_are_caught(job):
     assert "steps 15 to 21" in fault and "but the data has the digest" in fault
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
-    (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
-    ([], "--exp=NAME is missing"),
-    (["--job={job}/nowhere"], "does not exist"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
+        (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
+        ([], "--exp=NAME is missing"),
+        (["--job={job}/nowhere"], "does not exist"),
+    ],
+)
 def test_errors_say_what_to_change(job, argv, words):
     status, _, err = proven(*(item.format(job=job.path) for item in argv))
     assert status == 2 and words in err
@@ -188,8 +204,10 @@ def test_a_job_without_a_record_is_an_error_that_says_so(copy):
 def test_the_sum_of_row_digests_does_not_depend_on_who_feeds_which_rows():
     rng = np.random.default_rng(7)
     batch = {
-        "b": rng.integers(0, 9, (13, 3), np.int32), "a": rng.random((13, 2, 5), np.float32),
-        "c": np.array(rng.random(13) > 0.5), "empty": np.zeros((13, 0), np.float32),
+        "b": rng.integers(0, 9, (13, 3), np.int32),
+        "a": rng.random((13, 2, 5), np.float32),
+        "c": np.array(rng.random(13) > 0.5),
+        "empty": np.zeros((13, 0), np.float32),
     }
     whole = total(row_digests(batch, 5))
     parts = [
@@ -207,18 +225,32 @@ def test_the_sum_of_row_digests_does_not_depend_on_who_feeds_which_rows():
 
 def starts(*steps, processes=1, rows=(((0, 7),),), **others):
     return [
-        Start(start=number, step=step, process=process, **{
-            **_START, "is_new": number == 1, "launch": float(number),
-            "num_processes": processes, "rows": rows[process], **others,
-        })
-        for number, step in enumerate(steps, 1) for process in range(processes)
+        Start(
+            start=number,
+            step=step,
+            process=process,
+            **{
+                **_START,
+                "is_new": number == 1,
+                "launch": float(number),
+                "num_processes": processes,
+                "rows": rows[process],
+                **others,
+            },
+        )
+        for number, step in enumerate(steps, 1)
+        for process in range(processes)
     ]
 
 
 def stretch(start, first, last, process=0):
     return RowSpan(
-        start=start, process=process, steps=(first, last), batches=(first - 1, last - 1),
-        skipped=(), digest=f"{1:016x}",
+        start=start,
+        process=process,
+        steps=(first, last),
+        batches=(first - 1, last - 1),
+        skipped=(),
+        digest=f"{1:016x}",
     )
 
 
@@ -226,23 +258,35 @@ def test_each_step_counts_by_the_start_that_made_it_for_good():
     # Start 2 went on from 4; start 3, from disk, from 2; start 4 from what peers kept of start 2.
     record = Record(
         starts(0, 4, 2, 6),
-        [stretch(1, 1, 2), stretch(1, 3, 4), stretch(1, 5, 8), stretch(2, 5, 6), stretch(3, 3, 4),
-         stretch(4, 7, 9)], 0,
+        [
+            stretch(1, 1, 2),
+            stretch(1, 3, 4),
+            stretch(1, 5, 8),
+            stretch(2, 5, 6),
+            stretch(3, 3, 4),
+            stretch(4, 7, 9),
+        ],
+        0,
     )
     history = history_of(record, 9)
     assert [(part.number, part.first_step, part.last_step) for part in history.segments] == [
-        (1, 1, 4), (2, 5, 6), (4, 7, 9),
+        (1, 1, 4),
+        (2, 5, 6),
+        (4, 7, 9),
     ]
     assert list(history.faults) == [] and history.num_lost_steps == 4 + 2
     assert history.digest == f"{2 + 1 + 1:016x}"
 
 
-@pytest.mark.parametrize("rows, fault", [
-    ((((0, 3),), ((3, 7),)), None),
-    ((((0, 1), (2, 7)), ((1, 2),)), None),
-    ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were fed by no process"),
-    ((((0, 4),), ((3, 7),)), "rows 3 to 3 were fed twice"),
-])
+@pytest.mark.parametrize(
+    "rows, fault",
+    [
+        ((((0, 3),), ((3, 7),)), None),
+        ((((0, 1), (2, 7)), ((1, 2),)), None),
+        ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were fed by no process"),
+        ((((0, 4),), ((3, 7),)), "rows 3 to 3 were fed twice"),
+    ],
+)
 def test_rows_of_two_processes_must_be_all_rows_and_none_twice(rows, fault):
     stretches = [stretch(1, 1, 5, 0), stretch(1, 1, 5, 1)]
     faults = history_of(Record(starts(0, processes=2, rows=rows), stretches, 0), 5).faults
@@ -274,8 +318,6 @@ def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):
 
 
 def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
-    (tmp_path / "0.jsonl").write_text(
-        '{"start": 1}\n[]\n{"digest": 1}\nnull\n\x00\n{"sta'
-    )
+    (tmp_path / "0.jsonl").write_text('{"start": 1}\n[]\n{"digest": 1}\nnull\n\x00\n{"sta')
     record = read_record(tmp_path)
     assert (record.starts, record.spans, record.num_unreadable) == ([], [], 6)

@@ -36,9 +36,7 @@ MASKS = {
         13,
         13,
     ),
-    "paddings": (
-        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[11], [17]])), {}, 13, 17
-    ),
+    "paddings": (AttentionMask(kv_visible_BS=np.arange(17) < np.array([[11], [17]])), {}, 13, 17),
     "nothing_visible": (
         AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])),
         {"zero_fully_masked": True},
@@ -46,15 +44,25 @@ MASKS = {
         17,
     ),
     "nothing_visible_averages": (
-        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])), {}, 13, 17
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])),
+        {},
+        13,
+        17,
     ),
     "nothing_visible_but_an_extra_logit": (
-        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])), {"extra": 0.3}, 13, 17
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])),
+        {"extra": 0.3},
+        13,
+        17,
     ),
     # The first four queries of row 1, whose windows are hidden, and queries of a segment of none.
     "nothing_visible_in_a_window": (
         AttentionMask(
-            3, 0, None, np.where(SEGMENTS == 2, 7, SEGMENTS), SEGMENTS,
+            3,
+            0,
+            None,
+            np.where(SEGMENTS == 2, 7, SEGMENTS),
+            SEGMENTS,
             np.arange(13) >= np.array([[0], [4]]),
         ),
         {"cap": 1.5, "scale": 0.5},
@@ -107,7 +115,8 @@ def all_answers(is_quick: bool) -> dict:
                 if not (kernel == "dot_product" and case[1])
                 and not (kernel == "blocks_of_4" and name == "positions")
             }
-            for name, case in MASKS.items() if (name in QUICK) == is_quick
+            for name, case in MASKS.items()
+            if (name in QUICK) == is_quick
         }
         if not is_quick:
             one_chunk = functools.partial(chunked_attention, chunk_size=64)
@@ -168,7 +177,9 @@ def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of, name):
     expected = jax.jit(lambda: answers(einsum_attention, *case))()
     for mesh in (None, mesh_of(1, 2, 2)):
         kernel = functools.partial(
-            splash_attention, name=name, interpret=True,
+            splash_attention,
+            name=name,
+            interpret=True,
             split=(("replica", "data"), None, "mdl", None),
         )
         with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
@@ -191,16 +202,15 @@ def test_blocks_of_causal_attention_leave_out_what_is_not_seen():
 
 
 def test_blocks_have_the_gradients_of_sinks_and_of_bfloat16():
-    q, k, v = (
-        rng.normal(size=(2, 9, heads, 4)).astype(np.float32) for heads in (4, 2, 2)
-    )
+    q, k, v = (rng.normal(size=(2, 9, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
     sinks, mask = rng.normal(size=4).astype(np.float32), AttentionMask(5, 0)
     for dtype, is_wide, atol in ((jnp.float32, True, 1e-5), (jnp.bfloat16, False, 0.15)):
         options = LogitOptions(cap=2.0, float32_logits=is_wide)
 
         def loss(q, k, v, sinks, kernel, dtype=dtype, options=options):
-            y = kernel(q.astype(dtype), k.astype(dtype), v.astype(dtype), mask, options,
-                       sinks_N=sinks)
+            y = kernel(
+                q.astype(dtype), k.astype(dtype), v.astype(dtype), mask, options, sinks_N=sinks
+            )
             assert y.dtype == dtype
             return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
@@ -222,13 +232,19 @@ CHOICES = [
     ("auto", (), on("gpu", jnp.float32), "einsum", "requires bfloat16 or float16, not float32"),
     ("auto", (), on("gpu", dim=20), "einsum", "at most 128 dims per head, not 20"),
     (
-        "auto", ("segment_ids",), on("gpu", queries=8192, keys=8192), "chunked",
+        "auto",
+        ("segment_ids",),
+        on("gpu", queries=8192, keys=8192),
+        "chunked",
         "cudnn does not support segment",
     ),
     ("auto", ("segment_ids", "atten_logit_cap"), on("tpu"), "splash", "default on tpu"),
     ("auto", ("relative_bias_tpl",), on("tpu"), "einsum", "splash does not support relative_bias"),
     (
-        "auto", ("atten_mask",), on(queries=8192, keys=8192), "einsum",
+        "auto",
+        ("atten_mask",),
+        on(queries=8192, keys=8192),
+        "einsum",
         "chunked does not support atten_m",
     ),
     ("auto", ("cache",), on("tpu", queries=1), "einsum", "splash does not support cache"),
@@ -254,9 +270,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("setting", "needs", "work", "message"), REFUSED)
-def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
-    setting, needs, work, message
-):
+def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(setting, needs, work, message):
     with pytest.raises(ConfigError, match=message):
         choose_kernel(setting, needs, work)
 
@@ -323,12 +337,12 @@ def test_of_packed_rows_that_attend_to_themselves_no_kernel_asks_what_each_query
     x = jnp.zeros((1, 1024, 1, 8))
 
     def program(**settings):
-        mask = AttentionMask(
-            None, 0, q_segments_BT=segments, kv_segments_BS=segments, **settings
+        mask = AttentionMask(None, 0, q_segments_BT=segments, kv_segments_BS=segments, **settings)
+        return str(
+            jax.make_jaxpr(
+                lambda x: attention_kernels.attend(kernel, x, x, x, mask, LogitOptions())
+            )(x)
         )
-        return str(jax.make_jaxpr(
-            lambda x: attention_kernels.attend(kernel, x, x, x, mask, LogitOptions())
-        )(x))
 
     assert "1024,1024" not in program(is_to_itself=True)
     assert ("1024,1024" in program()) == (kernel == "splash")  # Which asks of all pairs at once.

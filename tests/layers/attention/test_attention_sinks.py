@@ -20,8 +20,16 @@ SINKS = RNG.normal(scale=3.0, size=N).astype(np.float32)
 @functools.cache
 def attention(**settings):
     layer = DotProductAttention(
-        D, N, dim_per_head=K, num_kv_heads=G, hidden_dim=N * K, attention_sinks=True,
-        internal_enable_per_dim_scale=False, use_bias=False, rngs=nnx.Rngs(0), **settings,
+        D,
+        N,
+        dim_per_head=K,
+        num_kv_heads=G,
+        hidden_dim=N * K,
+        attention_sinks=True,
+        internal_enable_per_dim_scale=False,
+        use_bias=False,
+        rngs=nnx.Rngs(0),
+        **settings,
     )
     assert not layer.sinks[...].any()
     layer.sinks.set_value(jnp.asarray(SINKS))

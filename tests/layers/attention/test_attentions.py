@@ -30,11 +30,20 @@ def call(module, x, **inputs):
 PAX_CASES = {
     "extra_logit": partial(ATTENTION, 8, 2, attention_extra_logit=0.5),
     "relative_bias_bidirectional": partial(
-        ATTENTION, 8, 2, is_causal=False, atten_logit_cap=2.0, scale_logits_by_head_dims=True,
+        ATTENTION,
+        8,
+        2,
+        is_causal=False,
+        atten_logit_cap=2.0,
+        scale_logits_by_head_dims=True,
         relative_bias_tpl=partial(BIAS, bidirectional=True),
     ),
     "scale_query_by_dim_per_head": partial(
-        ATTENTION, 8, 2, dim_per_head=6, internal_enable_per_dim_scale=False,
+        ATTENTION,
+        8,
+        2,
+        dim_per_head=6,
+        internal_enable_per_dim_scale=False,
         scale_query_by_dim_per_head=True,
     ),
     "scale_query_by_hidden_dim": partial(
@@ -44,7 +53,11 @@ PAX_CASES = {
         ATTENTION, 8, 2, combine_qkv=True, output_proj_use_nhd_shape=True
     ),
     "combine_dims": partial(
-        ATTENTION, 8, 2, use_bias=False, output_proj_use_nhd_shape=True,
+        ATTENTION,
+        8,
+        2,
+        use_bias=False,
+        output_proj_use_nhd_shape=True,
         proj_tpl=partial(layers.AttentionProjection, attention_combine_dims=True),
     ),
     "zero_fully_masked": partial(ATTENTION, 8, 2, is_causal=False, zero_fully_masked=True),
@@ -54,16 +67,31 @@ PAX_CASES = {
     "qk_norm": partial(ATTENTION, 8, 2, use_rotary_position_emb=True, ln_tpl=layers.RmsNorm),
     "segments": partial(ATTENTION, 8, 2),
     "multi_query": partial(
-        layers.MultiQueryDotProductAttention, 8, 4, dim_per_head=6,
-        use_rotary_position_emb=True, atten_logit_cap=3.0,
+        layers.MultiQueryDotProductAttention,
+        8,
+        4,
+        dim_per_head=6,
+        use_rotary_position_emb=True,
+        atten_logit_cap=3.0,
     ),
     "grouped_multi_query": partial(
-        layers.MultiQueryDotProductAttention, 8, 4, num_kv_heads=2, dim_per_head=6,
-        scale_query_by_dim_per_head=True, attention_extra_logit=-0.3,
+        layers.MultiQueryDotProductAttention,
+        8,
+        4,
+        num_kv_heads=2,
+        dim_per_head=6,
+        scale_query_by_dim_per_head=True,
+        attention_extra_logit=-0.3,
     ),
     "grouped_query": partial(
-        layers.GroupedQueryAttention, 8, 4, num_kv_heads=2, dim_per_head=6, atten_temp=0.7,
-        rope_min_max_timescales=(1, 100), atten_logit_cap=4.0,
+        layers.GroupedQueryAttention,
+        8,
+        4,
+        num_kv_heads=2,
+        dim_per_head=6,
+        atten_temp=0.7,
+        rope_min_max_timescales=(1, 100),
+        atten_logit_cap=4.0,
     ),
     "local": partial(ATTENTION, 8, 2, is_causal=False, window=3, right_context=2),
 }
@@ -131,8 +159,11 @@ def test_relative_buckets_equal_pax():
     def bucket_numbers(name):
         buckets, max_distance, bidirectional = (int(part) for part in name.split("_"))
         layer = layers.RelativeBias(
-            1, relative_attention_num_buckets=buckets, bidirectional=bool(bidirectional),
-            relative_attention_max_distance=max_distance, rngs=nnx.Rngs(0),
+            1,
+            relative_attention_num_buckets=buckets,
+            bidirectional=bool(bidirectional),
+            relative_attention_max_distance=max_distance,
+            rngs=nnx.Rngs(0),
         )
         layer.wrb.set_value(jnp.arange(buckets, dtype=jnp.float32)[None, :])
         return layer(*positions)[0, 0, 0]
@@ -145,14 +176,18 @@ def test_relative_buckets_equal_pax():
 def test_masks_are_pax():
     arrays = golden_arrays("pax/attention/masks.npz")
     segment_ids = jnp.asarray(arrays["in/segment_ids"])
-    actual = jax.device_get(jax.jit(lambda: {
-        "causal": attention_masks.causal_mask(6),
-        "segment": attention_masks.segment_mask(segment_ids),
-        "causal_segment": jnp.minimum(
-            attention_masks.segment_mask(segment_ids), attention_masks.causal_mask(6)
-        ),
-        "padding": attention_masks.convert_paddings_to_mask(arrays["in/paddings"]),
-    })())
+    actual = jax.device_get(
+        jax.jit(
+            lambda: {
+                "causal": attention_masks.causal_mask(6),
+                "segment": attention_masks.segment_mask(segment_ids),
+                "causal_segment": jnp.minimum(
+                    attention_masks.segment_mask(segment_ids), attention_masks.causal_mask(6)
+                ),
+                "padding": attention_masks.convert_paddings_to_mask(arrays["in/paddings"]),
+            }
+        )()
+    )
     for name, mask in actual.items():
         expected = arrays[f"out/{name}"]
         assert mask.shape == expected.shape and mask.dtype == jnp.float32
@@ -173,11 +208,16 @@ VARIANTS = {
     "zero_fully_masked": {"zero_fully_masked": True, "output_proj_use_nhd_shape": True},
     "cross": {"is_cross_attention": True},
     "cross_grouped": {
-        "is_cross_attention": True, "num_kv_heads": 2, "use_rotary_position_emb": True,
-        "relative_bias_tpl": partial(BIAS, bidirectional=True), "ln_tpl": layers.LayerNorm,
+        "is_cross_attention": True,
+        "num_kv_heads": 2,
+        "use_rotary_position_emb": True,
+        "relative_bias_tpl": partial(BIAS, bidirectional=True),
+        "ln_tpl": layers.LayerNorm,
     },
     "cross_chunked": {
-        "is_cross_attention": True, "atten_kernel": "chunked", "atten_chunk_size": 3,
+        "is_cross_attention": True,
+        "atten_kernel": "chunked",
+        "atten_chunk_size": 3,
         "zero_fully_masked": True,
     },
 }
@@ -249,7 +289,8 @@ def test_weights_are_drawn_with_pax_variances():
     for layer, fan in ((gshard.query, D * K), (gshard.key, D), (gshard.post, N * K)):
         assert np.std(layer.w[...]) == pytest.approx(fan**-0.5, rel=0.05)
     for build in (
-        layers.AttentionProjection, layers.CombinedQKVProjectionLayer,
+        layers.AttentionProjection,
+        layers.CombinedQKVProjectionLayer,
         partial(layers.AttentionProjection, is_output_projection=True),
         partial(layers.AttentionProjection, is_output_projection=True, use_nhd_shape=True),
         partial(layers.AttentionProjection, use_bias=False, attention_combine_dims=True),
@@ -271,8 +312,15 @@ def test_attention_dropout_is_of_probabilities_and_needs_a_key():
 
 def test_bfloat16_is_close_to_float32_and_used():
     layer = ATTENTION(
-        8, 4, num_kv_heads=2, window=3, use_rotary_position_emb=True, ln_tpl=layers.RmsNorm,
-        relative_bias_tpl=BIAS, attention_extra_logit=0.2, rngs=nnx.Rngs(1),
+        8,
+        4,
+        num_kv_heads=2,
+        window=3,
+        use_rotary_position_emb=True,
+        ln_tpl=layers.RmsNorm,
+        relative_bias_tpl=BIAS,
+        attention_extra_logit=0.2,
+        rngs=nnx.Rngs(1),
     )
     x = np.random.default_rng(1).normal(size=(3, 7, 8)).astype(np.float32)
     whole, half = jax.jit(lambda x: (layer(x)[0], layer(x.astype(jnp.bfloat16))[0]))(x)
@@ -286,9 +334,7 @@ def test_logits_may_be_of_the_queries_dtype():
     outputs = {}
     for name in ("einsum", "auto"):
         for is_wide in (True, False):
-            module = ATTENTION(
-                8, 2, atten_kernel=name, float32_logits=is_wide, rngs=nnx.Rngs(0)
-            )
+            module = ATTENTION(8, 2, atten_kernel=name, float32_logits=is_wide, rngs=nnx.Rngs(0))
             traced = str(jax.make_jaxpr(lambda x, module=module: module(x)[0])(x))
             assert ("f32[2,2,9,9] = dot_general" in traced) == is_wide
             outputs[name, is_wide] = np.asarray(module(x)[0], np.float32)
@@ -301,9 +347,18 @@ def test_logits_may_be_of_the_queries_dtype():
 def test_gradients_are_those_of_finite_differences():
     model = NnxModel(
         partial(
-            ATTENTION, 6, 2, num_kv_heads=1, window=3, use_rotary_position_emb=True,
-            dim_per_head=4, ln_tpl=layers.RmsNorm, relative_bias_tpl=BIAS, atten_logit_cap=2.0,
-            attention_extra_logit=0.1, zero_fully_masked=True,
+            ATTENTION,
+            6,
+            2,
+            num_kv_heads=1,
+            window=3,
+            use_rotary_position_emb=True,
+            dim_per_head=4,
+            ln_tpl=layers.RmsNorm,
+            relative_bias_tpl=BIAS,
+            atten_logit_cap=2.0,
+            attention_extra_logit=0.1,
+            zero_fully_masked=True,
         )
     )
     params = random_params(model, np.random.default_rng(2))
@@ -331,7 +386,9 @@ def test_cross_attention_follows_segments_and_hides_padding():
     @jax.jit
     def run(x, encoded):
         by_segment = layer(
-            x, encoded=encoded, segment_ids=jnp.array([[1, 1, 2, 2]]),
+            x,
+            encoded=encoded,
+            segment_ids=jnp.array([[1, 1, 2, 2]]),
             encoded_segment_ids=jnp.array([[1, 1, 1, 2, 0]]),
         )[0]
         first = layer(x[:, :2], encoded=encoded[:, :3])[0]
@@ -349,12 +406,10 @@ def test_cross_attention_follows_segments_and_hides_padding():
 WRONG_CALLS = {
     r"`encoded`.*\[B, S, D\]": lambda x: cross()(x),
     "requires encoded_length": lambda x: cross().init_cache(2, 3, jnp.float32),
-    "is_causal=False": lambda x: ATTENTION(
-        8, 2, is_causal=False, rngs=nnx.Rngs(0)
-    ).init_cache(2, 3, jnp.float32),
-    "combine_qkv": lambda x: ATTENTION(
-        8, 2, combine_qkv=True, rngs=nnx.Rngs(0)
-    )(x, encoded=x),
+    "is_causal=False": lambda x: ATTENTION(8, 2, is_causal=False, rngs=nnx.Rngs(0)).init_cache(
+        2, 3, jnp.float32
+    ),
+    "combine_qkv": lambda x: ATTENTION(8, 2, combine_qkv=True, rngs=nnx.Rngs(0))(x, encoded=x),
     "is_causal.*True.*atten_mask.*is_causal": lambda x: ATTENTION(
         8, 2, is_causal=True, rngs=nnx.Rngs(0)
     )(x, atten_mask=jnp.zeros((1, 1, 3, 3))),
@@ -389,8 +444,10 @@ def test_a_mask_of_the_callers_alone_says_what_is_seen_and_adds_nothing():
             return jnp.sum(y**2), y
 
         grad, y = jax.grad(objective, has_aux=True)(atten_mask)
-        heads = [jnp.einsum("btd,dnk->btnk", x, item.w[...]) for item in (
-            layer.query, layer.key, layer.value, layer.post)]
+        heads = [
+            jnp.einsum("btd,dnk->btnk", x, item.w[...])
+            for item in (layer.query, layer.key, layer.value, layer.post)
+        ]
         scale = jax.nn.softplus(layer.per_dim_scale.per_dim_scale[...]) / jnp.log(2.0) / 2.0
         return grad, y, windowed(x, atten_mask=atten_mask)[0], heads, scale
 

@@ -36,22 +36,43 @@ CASES = {
     "full": (3, 1, {}, {}, False, T, TIME),
     "packed_with_sinks": (6, 2, {"right_context": 0, **PACKED}, {}, True, T, TIME),
     "window_and_cap": (
-        6, 2, {"right_context": 0, "left_context": 4, **PACKED}, {"cap": 2.0, "scale": 0.5}, False,
-        T, TIME,
+        6,
+        2,
+        {"right_context": 0, "left_context": 4, **PACKED},
+        {"cap": 2.0, "scale": 0.5},
+        False,
+        T,
+        TIME,
     ),
     "window_to_both_sides": (5, 5, {"left_context": 3, "right_context": 2}, {}, False, T, TIME),
-    "paddings": (
-        6, 2, {"right_context": 0, "kv_visible_BS": VISIBLE}, {}, False, T, TIME
-    ),
+    "paddings": (6, 2, {"right_context": 0, "kv_visible_BS": VISIBLE}, {}, False, T, TIME),
     "extra_logit": (
-        6, 2, {"right_context": 0, "kv_visible_BS": VISIBLE}, {"extra": 0.3}, False, T, TIME
+        6,
+        2,
+        {"right_context": 0, "kv_visible_BS": VISIBLE},
+        {"extra": 0.3},
+        False,
+        T,
+        TIME,
     ),
     "zeros_where_none_is_seen": (
-        6, 2, {"kv_visible_BS": VISIBLE}, {"zero_fully_masked": True}, False, T, TIME
+        6,
+        2,
+        {"kv_visible_BS": VISIBLE},
+        {"zero_fully_masked": True},
+        False,
+        T,
+        TIME,
     ),
     "across": (6, 2, {"kv_visible_BS": VISIBLE[:, :S]}, {}, False, S, TIME),
     "over_two_axes": (
-        6, 6, {"right_context": 0}, {}, False, T, (None, ("data", "mdl"), None, None)
+        6,
+        6,
+        {"right_context": 0},
+        {},
+        False,
+        T,
+        (None, ("data", "mdl"), None, None),
     ),
     "beside_heads": (6, 2, {"right_context": 0}, {}, True, T, (None, "mdl", "data", None)),
 }
@@ -59,8 +80,14 @@ CASES = {
 
 def loss(kernel, how, mask, options, split, cotangent, args):
     outputs = attend(
-        kernel, *args[:3], AttentionMask(**mask), LogitOptions(**options), chunk_size=3,
-        split=split, sinks_N=args[3] if len(args) > 3 else None, context_parallel=how,
+        kernel,
+        *args[:3],
+        AttentionMask(**mask),
+        LogitOptions(**options),
+        chunk_size=3,
+        split=split,
+        sinks_N=args[3] if len(args) > 3 else None,
+        context_parallel=how,
     )
     return jnp.sum(outputs * cotangent), outputs
 
@@ -100,25 +127,58 @@ def agrees(case, how, kernel, devices, is_long=False, tolerance=1e-5):
 # A ring meets every kind of mask by itself; the others hand a kernel what it sees on one device.
 ALL = [
     *((case, "ring") for case in CASES),
-    *((case, "gather") for case in (
-        "causal", "window_and_cap", "packed_with_sinks", "extra_logit", "across", "over_two_axes",
-        "beside_heads",
-    )),
-    *((case, "all_to_all") for case in (
-        "full", "packed_with_sinks", "paddings", "across", "over_two_axes", "beside_heads",
-    )),
-    *((case, "all_to_all+ring") for case in (
-        "causal", "full", "packed_with_sinks", "across", "over_two_axes", "beside_heads",
-    )),
+    *(
+        (case, "gather")
+        for case in (
+            "causal",
+            "window_and_cap",
+            "packed_with_sinks",
+            "extra_logit",
+            "across",
+            "over_two_axes",
+            "beside_heads",
+        )
+    ),
+    *(
+        (case, "all_to_all")
+        for case in (
+            "full",
+            "packed_with_sinks",
+            "paddings",
+            "across",
+            "over_two_axes",
+            "beside_heads",
+        )
+    ),
+    *(
+        (case, "all_to_all+ring")
+        for case in (
+            "causal",
+            "full",
+            "packed_with_sinks",
+            "across",
+            "over_two_axes",
+            "beside_heads",
+        )
+    ),
 ]
 QUICK = {("paddings", "ring"), ("across", "all_to_all"), ("extra_logit", "gather")}
 SLOW = {
-    *((case, "ring") for case in (
-        "packed_with_sinks", "window_and_cap", "window_to_both_sides", "zeros_where_none_is_seen",
-        "across",
-    )),
-    ("over_two_axes", "gather"), ("paddings", "all_to_all"), ("beside_heads", "all_to_all"),
-    ("over_two_axes", "all_to_all+ring"), ("packed_with_sinks", "all_to_all+ring"),
+    *(
+        (case, "ring")
+        for case in (
+            "packed_with_sinks",
+            "window_and_cap",
+            "window_to_both_sides",
+            "zeros_where_none_is_seen",
+            "across",
+        )
+    ),
+    ("over_two_axes", "gather"),
+    ("paddings", "all_to_all"),
+    ("beside_heads", "all_to_all"),
+    ("over_two_axes", "all_to_all+ring"),
+    ("packed_with_sinks", "all_to_all+ring"),
 }
 
 
@@ -136,19 +196,33 @@ SPLASH = {
     "causal": (2, 1, {"right_context": 0}, {"scale": 0.5}, False, LONG, TIME),
     "full": (2, 2, {}, {"cap": 2.0}, False, LONG, TIME),
     "packed_with_sinks": (
-        6, 2, {"right_context": 0, "q_segments_BT": DOCUMENTS, "kv_segments_BS": DOCUMENTS}, {},
-        True, LONG, TIME,
+        6,
+        2,
+        {"right_context": 0, "q_segments_BT": DOCUMENTS, "kv_segments_BS": DOCUMENTS},
+        {},
+        True,
+        LONG,
+        TIME,
     ),
     "paddings": (2, 2, {"right_context": 0, "kv_visible_BS": HIDDEN}, {}, False, LONG, TIME),
     "zeros_where_none_is_seen": (
-        2, 2, {"kv_visible_BS": HIDDEN}, {"zero_fully_masked": True}, False, LONG, TIME
+        2,
+        2,
+        {"kv_visible_BS": HIDDEN},
+        {"zero_fully_masked": True},
+        False,
+        LONG,
+        TIME,
     ),
     "across": (2, 1, {"kv_visible_BS": HIDDEN[:, :300]}, {}, False, 300, TIME),
 }
 RINGS = [
-    ("causal", "ring", (1, 1, 3)), ("full", "ring", (1, 1, 2)),
-    ("packed_with_sinks", "all_to_all+ring", (1, 1, 4)), ("paddings", "ring", (1, 2, 2)),
-    ("zeros_where_none_is_seen", "ring", (1, 1, 2)), ("across", "ring", (1, 1, 2)),
+    ("causal", "ring", (1, 1, 3)),
+    ("full", "ring", (1, 1, 2)),
+    ("packed_with_sinks", "all_to_all+ring", (1, 1, 4)),
+    ("paddings", "ring", (1, 2, 2)),
+    ("zeros_where_none_is_seen", "ring", (1, 1, 2)),
+    ("across", "ring", (1, 1, 2)),
 ]
 
 
@@ -161,17 +235,15 @@ def test_a_ring_of_splash_is_attention_on_one_device(case, how, devices):
 
 @pytest.mark.slow
 @needs_tokamax
-@pytest.mark.parametrize(
-    ("case", "how", "devices"), nightly_but({RINGS[3]}, [RINGS[0], RINGS[3]])
-)
+@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[3]}, [RINGS[0], RINGS[3]]))
 def test_a_ring_of_tokamaxs_splash_is_attention_on_one_device(case, how, devices):
     agrees(case, how, "tokamax", devices, is_long=True, tolerance=3e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", nightly_but(
-    {"einsum", "splash"}, ["einsum", "blocked", "splash", "dot_product"]
-))
+@pytest.mark.parametrize(
+    "kernel", nightly_but({"einsum", "splash"}, ["einsum", "blocked", "splash", "dot_product"])
+)
 def test_shared_heads_take_any_kernel(kernel):
     near("causal", "all_to_all", kernel)
 
@@ -182,9 +254,7 @@ def test_an_odd_number_of_devices(how):
     near("causal", how, devices=(1, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "size"), [(2, 1), (3, 1), (4, 2), (2, 3)]
-)
+@pytest.mark.parametrize(("num_groups", "size"), [(2, 1), (3, 1), (4, 2), (2, 3)])
 def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_groups, size):
     """Each token goes to one group, whose pieces start where `starts` says, and back again."""
     num = num_groups * size
@@ -202,9 +272,11 @@ def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_groups, size):
         return (there[0, :, 0, 0] - index)[None], back[..., 0, :] - x
 
     split = jax.sharding.PartitionSpec(None, ("data", "mdl"))
-    wrong, differs = jax.jit(jax.shard_map(
-        there_and_back, mesh=mesh, in_specs=split, out_specs=(split, split), check_vma=False
-    ))(tokens)
+    wrong, differs = jax.jit(
+        jax.shard_map(
+            there_and_back, mesh=mesh, in_specs=split, out_specs=(split, split), check_vma=False
+        )
+    )(tokens)
     np.testing.assert_array_equal(wrong, 0)
     np.testing.assert_array_equal(differs, 0)
 
@@ -217,15 +289,24 @@ def program(
     split = (None, "mdl", None, None)
     shapes = [
         jax.ShapeDtypeStruct(
-            (1, length, n, K), jnp.float32,
+            (1, length, n, K),
+            jnp.float32,
             sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*split)),
-        ) for n in (heads, num_kv_heads, num_kv_heads)
+        )
+        for n in (heads, num_kv_heads, num_kv_heads)
     ]
 
     def function(q, k, v):
         return attend(
-            "auto", q, k, v, AttentionMask(**(mask or {"right_context": 0})), LogitOptions(),
-            chunk_size=chunk_size, split=split, context_parallel=how,
+            "auto",
+            q,
+            k,
+            v,
+            AttentionMask(**(mask or {"right_context": 0})),
+            LogitOptions(),
+            chunk_size=chunk_size,
+            split=split,
+            context_parallel=how,
         )
 
     def gradients(*args):
@@ -239,26 +320,33 @@ def program(
 PART = 64 // 4 * 8 * K * 4
 
 
-@pytest.mark.parametrize(("how", "settings", "expected"), [
-    # All that a device has changes places once, and the outputs back.
-    ("all_to_all", {}, {"all-to-all": 4 * PART}),
-    # To the zig-zag and back; and then keys and values, three times.
-    ("ring", {}, {"collective-permute": 4 * PART + 3 * 2 * PART}),
-    # A window of 16 tokens reaches one device back, and is no zig-zag.
-    pytest.param(
-        "ring", {"mask": {"right_context": 0, "left_context": 16}},
-        {"collective-permute": 2 * PART}, marks=pytest.mark.slow,
-    ),
-    ("gather", {}, {"all-gather": 4 * 2 * PART, "collective-permute": 2 * PART}),
-    # Groups of two share six heads, and have their zig-zag from the start; one turn is left.
-    pytest.param(
-        "all_to_all+ring", {"heads": 6, "num_kv_heads": 6},
-        {"all-to-all": 4 * PART * 6 // 8, "collective-permute": 2 * PART * 6 // 8},
-        marks=pytest.mark.slow,
-    ),
-    # Two heads of keys are sent twice over: each device has one of them.
-    ("all_to_all", {"num_kv_heads": 2}, {"all-to-all": 2 * PART + 2 * PART // 2}),
-], ids=["all_to_all", "ring", "window", "gather", "both", "grouped"])
+@pytest.mark.parametrize(
+    ("how", "settings", "expected"),
+    [
+        # All that a device has changes places once, and the outputs back.
+        ("all_to_all", {}, {"all-to-all": 4 * PART}),
+        # To the zig-zag and back; and then keys and values, three times.
+        ("ring", {}, {"collective-permute": 4 * PART + 3 * 2 * PART}),
+        # A window of 16 tokens reaches one device back, and is no zig-zag.
+        pytest.param(
+            "ring",
+            {"mask": {"right_context": 0, "left_context": 16}},
+            {"collective-permute": 2 * PART},
+            marks=pytest.mark.slow,
+        ),
+        ("gather", {}, {"all-gather": 4 * 2 * PART, "collective-permute": 2 * PART}),
+        # Groups of two share six heads, and have their zig-zag from the start; one turn is left.
+        pytest.param(
+            "all_to_all+ring",
+            {"heads": 6, "num_kv_heads": 6},
+            {"all-to-all": 4 * PART * 6 // 8, "collective-permute": 2 * PART * 6 // 8},
+            marks=pytest.mark.slow,
+        ),
+        # Two heads of keys are sent twice over: each device has one of them.
+        ("all_to_all", {"num_kv_heads": 2}, {"all-to-all": 2 * PART + 2 * PART // 2}),
+    ],
+    ids=["all_to_all", "ring", "window", "gather", "both", "grouped"],
+)
 def test_what_is_sent_is_what_a_hand_counts(how, settings, expected):
     actual: dict[str, int] = {}
     for each in hlo.collectives(program(how, 4, **settings)):
@@ -272,7 +360,8 @@ def test_memory_of_a_long_sequence_falls_with_the_devices(how):
     """Of 131,072 tokens: eight devices take at most 0.6 of the temporary memory of four."""
     temporary = [
         program(how, num, length=131_072, has_gradient=True, chunk_size=64)
-        .memory_analysis().temp_size_in_bytes
+        .memory_analysis()
+        .temp_size_in_bytes
         for num in (4, 8)
     ]
     assert temporary[1] < 0.6 * temporary[0], temporary
@@ -307,8 +396,14 @@ def test_steps_of_a_preset_are_those_of_one_device(word):
 def test_latent_attention(how):
     def outputs(how, mesh):
         layer = layers.MultiHeadLatentAttention(
-            9, 3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6,
-            context_parallel=how, activation_split_dims_mapping=(None, "mdl", None, None),
+            9,
+            3,
+            kv_lora_rank=5,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=2,
+            v_head_dim=6,
+            context_parallel=how,
+            activation_split_dims_mapping=(None, "mdl", None, None),
             rngs=nnx.Rngs(0),
         )
         x = jnp.asarray(np.random.default_rng(3).normal(size=(2, T, 9)), jnp.float32)
@@ -324,8 +419,12 @@ def test_latent_attention(how):
 
 def attention(how="ring", **settings):
     return layers.DotProductAttention(
-        4, 2, context_parallel=how, activation_split_dims_mapping=(None, "mdl", None, None),
-        rngs=nnx.Rngs(0), **settings,
+        4,
+        2,
+        context_parallel=how,
+        activation_split_dims_mapping=(None, "mdl", None, None),
+        rngs=nnx.Rngs(0),
+        **settings,
     )
 
 
@@ -338,27 +437,33 @@ def called(**inputs):
         attention(**settings)(jnp.ones((1, 8, 4)), **inputs)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: attention("rings"), r"DotProductAttention\.context_parallel.*'rings'.*ring"),
-    (
-        lambda: attention(atten_dropout_prob=0.1, relative_bias_tpl=layers.RelativeBias),
-        "'ring'.*atten_dropout_prob or relative_bias_tpl.*context_parallel=None",
-    ),
-    (lambda: attention(tensor_parallel="gather"), "'ring'.*tensor_parallel"),
-    (lambda: attention("gather", atten_kernel="splash"), "'gather'.*'splash'.*'chunked'.*'all_to"),
-    (lambda: called(atten_kernel="splash", window=3), "'ring'.*'splash'.*a window.*'chunked'"),
-    (
-        lambda: called(how="all_to_all+ring", atten_kernel="blocked"),
-        r"2 heads leave a ring of 2.*'blocked'.*'all_to_all'",
-    ),
-    (lambda: called(atten_mask=jnp.zeros((1, 1, 8, 8))), "'ring'.*atten_mask.*segment_ids"),
-    (
-        lambda: set_sharding_params(
-            fdl.Partial(layers.TransformerLm, 7, 4, 8, 2, 1), {"attention_context": "heads"}
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: attention("rings"), r"DotProductAttention\.context_parallel.*'rings'.*ring"),
+        (
+            lambda: attention(atten_dropout_prob=0.1, relative_bias_tpl=layers.RelativeBias),
+            "'ring'.*atten_dropout_prob or relative_bias_tpl.*context_parallel=None",
         ),
-        "attention_context.*'heads'.*all_to_all",
-    ),
-])
+        (lambda: attention(tensor_parallel="gather"), "'ring'.*tensor_parallel"),
+        (
+            lambda: attention("gather", atten_kernel="splash"),
+            "'gather'.*'splash'.*'chunked'.*'all_to",
+        ),
+        (lambda: called(atten_kernel="splash", window=3), "'ring'.*'splash'.*a window.*'chunked'"),
+        (
+            lambda: called(how="all_to_all+ring", atten_kernel="blocked"),
+            r"2 heads leave a ring of 2.*'blocked'.*'all_to_all'",
+        ),
+        (lambda: called(atten_mask=jnp.zeros((1, 1, 8, 8))), "'ring'.*atten_mask.*segment_ids"),
+        (
+            lambda: set_sharding_params(
+                fdl.Partial(layers.TransformerLm, 7, 4, 8, 2, 1), {"attention_context": "heads"}
+            ),
+            "attention_context.*'heads'.*all_to_all",
+        ),
+    ],
+)
 def test_what_does_not_go_together_is_said_before_anything_compiles(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

@@ -22,7 +22,14 @@ BY_TIME = ("data", "mdl", None, None)
 
 def loss(kernel, how, q):
     outputs = attend(
-        kernel, q, q, q, AttentionMask(None, 0), LogitOptions(), chunk_size=4, split=BY_TIME,
+        kernel,
+        q,
+        q,
+        q,
+        AttentionMask(None, 0),
+        LogitOptions(),
+        chunk_size=4,
+        split=BY_TIME,
         context_parallel=how,
     )
     return jnp.sum(jnp.sin(outputs))  # Its gradient needs the outputs, as that of a matmul does.
@@ -41,12 +48,14 @@ def gradient(kernel, how, q, *, remat=True):
 @pytest.mark.parametrize(
     ("kernel", "how", "is_once"),
     [
-        pytest.param("splash", None, True, marks=pytest.mark.slow), ("chunked", None, True),
+        pytest.param("splash", None, True, marks=pytest.mark.slow),
+        ("chunked", None, True),
         pytest.param("chunked", "gather", True, marks=pytest.mark.nightly),
         pytest.param("chunked", "ring", True, marks=pytest.mark.nightly),
         pytest.param("chunked", "all_to_all", True, marks=pytest.mark.slow),
         # Their backward pass takes up logits.
-        pytest.param("blocked", None, False, marks=pytest.mark.nightly), ("einsum", None, False),
+        pytest.param("blocked", None, False, marks=pytest.mark.nightly),
+        ("einsum", None, False),
     ],
 )
 def test_the_forward_pass_runs_once_where_its_results_are_kept(kernel, how, is_once):

@@ -43,17 +43,20 @@ def by_numpy(layer, x):
         pairs = pairs * np.exp(1j * angle)
         return np.stack([pairs.real, pairs.imag], -1).reshape(heads.shape)
 
-    w = {name: np.asarray(getattr(layer, name).w[...], np.float64)
-         for name in ("query", "query_up", "query_latent", "key_value_latent", "key_value", "post")
-         if getattr(layer, name) is not None}
+    w = {
+        name: np.asarray(getattr(layer, name).w[...], np.float64)
+        for name in ("query", "query_up", "query_latent", "key_value_latent", "key_value", "post")
+        if getattr(layer, name) is not None
+    }
     if "query" in w:
         q = np.einsum("btd,dnk->btnk", x, w["query"])
     else:
         latent = normed(x @ w["query_latent"], layer.query_latent_norm)
         q = np.einsum("btl,lnk->btnk", latent, w["query_up"])
     both = x @ w["key_value_latent"]
-    kv = np.einsum("btl,lnk->btnk", normed(both[..., :L], layer.key_value_latent_norm),
-                   w["key_value"])
+    kv = np.einsum(
+        "btl,lnk->btnk", normed(both[..., :L], layer.key_value_latent_norm), w["key_value"]
+    )
     key = rotated(both[..., None, L:]).repeat(N, 2)
     logits = np.einsum("btnk,bsnk->bnts", q[..., :K], kv[..., :K])
     logits += np.einsum("btnk,bsnk->bnts", rotated(q[..., K:]), key)
@@ -104,12 +107,19 @@ def test_segments_and_paddings_hide_what_they_hide_in_other_attention():
 
 
 def test_all_of_its_matrices_split_as_its_mapping_says():
-    layer = nnx.eval_shape(lambda: MultiHeadLatentAttention(
-        D, N, q_lora_rank=4, **SIZES, weight_split_dims_mapping=("data", "mdl", None),
-        rngs=nnx.Rngs(0),
-    ))
+    layer = nnx.eval_shape(
+        lambda: MultiHeadLatentAttention(
+            D,
+            N,
+            q_lora_rank=4,
+            **SIZES,
+            weight_split_dims_mapping=("data", "mdl", None),
+            rngs=nnx.Rngs(0),
+        )
+    )
     names = ("query_latent", "query_up", "key_value_latent", "key_value", "post")
     actual = {name: getattr(layer, name).w.get_metadata("split_dims_mapping") for name in names}
     latents = dict.fromkeys(("query_latent", "key_value_latent"), ("data", None))
     assert actual == latents | dict.fromkeys(
-        ("query_up", "key_value", "post"), ("data", "mdl", None))
+        ("query_up", "key_value", "post"), ("data", "mdl", None)
+    )

@@ -30,23 +30,29 @@ LAYERS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "grouped": (layers.DotProductAttention, {"num_kv_heads": 2, **ROTARY}, set()),
     "latent": (
         layers.MultiHeadLatentAttention,
-        {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 3}, set(),
+        {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 3},
+        set(),
     ),
     "recurrent": (layers.RgLruBlock, {}, set()),
     "multi_query": (layers.MultiQueryDotProductAttention, ROTARY, set()),
     "seeing_later_tokens": (
-        layers.DotProductAttention, {"is_causal": False, **ROTARY}, {"window without is_causal"}
+        layers.DotProductAttention,
+        {"is_causal": False, **ROTARY},
+        {"window without is_causal"},
     ),
     "relative_bias": (
-        layers.DotProductAttention, {"relative_bias_tpl": layers.RelativeBias},
+        layers.DotProductAttention,
+        {"relative_bias_tpl": layers.RelativeBias},
         {"relative_bias_tpl"},
     ),
     "capped": (
-        layers.DotProductAttention, {"atten_logit_cap": 2.0, "combine_qkv": True, **ROTARY},
+        layers.DotProductAttention,
+        {"atten_logit_cap": 2.0, "combine_qkv": True, **ROTARY},
         {"atten_logit_cap"},
     ),
     "extra_logit": (
-        layers.DotProductAttention, {"attention_extra_logit": 0.3, **ROTARY},
+        layers.DotProductAttention,
+        {"attention_extra_logit": 0.3, **ROTARY},
         {"attention_extra_logit"},
     ),
     "sinks": (layers.DotProductAttention, {"attention_sinks": True, **ROTARY}, {"attention_sinks"}),
@@ -161,16 +167,29 @@ def test_nor_in_a_recurrence():
 
 # Each kind of attention, and each kernel.
 OF_ANY_KIND = {
-    ("multi_query", "splash"), ("seeing_later_tokens", "tokamax"), ("relative_bias", "dot_product"),
-    ("capped", "splash"), ("capped", "blocked"), ("extra_logit", "chunked"), ("sinks", "einsum"),
+    ("multi_query", "splash"),
+    ("seeing_later_tokens", "tokamax"),
+    ("relative_bias", "dot_product"),
+    ("capped", "splash"),
+    ("capped", "blocked"),
+    ("extra_logit", "chunked"),
+    ("sinks", "einsum"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kernel"), nightly_but(OF_ANY_KIND, [
-    (name, kernel) for name, (*_, needs) in LAYERS.items() for kernel in ABLE
-    if name not in ("grouped", "latent", "recurrent") and needs <= KERNELS[kernel]
-]))
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    nightly_but(
+        OF_ANY_KIND,
+        [
+            (name, kernel)
+            for name, (*_, needs) in LAYERS.items()
+            for kernel in ABLE
+            if name not in ("grouped", "latent", "recurrent") and needs <= KERNELS[kernel]
+        ],
+    ),
+)
 def test_nor_in_attention_of_any_kind(name, kernel):
     check(name, 10, kernel)
 
@@ -180,9 +199,9 @@ BLOCKS = [("splash", None), *((name, 170) for name in ("splash", "tokamax", "chu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "window"), nightly_but(
-    {("splash", 170), ("chunked", 170), ("blocked", 170)}, BLOCKS
-))
+@pytest.mark.parametrize(
+    ("kernel", "window"), nightly_but({("splash", 170), ("chunked", 170), ("blocked", 170)}, BLOCKS)
+)
 def test_nor_where_documents_are_of_many_blocks(kernel, window):
     check("grouped", window, kernel, LONG, chunk=64)
 

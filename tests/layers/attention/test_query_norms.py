@@ -15,9 +15,17 @@ B, T, D, N, G, K = 2, 5, 7, 6, 3, 4
 
 def attention(**settings):
     layer = DotProductAttention(
-        D, N, dim_per_head=K, num_kv_heads=G, hidden_dim=N * K, use_rotary_position_emb=True,
-        internal_enable_per_dim_scale=False, ln_tpl=functools.partial(RmsNorm, epsilon=1e-5),
-        ln_before_rotary=True, rngs=nnx.Rngs(0), **settings,
+        D,
+        N,
+        dim_per_head=K,
+        num_kv_heads=G,
+        hidden_dim=N * K,
+        use_rotary_position_emb=True,
+        internal_enable_per_dim_scale=False,
+        ln_tpl=functools.partial(RmsNorm, epsilon=1e-5),
+        ln_before_rotary=True,
+        rngs=nnx.Rngs(0),
+        **settings,
     )
     rng = np.random.default_rng(1)
     state = nnx.state(layer, nnx.Param)
@@ -57,11 +65,16 @@ def by_numpy(layer, x, over_heads):
     return actual if layer.post.b is None else actual + np.asarray(layer.post.b[...])
 
 
-@pytest.mark.parametrize("settings", [
-    pytest.param({"use_bias": False}, marks=pytest.mark.slow),
-    {"use_bias": False, "ln_over_heads": True}, {"use_bias": True, "use_output_bias": False},
-    pytest.param({"use_bias": False, "use_output_bias": True}, marks=pytest.mark.slow),
-], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"use_bias": False}, marks=pytest.mark.slow),
+        {"use_bias": False, "ln_over_heads": True},
+        {"use_bias": True, "use_output_bias": False},
+        pytest.param({"use_bias": False, "use_output_bias": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_outputs_equal_numpy(settings):
     layer = attention(**settings)
     x = np.random.default_rng(2).normal(size=(B, T, D)).astype(np.float32)

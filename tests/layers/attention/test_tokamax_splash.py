@@ -120,9 +120,7 @@ def test_where_jax_has_no_splash_the_numbers_are_the_same(monkeypatch):
     assert max(errors(run(), expected)) < 2e-6
 
 
-def test_where_there_is_none_at_all_the_error_says_what_to_install(
-    jax_without_splash, monkeypatch
-):
+def test_where_there_is_none_at_all_the_error_says_what_to_install(jax_without_splash, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(ConfigError, match=r"'splash', as jax .*'praxis_lite\[tokamax\]'"):
         layers.DotProductAttention(4, 2, atten_kernel="splash", rngs=nnx.Rngs(0))

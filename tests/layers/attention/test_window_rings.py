@@ -22,7 +22,9 @@ CHUNKS, TAKEN_BACK = (4, R + 3, SPARE_PLACES + 1), (0, 3, SPARE_PLACES)
 T = P + sum(CHUNKS) + 6
 VARIANTS = {
     "rotary_relative_bias": {
-        "use_rotary_position_emb": True, "relative_bias_tpl": BIAS, "num_kv_heads": 2,
+        "use_rotary_position_emb": True,
+        "relative_bias_tpl": BIAS,
+        "num_kv_heads": 2,
     },
     "multi_query_cap": {"num_kv_heads": 1, "atten_logit_cap": 1.5},
     "sinks": {"attention_sinks": True, "use_rotary_position_emb": True},
@@ -75,9 +77,9 @@ def decoded(name: str) -> tuple[np.ndarray, np.ndarray]:
     return jax.device_get(run(params, x))
 
 
-@pytest.mark.parametrize("name", slow_or_nightly(
-    {"rotary_relative_bias"}, {"multi_query_cap", "sinks"}, VARIANTS
-))
+@pytest.mark.parametrize(
+    "name", slow_or_nightly({"rotary_relative_bias"}, {"multi_query_cap", "sinks"}, VARIANTS)
+)
 def test_a_ring_gives_what_the_whole_sequence_gives_at_every_position(name):
     whole, actual = decoded(name)
     assert np.abs(whole).max() > 0.1

@@ -70,7 +70,11 @@ def test_gradients_equal_finite_differences():
 
     def objective(x, w, b):
         stats = stats_of(
-            x, w, b, jnp.array([1, 12, 4]), chunk_size=4,
+            x,
+            w,
+            b,
+            jnp.array([1, 12, 4]),
+            chunk_size=4,
             activation=lambda logits: 3.0 * jnp.tanh(logits / 3.0),
         )
         weights = jnp.array([1.0, 0.3, 2.0])
@@ -133,8 +137,12 @@ def compiled_and_arguments(layer, sizes, splits, mesh, **options):
     weight_split, logits_split = SPLITS[splits]
     model = NnxModel(
         functools.partial(
-            layer, V, D, weight_split_dims_mapping=weight_split,
-            activation_split_dims_mapping=logits_split, **options,
+            layer,
+            V,
+            D,
+            weight_split_dims_mapping=weight_split,
+            activation_split_dims_mapping=logits_split,
+            **options,
         )
     )
     shapes = jax.eval_shape(model.init, jax.random.key(0))["params"]
@@ -204,7 +212,8 @@ def test_no_collective_carries_weights_over_the_classes_or_logits(layer):
         if c.kind == "all-reduce"
     )
     assert sum(size * count for size, count, _ in reduced) <= 4 * (
-        D * shard + shard  # The gradient of the weight and of the bias, over data.
+        D * shard
+        + shard  # The gradient of the weight and of the bias, over data.
         + tokens * D  # The gradient of the inputs, over mdl, once.
         + 5 * tokens  # Statistics, over mdl.
     )

@@ -35,32 +35,22 @@ def rotary(**options):
 
 CASES = {
     "embedding_matmul": (
-        functools.partial(
-            layers.Embedding, 13, 7, lookup_style="matmul", scale_sqrt_depth=True
-        ),
+        functools.partial(layers.Embedding, 13, 7, lookup_style="matmul", scale_sqrt_depth=True),
         lambda module: module(IN["ids"]),
     ),
-    "learned_index": (
-        functools.partial(layers.TrainablePositionalEmbedding, 11, 7), of_positions
-    ),
+    "learned_index": (functools.partial(layers.TrainablePositionalEmbedding, 11, 7), of_positions),
     "sinusoid_positions": (functools.partial(layers.PositionalEmbedding, 7), of_positions),
     "sinusoid_timescales": (
-        functools.partial(
-            layers.PositionalEmbedding, 6, min_timescale=2, max_timescale=50
-        ),
+        functools.partial(layers.PositionalEmbedding, 6, min_timescale=2, max_timescale=50),
         lambda module: module(seq_length=5),
     ),
     "sinusoid_one": (
         functools.partial(layers.PositionalEmbedding, 3, max_timescale=50),
         lambda module: module(seq_length=5),
     ),
-    "rotary_timescales": (
-        rotary(min_timescale=2, max_timescale=50), of_heads(jnp.float32)
-    ),
+    "rotary_timescales": (rotary(min_timescale=2, max_timescale=50), of_heads(jnp.float32)),
     "rotary_bfloat16_cast_True": (rotary(), of_heads(jnp.bfloat16)),
-    "rotary_bfloat16_cast_False": (
-        rotary(cast_as_fprop_dtype=False), of_heads(jnp.bfloat16)
-    ),
+    "rotary_bfloat16_cast_False": (rotary(cast_as_fprop_dtype=False), of_heads(jnp.bfloat16)),
 }
 
 
@@ -119,8 +109,12 @@ def test_a_table_split_by_columns_stays_where_it_is_unless_tokens_are_more_than_
 
     def pulled(table, ids):
         lookup = functools.partial(
-            embeddings.lookup, ids=ids, weight_split_dims_mapping=SPLIT, lookup_style="index",
-            dtype=jnp.float32, activation_split_dims_mapping=("data", None, None),
+            embeddings.lookup,
+            ids=ids,
+            weight_split_dims_mapping=SPLIT,
+            lookup_style="index",
+            dtype=jnp.float32,
+            activation_split_dims_mapping=("data", None, None),
         )
         result, pull = jax.vjp(
             lambda table: embeddings.constrain_embeddings(

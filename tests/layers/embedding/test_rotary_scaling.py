@@ -59,33 +59,48 @@ CASES = {
     # Three of seven pairs turn, as if all did.
     "proportional": (
         ProportionalRotary(K, factor=2.0, share=0.5, max_timescale=THETA),
-        np.where(np.arange(K // 2) < 3, PLAIN / 2.0, 0.0), 1.0,
+        np.where(np.arange(K // 2) < 3, PLAIN / 2.0, 0.0),
+        1.0,
     ),
     # The last position is 90: theta is that of 91 tokens.
     "dynamic": (
         DynamicRotary(K, factor=4.0, original_max_positions=64, max_timescale=THETA),
-        1.0 / (THETA * (4.0 * 91 / 64 - 3.0) ** (K / (K - 2))) ** (np.arange(0, K, 2) / K), 1.0,
+        1.0 / (THETA * (4.0 * 91 / 64 - 3.0) ** (K / (K - 2))) ** (np.arange(0, K, 2) / K),
+        1.0,
     ),
     "dynamic, short": (
-        DynamicRotary(K, factor=4.0, original_max_positions=91, max_timescale=THETA), PLAIN, 1.0,
+        DynamicRotary(K, factor=4.0, original_max_positions=91, max_timescale=THETA),
+        PLAIN,
+        1.0,
     ),
     "llama3": (
         Llama3Rotary(K, max_timescale=THETA, original_max_positions=64),
-        np.array([llama3(x) for x in PLAIN]), 1.0,
+        np.array([llama3(x) for x in PLAIN]),
+        1.0,
     ),
     "yarn": (
         YarnRotary(K, factor=4.0, original_max_positions=64, max_timescale=THETA),
-        np.array([yarn(i) for i in range(K // 2)]), 0.1 * math.log(4.0) + 1.0,
+        np.array([yarn(i) for i in range(K // 2)]),
+        0.1 * math.log(4.0) + 1.0,
     ),
     "long": (
-        LongRope(K, short_factor=SHORT, long_factor=LONG, original_max_positions=64,
-                 attention_factor=1.25, max_timescale=THETA),
-        PLAIN / LONG, 1.25,
+        LongRope(
+            K,
+            short_factor=SHORT,
+            long_factor=LONG,
+            original_max_positions=64,
+            attention_factor=1.25,
+            max_timescale=THETA,
+        ),
+        PLAIN / LONG,
+        1.25,
     ),
     "short": (
-        LongRope(K, short_factor=SHORT, long_factor=LONG, original_max_positions=91,
-                 max_timescale=THETA),
-        PLAIN / SHORT, 1.0,
+        LongRope(
+            K, short_factor=SHORT, long_factor=LONG, original_max_positions=91, max_timescale=THETA
+        ),
+        PLAIN / SHORT,
+        1.0,
     ),
 }
 
@@ -112,10 +127,14 @@ def test_a_part_of_the_head_turns_and_the_rest_stays():
         (lambda: RotaryPositionalEmbedding(K, rotary_dims=5), "rotary_dims.*5"),
         (lambda: RotaryPositionalEmbedding(K, rotary_dims=16), "rotary_dims.*16.*14"),
         (lambda: Llama3Rotary(K, low_freq_factor=5.0), "low_freq_factor.*5.0.*high_freq"),
-        (lambda: LongRope(K, short_factor=[1.0], long_factor=LONG, original_max_positions=9),
-         "LongRope.short_factor.*1.*7"),
-        (lambda: YarnRotary(K, factor=2.0, original_max_positions=9, beta_slow=40.0),
-         "beta_slow.*40.0.*0.*beta_fast.*32.0"),
+        (
+            lambda: LongRope(K, short_factor=[1.0], long_factor=LONG, original_max_positions=9),
+            "LongRope.short_factor.*1.*7",
+        ),
+        (
+            lambda: YarnRotary(K, factor=2.0, original_max_positions=9, beta_slow=40.0),
+            "beta_slow.*40.0.*0.*beta_fast.*32.0",
+        ),
         (lambda: LinearScaledRotary(K, factor=0.0), "LinearScaledRotary.factor.*0.0"),
         (lambda: ProportionalRotary(K, share=1.5), "ProportionalRotary.share.*1.5"),
         (lambda: DynamicRotary(2, factor=2.0, original_max_positions=9), "rotary_dims.*2"),

@@ -29,22 +29,31 @@ CASES = {
     "shared_all": (
         SHARED,
         {
-            "soft_cap_logits": 0.9, "z_loss_weight": 0.2, "label_smoothing_prob": 0.15,
-            "scale_sqrt_depth": True, "lookup_style": "matmul",
+            "soft_cap_logits": 0.9,
+            "z_loss_weight": 0.2,
+            "label_smoothing_prob": 0.15,
+            "scale_sqrt_depth": True,
+            "lookup_style": "matmul",
         },
     ),
     "no_smoothing_in_eval": (
-        FULL, {"label_smoothing_prob": 0.15, "label_smoothing_apply_for_eval": False}
+        FULL,
+        {"label_smoothing_prob": 0.15, "label_smoothing_apply_for_eval": False},
     ),
     "smoothing_in_training": (
-        FULL, {"label_smoothing_prob": 0.15, "label_smoothing_apply_for_eval": False}
+        FULL,
+        {"label_smoothing_prob": 0.15, "label_smoothing_apply_for_eval": False},
     ),
     "class_major": (CLASS_MAJOR, {"scale_sqrt_depth": True}),
     "class_major_all": (
         CLASS_MAJOR,
         {
-            "use_bias": False, "soft_cap_logits": 0.9, "z_loss_weight": 0.2,
-            "label_smoothing_prob": 0.15, "activation": "SiLU", "lookup_style": "matmul",
+            "use_bias": False,
+            "soft_cap_logits": 0.9,
+            "z_loss_weight": 0.2,
+            "label_smoothing_prob": 0.15,
+            "activation": "SiLU",
+            "lookup_style": "matmul",
         },
     ),
 }
@@ -109,9 +118,7 @@ def test_labels_may_have_pax_last_dim_and_a_label_that_is_no_class_costs_nothing
     ids = IN["ids"].at[0, 1].set(-1)
     actual = module.compute_loss(IN["x"], ids[..., None], IN["weights"][..., None])
     expected = module.compute_loss(IN["x"], ids, IN["weights"])
-    chunked = FULL(13, 7, chunk_size=3, rngs=nnx.Rngs(0)).compute_loss(
-        IN["x"], ids, IN["weights"]
-    )
+    chunked = FULL(13, 7, chunk_size=3, rngs=nnx.Rngs(0)).compute_loss(IN["x"], ids, IN["weights"])
     for name in ("total_xent", "accuracy", "per_example_xent"):
         np.testing.assert_array_equal(actual[name], expected[name])
         np.testing.assert_allclose(chunked[name], expected[name], rtol=1e-5, atol=1e-6)
@@ -162,7 +169,6 @@ def test_statistics_of_logits_are_those_of_jax():
     np.testing.assert_allclose(stats.log_z, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
     local, jaxs = (
         jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(logits[:3])
-        for f in (lambda x: stats_of_logits(x, None).log_z,
-                  lambda x: jax.nn.logsumexp(x, axis=-1))
+        for f in (lambda x: stats_of_logits(x, None).log_z, lambda x: jax.nn.logsumexp(x, axis=-1))
     )
     np.testing.assert_allclose(local, jaxs, rtol=1e-6)

@@ -25,9 +25,15 @@ ROWS, TIME, VOCAB = 12, 7, 29  # No mesh divides them all.
 AXES = ("replica", "data", "mdl")
 EXPERT_AXES = ("data", "expert", "mdl")
 MOE = functools.partial(
-    fdl.Partial, layers.TransformerFeedForwardMoe, num_experts=EXPERTS,
-    num_experts_per_token=PER_TOKEN, gating_func="top_k", dropless=True, score_func="sigmoid",
-    bias_update_rate=RATE, moe_load_balance_loss_weight=0.0,
+    fdl.Partial,
+    layers.TransformerFeedForwardMoe,
+    num_experts=EXPERTS,
+    num_experts_per_token=PER_TOKEN,
+    gating_func="top_k",
+    dropless=True,
+    score_func="sigmoid",
+    bias_update_rate=RATE,
+    moe_load_balance_loss_weight=0.0,
 )
 
 
@@ -38,24 +44,37 @@ def batch():
     segments = np.ones((ROWS, TIME), np.int32)
     segments[3, 4:] = 0  # Padding, which is not routed.
     return {
-        "ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights * segments,
-        "segment_ids": segments, "segment_pos": np.tile(np.arange(TIME, dtype=np.int32), (ROWS, 1)),
+        "ids": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "weights": weights * segments,
+        "segment_ids": segments,
+        "segment_pos": np.tile(np.arange(TIME, dtype=np.int32), (ROWS, 1)),
     }
 
 
 def after_steps(mesh, axis_names, preset, *, stack=None, accumulation=1, gradients=None):
     """Returns the corrections [layers, E] after a few steps, from zeros and the same weights."""
     lm = rotary_lm(
-        vocab_size=VOCAB, model_dims=16, hidden_dims=24, num_heads=2, dim_per_head=8,
-        num_layers=LAYERS, tr_fflayer_tpl=MOE(), stacked_transformer_tpl=stack or layers.Repeat,
+        vocab_size=VOCAB,
+        model_dims=16,
+        hidden_dims=24,
+        num_heads=2,
+        dim_per_head=8,
+        num_layers=LAYERS,
+        tr_fflayer_tpl=MOE(),
+        stacked_transformer_tpl=stack or layers.Repeat,
     )
     config, rows = lm, ()
     if preset:
         config, rows = set_sharding_params(lm, preset), SHARDING_PRESETS[preset]["batch"]
     task = LanguageModelTask(
-        fdl.build(config), Learner(
-            optax.adamw, 0.01, gradient_accumulation_steps=accumulation,
-        ), inputs_split_mapping={"map_2d": (rows or None, None)},
+        fdl.build(config),
+        Learner(
+            optax.adamw,
+            0.01,
+            gradient_accumulation_steps=accumulation,
+        ),
+        inputs_split_mapping={"map_2d": (rows or None, None)},
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh, axis_names=axis_names))
     partitioner = Partitioner(task, mesh, gradients=gradients)
@@ -87,30 +106,44 @@ def test_one_device_moves_by_the_rate_up_and_down():
 PIPELINE = fdl.Partial(layers.Pipeline, num_stages=2, num_microbatches=3, stage_axis="data")
 WAYS = {
     "experts and weights": {
-        "mesh": (2, 4, 1), "axis_names": EXPERT_AXES, "preset": "fsdp+expert",
+        "mesh": (2, 4, 1),
+        "axis_names": EXPERT_AXES,
+        "preset": "fsdp+expert",
     },
     "data": {"mesh": (1, 8, 1), "axis_names": AXES, "preset": "fsdp"},
     "tensor": {"mesh": (1, 2, 4), "axis_names": AXES, "preset": "megatron"},
     "context": {"mesh": (1, 2, 4), "axis_names": AXES, "preset": "fsdp+context"},
     "micro-batches on data": {
-        "mesh": (1, 4, 2), "axis_names": AXES, "preset": "fsdp", "accumulation": 2,
+        "mesh": (1, 4, 2),
+        "axis_names": AXES,
+        "preset": "fsdp",
+        "accumulation": 2,
     },
     "by hand, micro-batches": {
-        "mesh": (1, 4, 1), "axis_names": AXES, "preset": None,
-        "gradients": ExplicitCollectives(("data",)), "accumulation": 3,
+        "mesh": (1, 4, 1),
+        "axis_names": AXES,
+        "preset": None,
+        "gradients": ExplicitCollectives(("data",)),
+        "accumulation": 3,
     },
     "pipeline": {"mesh": (1, 2, 1), "axis_names": AXES, "preset": None, "stack": PIPELINE},
     "1f1b": {
-        "mesh": (1, 2, 1), "axis_names": AXES, "preset": None, "stack": PIPELINE,
+        "mesh": (1, 2, 1),
+        "axis_names": AXES,
+        "preset": None,
+        "stack": PIPELINE,
         "gradients": layers.OneForwardOneBackward(),
     },
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", nightly_but(
-    {"experts and weights", "micro-batches on data", "by hand, micro-batches", "pipeline"}, WAYS
-))
+@pytest.mark.parametrize(
+    "way",
+    nightly_but(
+        {"experts and weights", "micro-batches on data", "by hand, micro-batches", "pipeline"}, WAYS
+    ),
+)
 def test_a_mesh_counts_each_token_once(way):
     np.testing.assert_array_equal(after_steps(**WAYS[way]), on_one_device())
 

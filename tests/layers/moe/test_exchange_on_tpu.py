@@ -1,6 +1,5 @@
 """The shared experts' products in a TPU's program, which run while tokens are exchanged."""
 
-
 import pytest
 
 from tests.support.on_tpu import needs_libtpu, printed_by

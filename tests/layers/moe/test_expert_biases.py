@@ -17,9 +17,19 @@ X = np.random.default_rng(6).normal(size=(B, T, D)).astype(np.float32)
 @functools.cache
 def layer_of(dropless, swiglu_limit):
     layer = TransformerFeedForwardMoe(
-        D, F, num_experts=E, num_experts_per_token=NUM, gating_func="top_k", dropless=dropless,
-        unadjusted_expert_capacity_factor=float(E), use_gated_activation=True, activation="silu",
-        score_func="softmax_of_chosen", has_bias=True, swiglu_limit=swiglu_limit, rngs=nnx.Rngs(0),
+        D,
+        F,
+        num_experts=E,
+        num_experts_per_token=NUM,
+        gating_func="top_k",
+        dropless=dropless,
+        unadjusted_expert_capacity_factor=float(E),
+        use_gated_activation=True,
+        activation="silu",
+        score_func="softmax_of_chosen",
+        has_bias=True,
+        swiglu_limit=swiglu_limit,
+        rngs=nnx.Rngs(0),
     )
     rng, state = np.random.default_rng(8), nnx.state(layer, nnx.Param)
     for _, weight in nnx.to_flat_state(state):
@@ -32,8 +42,10 @@ def layer_of(dropless, swiglu_limit):
 @pytest.mark.parametrize("limit", slow_but([0.7], [None, 0.7]))
 def test_outputs_equal_numpy(dropless, limit):
     layer = layer_of(dropless, limit)
-    w = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in
-         ("gate", "gate_bias", "wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")}
+    w = {
+        name: np.asarray(getattr(layer, name)[...], np.float64)
+        for name in ("gate", "gate_bias", "wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
+    }
     normed = np.asarray(layer.layer_norm(jnp.asarray(X)), np.float64)
     expected = X.astype(np.float64)
     for place in np.ndindex(B, T):

@@ -23,30 +23,35 @@ GATED = {"use_gated_activation": True}
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "top2": ({}, ()),
     "top2_paddings": ({}, ("paddings",)),
-    "top2_overflow": (
-        {"unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 2}, ()
-    ),
+    "top2_overflow": ({"unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 2}, ()),
     "top2_one_group_gated_cap": (
         {
-            **GATED, "num_groups": 1, "activation": "silu", "gating_logit_cap": 0.7,
-            "moe_load_balance_loss_weight": 0.01, "residual_weight": 0.5,
+            **GATED,
+            "num_groups": 1,
+            "activation": "silu",
+            "gating_logit_cap": 0.7,
+            "moe_load_balance_loss_weight": 0.01,
+            "residual_weight": 0.5,
         },
         ("paddings",),
     ),
     "top2_min_group_size": (
-        {"num_groups": 6, "min_group_size": 7, "unadjusted_expert_capacity_factor": 1.0}, ()
+        {"num_groups": 6, "min_group_size": 7, "unadjusted_expert_capacity_factor": 1.0},
+        (),
     ),
     "top2_post": ({"norm_policy": "post", "apply_padding_first": True}, ("paddings",)),
     "top2_primer_hybrid": (
         {
-            "norm_policy": "primer_hybrid", "ln_tpl": layers.RmsNorm,
+            "norm_policy": "primer_hybrid",
+            "ln_tpl": layers.RmsNorm,
             "add_skip_connection": False,
         },
         (),
     ),
     "top2_sentence": (
         {
-            "moe_gating_embedding_level": "sentence", "expert_capacity_dim": 3,
+            "moe_gating_embedding_level": "sentence",
+            "expert_capacity_dim": 3,
             "unadjusted_expert_capacity_factor": 1.0,
         },
         ("paddings", "segment_ids"),
@@ -55,7 +60,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "top2_sentence_alone": ({"moe_gating_embedding_level": "sentence"}, ()),
     "expert_choice": ({"gating_func": "expert_choice"}, ("paddings",)),
     "expert_choice_v2": (
-        {**GATED, "gating_func": "expert_choice_v2", "activation": "gelu"}, ("paddings",)
+        {**GATED, "gating_func": "expert_choice_v2", "activation": "gelu"},
+        ("paddings",),
     ),
     "dense_top2": ({"gating_func": "dense_top2"}, ("paddings",)),
 }
@@ -197,7 +203,8 @@ def test_dropless_outputs_move_with_the_rows_and_their_tokens(dropless):
     rows, tokens = np.array([2, 0, 1]), np.random.default_rng(4).permutation(11)
     moved = run(
         functools.partial(MOE, dropless=True, **GATED, **LOSSES),
-        x=X[rows][:, tokens], paddings=PADDINGS[rows][:, tokens],
+        x=X[rows][:, tokens],
+        paddings=PADDINGS[rows][:, tokens],
     )
     expected = np.asarray(dropless["outputs"])[rows][:, tokens]
     np.testing.assert_allclose(moved["outputs"], expected, atol=1e-6)
@@ -333,19 +340,26 @@ def test_the_second_expert_is_drawn_in_training_only():
 @pytest.mark.slow
 def test_it_stands_in_a_transformer_block_and_its_losses_are_found():
     block = functools.partial(
-        layers.Transformer, D + 1, F, 2, tr_fflayer_tpl=functools.partial(
+        layers.Transformer,
+        D + 1,
+        F,
+        2,
+        tr_fflayer_tpl=functools.partial(
             TransformerFeedForwardMoe, num_experts=E, moe_router_z_loss_weight=1.0
         ),
     )
     actual = run(block, x=np.repeat(X[:, :, :1], D + 1, -1), paddings=PADDINGS)
     assert set(actual["losses"]) == {
-        "ff_layer/aux_moe_load_balance_loss", "ff_layer/aux_moe_router_z_loss"
+        "ff_layer/aux_moe_load_balance_loss",
+        "ff_layer/aux_moe_router_z_loss",
     }
 
 
 WRONG = {
     r"TransformerFeedForwardMoe\.num_experts.*2.*3.*num_experts_per_token": {
-        "num_experts": 2, "gating_func": "top_k", "num_experts_per_token": 3
+        "num_experts": 2,
+        "gating_func": "top_k",
+        "num_experts_per_token": 3,
     },
     "num_experts.*1.*2": {"num_experts": 1},
     "num_experts.*0": {"num_experts": 0},
@@ -353,18 +367,16 @@ WRONG = {
     "gating_func.*'top3'.*top2": {"gating_func": "top3"},
     r"second_expert_policy.*'al'.*all\?": {"second_expert_policy": "al"},
     "second_expert_policy.*'random'.*'all'.*gating_func": {
-        "second_expert_policy": "random", "gating_func": "top_k"
+        "second_expert_policy": "random",
+        "gating_func": "top_k",
     },
-    r"capacity_factor.*0\.0.*expert_capacity_dim.*0": {
-        "unadjusted_expert_capacity_factor": 0.0
-    },
+    r"capacity_factor.*0\.0.*expert_capacity_dim.*0": {"unadjusted_expert_capacity_factor": 0.0},
     r"capacity_factor.*-1\.0": {"unadjusted_expert_capacity_factor": -1.0},
     "dropless.*True.*False.*gating_func.*'expert_choice'": {
-        "dropless": True, "gating_func": "expert_choice"
+        "dropless": True,
+        "gating_func": "expert_choice",
     },
-    r"relu_dropout_prob.*0\.1.*0": {
-        "dropless": True, "relu_dropout_prob": 0.1
-    },
+    r"relu_dropout_prob.*0\.1.*0": {"dropless": True, "relu_dropout_prob": 0.1},
     "moe_router_z_loss_weight.*-1": {"moe_router_z_loss_weight": -1},
     "moe_gating_embedding_level.*'word'": {"moe_gating_embedding_level": "word"},
     "norm_policy.*'prae'.*pre": {"norm_policy": "prae"},
@@ -390,7 +402,11 @@ def test_weights_are_drawn_as_pax_draws_them():
         assert w.std() == pytest.approx(fan_in**-0.5, rel=0.2)
     for is_explicit, fans in ((True, D + 200), (False, 9 * (D + 200))):
         xavier = TransformerFeedForwardMoe(
-            D, 200, num_experts=9, internal_gshard_variance_scaling_fan_in_init=False,
-            explicit_fan_in_fan_out_axes=is_explicit, rngs=nnx.Rngs(0),
+            D,
+            200,
+            num_experts=9,
+            internal_gshard_variance_scaling_fan_in_init=False,
+            explicit_fan_in_fan_out_axes=is_explicit,
+            rngs=nnx.Rngs(0),
         )
         assert np.abs(xavier.wo_0[...]).max() == pytest.approx((6 / fans) ** 0.5, rel=0.01)

@@ -105,13 +105,16 @@ def test_capacity(group_size, num_experts, factor, capacity_dim, wanted):
 
 def test_load_balance_loss_is_that_of_a_loop_and_1_when_balanced():
     first = PROBS.argmax(-1)
-    expected = np.mean([
-        E * sum(
-            np.mean((first[g] == e) & IS_TOKEN[g]) * np.mean(PROBS[g, :, e] * IS_TOKEN[g])
-            for e in range(E)
-        )
-        for g in range(G)
-    ])
+    expected = np.mean(
+        [
+            E
+            * sum(
+                np.mean((first[g] == e) & IS_TOKEN[g]) * np.mean(PROBS[g, :, e] * IS_TOKEN[g])
+                for e in range(E)
+            )
+            for g in range(G)
+        ]
+    )
     actual = moe_routing.load_balance_loss(
         jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN), jnp.ones((G, S), bool)
     )

@@ -15,8 +15,16 @@ PADDINGS[1, 3:] = 1.0
 
 def layer_of(**settings):
     layer = TransformerFeedForwardMoe(
-        D, F, num_experts=E, num_experts_per_token=K, gating_func="top_k", dropless=True,
-        use_gated_activation=True, activation="silu", rngs=nnx.Rngs(3), **settings,
+        D,
+        F,
+        num_experts=E,
+        num_experts_per_token=K,
+        gating_func="top_k",
+        dropless=True,
+        use_gated_activation=True,
+        activation="silu",
+        rngs=nnx.Rngs(3),
+        **settings,
     )
     if settings.get("has_bias"):
         for name in ("gate_bias", "bi_0", "bi_gate_0", "bo_0"):
@@ -43,15 +51,20 @@ def outputs_by_numpy(layer, route, expert_of_token):
 
 
 def weights_of(layer):
-    return {name: np.asarray(getattr(layer, name)[...], np.float64)
-            for name in ("gate", "gate_bias", "wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0",
-                         "bo_0") if getattr(layer, name) is not None}
+    return {
+        name: np.asarray(getattr(layer, name)[...], np.float64)
+        for name in ("gate", "gate_bias", "wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
+        if getattr(layer, name) is not None
+    }
 
 
 def actual_outputs(layer):
-    return np.asarray(nnx.jit(
-        lambda layer: layer(jnp.asarray(X), paddings=jnp.asarray(PADDINGS))
-    )(layer)) - X
+    return (
+        np.asarray(
+            nnx.jit(lambda layer: layer(jnp.asarray(X), paddings=jnp.asarray(PADDINGS)))(layer)
+        )
+        - X
+    )
 
 
 def test_qwen3_normalises_the_probabilities_of_the_best_of_all_experts():

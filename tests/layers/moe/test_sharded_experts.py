@@ -37,19 +37,25 @@ SIZES = {
 }
 # test_sharded_presets.py has the even sizes.
 RUNS = (
-    ((1, 3, 2), BATCH), pytest.param((2, 2, 2), ("data",), marks=pytest.mark.slow),
+    ((1, 3, 2), BATCH),
+    pytest.param((2, 2, 2), ("data",), marks=pytest.mark.slow),
     # One device along the tokens' axes.
     pytest.param((1, 1, 2), BATCH, marks=pytest.mark.slow),
 )
 LAYERS: dict[str, dict[str, Any]] = {
     # Without slots for all: what is dropped must not depend on the mesh.
     "capacity": {
-        "unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 3,
-        "use_gated_activation": True, "moe_router_z_loss_weight": 0.1,
+        "unadjusted_expert_capacity_factor": 0.0,
+        "expert_capacity_dim": 3,
+        "use_gated_activation": True,
+        "moe_router_z_loss_weight": 0.1,
     },
     "dropless": {
-        "dropless": True, "gating_func": "top_k", "num_experts_per_token": 3,
-        "use_gated_activation": True, "moe_router_z_loss_weight": 0.1,
+        "dropless": True,
+        "gating_func": "top_k",
+        "num_experts_per_token": 3,
+        "use_gated_activation": True,
+        "moe_router_z_loss_weight": 0.1,
     },
     "expert_choice": {"gating_func": "expert_choice_v2"},
 }
@@ -58,7 +64,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 def moe(sizes: Sizes, settings: dict[str, Any], batch_axes: tuple[str, ...] = BATCH) -> NnxModel:
     return NnxModel(
         functools.partial(
-            TransformerFeedForwardMoe, sizes.model, sizes.hidden, num_experts=sizes.experts,
+            TransformerFeedForwardMoe,
+            sizes.model,
+            sizes.hidden,
+            num_experts=sizes.experts,
             weight_split_dims_mapping=("expert", "data", "mdl"),
             gate_split_dims_mapping=("data", None),
             activation_split_dims_mapping=(batch_axes, None, None),
@@ -111,7 +120,9 @@ def results(
                 y = module(constrain(x, (batch_axes, None, None)), paddings=paddings)
                 aux = intermediates(module, AuxLoss)
                 return revealing(y) + sum(aux.values()), {
-                    "outputs": y, "aux": aux, "reported": intermediates(module, Summary),
+                    "outputs": y,
+                    "aux": aux,
+                    "reported": intermediates(module, Summary),
                 }
 
             params = placed(model, all_params[name], mesh)

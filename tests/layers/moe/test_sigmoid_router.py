@@ -47,9 +47,17 @@ def test_experts_and_gates_equal_numpy(groups, taken, normalize):
 
 def layer_of(**settings):
     return TransformerFeedForwardMoe(
-        5, 6, num_experts=4, num_experts_per_token=2, gating_func="top_k", dropless=True,
-        score_func="sigmoid", use_gated_activation=True, activation="silu",
-        rngs=nnx.Rngs(0), **settings,
+        5,
+        6,
+        num_experts=4,
+        num_experts_per_token=2,
+        gating_func="top_k",
+        dropless=True,
+        score_func="sigmoid",
+        use_gated_activation=True,
+        activation="silu",
+        rngs=nnx.Rngs(0),
+        **settings,
     )
 
 
@@ -60,8 +68,10 @@ def test_shared_experts_are_added_for_every_token():
     shared = layer.shared_experts
     run = nnx.jit(lambda layer, x: layer(x) - x)
     whole = run(layer, x)
-    w = {name: np.asarray(getattr(shared, name).w[...]) for name in
-         ("ffn_layer1", "ffn_layer1_gate", "ffn_layer2")}
+    w = {
+        name: np.asarray(getattr(shared, name).w[...])
+        for name in ("ffn_layer1", "ffn_layer1_gate", "ffn_layer2")
+    }
     assert w["ffn_layer1"].shape == (5, 12)
     normed = np.asarray(layer.layer_norm(x))
     gate = normed @ w["ffn_layer1_gate"]

@@ -29,24 +29,42 @@ WAYS: dict[str, tuple[tuple[int, ...], tuple, tuple, dict[str, Any]]] = {
     "experts and hidden dims": ((2, 2, 2), ("expert", "data", "mdl"), (("data", "expert"),), {}),
     "more devices than experts": ((1, 8, 1), ("expert", None, None), ("expert",), {}),
     "experts over two axes": (
-        (2, 4, 1), (("data", "expert"), None, None), (("data", "expert"),), {},
+        (2, 4, 1),
+        (("data", "expert"), None, None),
+        (("data", "expert"),),
+        {},
     ),
     "time": ((2, 2, 2), ("expert", ("data", "mdl"), None), (("data", "expert"), "mdl"), {}),
     "tokens whole along the experts": ((2, 4, 1), ("expert", None, None), ("data",), {}),
     "whole experts": ((4, 1, 2), (None, "data", "mdl"), ("data",), {}),
     "Pallas": (
-        (2, 2, 2), ("expert", "data", "mdl"), (("data", "expert"),), {"expert_kernel": "megablox"},
+        (2, 2, 2),
+        ("expert", "data", "mdl"),
+        (("data", "expert"),),
+        {"expert_kernel": "megablox"},
     ),
 }
 
 
 def model_of(weights: tuple, activations: tuple, settings: dict[str, Any]) -> NnxModel:
-    return NnxModel(functools.partial(
-        TransformerFeedForwardMoe, D, F, num_experts=E, gating_func="top_k", dropless=True,
-        num_experts_per_token=K, use_gated_activation=True, activation="silu", has_bias=True,
-        weight_split_dims_mapping=weights, activation_split_dims_mapping=activations,
-        num_shared_experts=1, **settings,
-    ))
+    return NnxModel(
+        functools.partial(
+            TransformerFeedForwardMoe,
+            D,
+            F,
+            num_experts=E,
+            gating_func="top_k",
+            dropless=True,
+            num_experts_per_token=K,
+            use_gated_activation=True,
+            activation="silu",
+            has_bias=True,
+            weight_split_dims_mapping=weights,
+            activation_split_dims_mapping=activations,
+            num_shared_experts=1,
+            **settings,
+        )
+    )
 
 
 @functools.cache
@@ -85,9 +103,9 @@ def results(way: str | None, load: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", nightly_but(
-    {"experts and hidden dims", "more devices than experts", "time"}, WAYS
-))
+@pytest.mark.parametrize(
+    "way", nightly_but({"experts and hidden dims", "more devices than experts", "time"}, WAYS)
+)
 @pytest.mark.parametrize("load", LOADS)
 def test_outputs_and_gradients_equal_those_of_one_device(way, load):
     leaves, _ = jax.tree_util.tree_flatten_with_path(results(way, load))
@@ -119,8 +137,11 @@ def test_inside_a_shard_map_that_checks_types():
 
     spec = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(
-        on_rows, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec),
-        out_specs=jax.sharding.PartitionSpec(), axis_names={"data"},
+        on_rows,
+        mesh=mesh,
+        in_specs=(jax.sharding.PartitionSpec(), spec),
+        out_specs=jax.sharding.PartitionSpec(),
+        axis_names={"data"},
     )
     with jax.set_mesh(mesh):
         actual = jax.device_get(jax.jit(without_xla_errors(jax.grad(mapped)))(params, x))

@@ -60,9 +60,7 @@ def by_hand(params: dict[str, Any], x: np.ndarray) -> np.ndarray:
     gelu = 0.5 * beside * (1 + np.tanh(np.sqrt(2 / np.pi) * (beside + 0.044715 * beside**3)))
     h, outputs = np.zeros(into[:, 0].shape), []
     for t in range(x.shape[1]):
-        u = p["conv"]["b"] + sum(
-            p["conv"]["w"][j] * into[:, t - j] for j in range(4) if t - j >= 0
-        )
+        u = p["conv"]["b"] + sum(p["conv"]["w"][j] * into[:, t - j] for j in range(4) if t - j >= 0)
         i = sigmoid(np.einsum("bnk,nkl->bnl", u, lru["input_gate_w"]) + lru["input_gate_b"])
         r = sigmoid(np.einsum("bnk,nkl->bnl", u, lru["a_gate_w"]) + lru["a_gate_b"])
         a = sigmoid(lru["a_param"]) ** (8.0 * r)
@@ -303,9 +301,7 @@ def test_a_small_lm_of_it_learns_to_remember():
 
             def loss_of(params):
                 logits = model.module({"params": params, "non_trainable": {}})(ids)[0][:, -1]
-                return jnp.mean(
-                    optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 0])
-                )
+                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 0]))
 
             loss, grads = jax.value_and_grad(loss_of)(carry[0])
             return learner.bind(specs).update(grads, carry[1], carry[0], loss)[:2], loss
@@ -320,15 +316,11 @@ def test_a_small_lm_of_it_learns_to_remember():
 
 WRONG = {
     r"RgLruBlock\.input_dim.*0": lambda r: RgLruBlock(0, 3, rngs=r),
-    r"RgLruBlock\.num_heads.*3.*input_dim.*7": lambda r: RgLruBlock(
-        7, 3, rngs=r
-    ),
+    r"RgLruBlock\.num_heads.*3.*input_dim.*7": lambda r: RgLruBlock(7, 3, rngs=r),
     r"RgLruBlock\.conv_width.*0": lambda r: RgLruBlock(6, 3, conv_width=0, rngs=r),
     r"RgLruBlock\.dim_per_head.*0": lambda r: RgLruBlock(6, 3, dim_per_head=0, rngs=r),
     r"RgLru\.num_heads.*-1": lambda r: RgLru(-1, 3, rngs=r),
-    "atten_mask": lambda r: BLOCK(rngs=r)(
-        jnp.asarray(X), atten_mask=jnp.zeros((1, 1, T, T))
-    ),
+    "atten_mask": lambda r: BLOCK(rngs=r)(jnp.asarray(X), atten_mask=jnp.zeros((1, 1, T, T))),
 }
 
 

@@ -47,7 +47,9 @@ CASES = {
 }
 # The others are run on a mesh.
 IN_TICKS = [
-    "gpipe_fewer_microbatches_than_stages", "circular", "circular_uneven",
+    "gpipe_fewer_microbatches_than_stages",
+    "circular",
+    "circular_uneven",
 ]
 
 
@@ -109,7 +111,8 @@ def program(model, key=None, mesh=None):
         floats = {name: a for name, a in given.items() if name not in ints}
         grads, outputs = jax.grad(
             lambda params, floats: objective(params, {**floats, **ints}),
-            argnums=(0, 1), has_aux=True,
+            argnums=(0, 1),
+            has_aux=True,
         )(params, floats)
         return {"outputs": outputs, "params": grads[0], "inputs": grads[1]}
 

@@ -25,7 +25,11 @@ from tests.support.marks import nightly_but, slow_but
 MODEL, HIDDEN, HEADS, ROWS, LENGTH = 6, 11, 3, 4, 5
 BLOCK = functools.partial(Transformer, MODEL, HIDDEN, HEADS)
 EXPERTS = functools.partial(
-    Transformer, MODEL, HIDDEN, HEADS, tr_fflayer_tpl=functools.partial(
+    Transformer,
+    MODEL,
+    HIDDEN,
+    HEADS,
+    tr_fflayer_tpl=functools.partial(
         TransformerFeedForwardMoe, num_experts=2, gating_func="top_k", num_experts_per_token=1
     ),
 )
@@ -34,8 +38,13 @@ HEADS_OF = (ROWS, LENGTH, HEADS, MODEL // HEADS)
 # The policies of MaxText's published runs are made of these; theirs are decoder_layer_input,
 # mlpwi_0 and mlpwi_1 (or mlpwi), mlpwo, where ours are iteration_input, ffn1 and ffn1_gate, ffn2.
 SHAPES = {
-    "iteration_input": X, "query_proj": HEADS_OF, "key_proj": HEADS_OF, "value_proj": HEADS_OF,
-    "context": HEADS_OF, "out_proj": X, "ffn1": (ROWS, LENGTH, HIDDEN),
+    "iteration_input": X,
+    "query_proj": HEADS_OF,
+    "key_proj": HEADS_OF,
+    "value_proj": HEADS_OF,
+    "context": HEADS_OF,
+    "out_proj": X,
+    "ffn1": (ROWS, LENGTH, HIDDEN),
     "ffn1_gate": (ROWS, LENGTH, HIDDEN),
 }
 
@@ -53,21 +62,29 @@ def gradient_of(make, policy, **settings):
 def sent_to_host(jaxpr):
     """Returns the shapes of the arrays that a program copies to the host, sorted."""
     return sorted(
-        eqn.invars[0].aval.shape for eqn in all_eqns(open_jaxpr(jaxpr).eqns)
+        eqn.invars[0].aval.shape
+        for eqn in all_eqns(open_jaxpr(jaxpr).eqns)
         if eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"])
     )
 
 
 GATED = functools.partial(
-    Transformer, MODEL, HIDDEN, HEADS,
+    Transformer,
+    MODEL,
+    HIDDEN,
+    HEADS,
     tr_fflayer_tpl=functools.partial(TransformerFeedForward, use_gated_activation=True),
 )
 
 
-@pytest.mark.parametrize("names", slow_but(
-    [("iteration_input",), ("context",), tuple(SHAPES)],
-    [*((name,) for name in SHAPES), tuple(SHAPES)],
-), ids=str)
+@pytest.mark.parametrize(
+    "names",
+    slow_but(
+        [("iteration_input",), ("context",), tuple(SHAPES)],
+        [*((name,) for name in SHAPES), tuple(SHAPES)],
+    ),
+    ids=str,
+)
 def test_just_the_activations_that_are_offloaded_go_to_the_host(names):
     make = functools.partial(Repeat, GATED, 2)
     policy = dict.fromkeys(names, "offload")
@@ -85,7 +102,8 @@ def test_what_goes_to_the_host_has_its_dims_in_order_in_memory(monkeypatch):
     jaxpr = gradient_of(functools.partial(Repeat, GATED, 2), policy)
     orders = [
         (eqn.invars[0].aval.shape, eqn.params["layout"].major_to_minor)
-        for eqn in all_eqns(open_jaxpr(jaxpr).eqns) if eqn.primitive.name == "layout_constraint"
+        for eqn in all_eqns(open_jaxpr(jaxpr).eqns)
+        if eqn.primitive.name == "layout_constraint"
     ]
     offloaded = {SHAPES[name] for name, place in policy.items() if place == "offload"}
     assert {shape for shape, _ in orders} == offloaded
@@ -100,9 +118,7 @@ def test_products_of_experts_have_names(name):
     assert shape[-1] == {"expert_ffn1": HIDDEN, "expert_ffn2": MODEL}[name]
 
 
-PIPELINE = functools.partial(
-    Pipeline, BLOCK, 4, num_stages=2, num_microbatches=2
-)
+PIPELINE = functools.partial(Pipeline, BLOCK, 4, num_stages=2, num_microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +138,12 @@ def test_the_input_of_what_is_computed_again_has_a_name_in_each_kind_of_stack(ma
 
 @pytest.mark.parametrize(
     "make",
-    [functools.partial(Repeat, BLOCK, 2), functools.partial(PIPELINE, pipelined=True),
-     functools.partial(PIPELINE, pipelined=False),
-     functools.partial(StackedTransformer, BLOCK, 2, remat=True)],
+    [
+        functools.partial(Repeat, BLOCK, 2),
+        functools.partial(PIPELINE, pipelined=True),
+        functools.partial(PIPELINE, pipelined=False),
+        functools.partial(StackedTransformer, BLOCK, 2, remat=True),
+    ],
     ids=["Repeat", "ticks", "row", "stacked"],
 )
 def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(make):

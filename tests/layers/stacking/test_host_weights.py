@@ -36,9 +36,9 @@ def run(stack, dims="EVEN", case="alone"):
     return made, *offload_runs.trained(made)
 
 
-@pytest.mark.parametrize("case", slow_or_nightly(
-    {"alone"}, {"micro-batches", "slots too"}, SETTINGS
-))
+@pytest.mark.parametrize(
+    "case", slow_or_nightly({"alone"}, {"micro-batches", "slots too"}, SETTINGS)
+)
 def test_on_a_mesh_all_numbers_are_the_same_bit_for_bit(case):
     _, expected_losses, expected, _ = run(Repeat, case=case)
     _, losses, state, _ = run(Offloading, case=case)
@@ -100,9 +100,14 @@ def repeated(rngs, stack=Offloading):
     return stack(block, 2, rngs=rngs)
 
 
-@pytest.mark.parametrize("setting, value", [
-    ("unroll", True), ("stack_split", "mdl"), ("checkpoint_policy", "save_everything"),
-])
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("unroll", True),
+        ("stack_split", "mdl"),
+        ("checkpoint_policy", "save_everything"),
+    ],
+)
 def test_what_would_keep_all_weights_on_the_device_is_refused(setting, value):
     stack = functools.partial(Offloading, **{setting: value})
     with pytest.raises(ConfigError, match=f"Repeat.offload_weights .*{setting}={value!r}"):

@@ -65,19 +65,29 @@ WAYS = {
 def after_a_step(mesh_shape, way):
     """Returns a step's loss and weights, and its compiled program."""
     settings, gradients = WAYS[way]
-    model = NnxModel(lambda rngs: Pipeline(
-        Block, 4, num_stages=2, num_microbatches=3, activation_split_dims_mapping=("data", None),
-        rngs=rngs, **settings,
-    ))
+    model = NnxModel(
+        lambda rngs: Pipeline(
+            Block,
+            4,
+            num_stages=2,
+            num_microbatches=3,
+            activation_split_dims_mapping=("data", None),
+            rngs=rngs,
+            **settings,
+        )
+    )
     task = LossTask(
-        model, loss, Learner(optax.sgd, 1.0),
+        model,
+        loss,
+        Learner(optax.sgd, 1.0),
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh_shape, axis_names=MESH_AXES))
     partitioner = Partitioner(task, mesh, gradients=gradients)
     rng = np.random.default_rng(0)
     inputs = {
-        "x": rng.normal(size=(ROWS, DIMS)).astype(np.float32), "weights": np.ones(ROWS, np.float32)
+        "x": rng.normal(size=(ROWS, DIMS)).astype(np.float32),
+        "weights": np.ones(ROWS, np.float32),
     }
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     compiled = partitioner.train_step.lower(spec).compile()
@@ -101,11 +111,14 @@ def lm_after_a_step(mesh_shape, way, tensor_parallel):
     """Returns a step's loss and weights of a language model, its layers split over "mdl"."""
     settings, gradients = WAYS[way]
     lm = rotary_lm(
-        vocab_size=37, model_dims=8, hidden_dims=12, num_heads=2, dim_per_head=4, num_layers=2,
+        vocab_size=37,
+        model_dims=8,
+        hidden_dims=12,
+        num_heads=2,
+        dim_per_head=4,
+        num_layers=2,
         tr_fflayer_tpl=fdl.Partial(TransformerFeedForward, tensor_parallel=tensor_parallel),
-        stacked_transformer_tpl=fdl.Partial(
-            Pipeline, num_stages=2, num_microbatches=3, **settings
-        ),
+        stacked_transformer_tpl=fdl.Partial(Pipeline, num_stages=2, num_microbatches=3, **settings),
     )
     set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": ("data",)})
     task = LanguageModelTask(
@@ -117,9 +130,7 @@ def lm_after_a_step(mesh_shape, way, tensor_parallel):
     )
     partitioner = Partitioner(task, mesh, gradients=gradients)
     ids = np.random.default_rng(0).integers(37, size=(12, 9)).astype(np.int32)
-    inputs = {
-        "ids": ids[:, :-1], "labels": ids[:, 1:], "weights": np.ones((12, 8), np.float32)
-    }
+    inputs = {"ids": ids[:, :-1], "labels": ids[:, 1:], "weights": np.ones((12, 8), np.float32)}
     key = partitioner.key(0)
     state, outputs = partitioner.train_step(
         partitioner.init(key), partitioner.global_batch(inputs), key

@@ -34,9 +34,7 @@ from tests.support.marks import nightly_but, slow_or_nightly
 
 SIZES = dict(vocab_size=37, model_dims=12, hidden_dims=20, num_heads=2)
 TIED = dict(softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax))
-UNTIED = dict(
-    softmax_tpl=fdl.Partial(FullSoftmax), separate_embedding_tpl=fdl.Partial(Embedding)
-)
+UNTIED = dict(softmax_tpl=fdl.Partial(FullSoftmax), separate_embedding_tpl=fdl.Partial(Embedding))
 EVEN = dict(num_stages=2, num_microbatches=4)
 # Six layers twice round four stages, of 1, 1, 1, 0 layers; microbatches that divide neither the
 # rows nor the stages.
@@ -45,11 +43,17 @@ UNEVEN = dict(num_stages=3, num_microbatches=5, circular_repeat=2)
 
 def config(ends, pipeline, num_layers=4, dropout=0.0, **learner):
     lm = fdl.Partial(
-        TransformerLm, **SIZES, num_layers=num_layers, max_seq_length=8, **ends,
-        residual_dropout_prob=dropout, stacked_transformer_tpl=fdl.Partial(Pipeline, **pipeline),
+        TransformerLm,
+        **SIZES,
+        num_layers=num_layers,
+        max_seq_length=8,
+        **ends,
+        residual_dropout_prob=dropout,
+        stacked_transformer_tpl=fdl.Partial(Pipeline, **pipeline),
     )
     return fdl.Config(
-        LanguageModelTask, model=set_sharding_params(lm, {"batch": ("data",)}),
+        LanguageModelTask,
+        model=set_sharding_params(lm, {"batch": ("data",)}),
         learner=fdl.Config(Learner, fdl.Partial(optax.sgd), 1.0, **learner),
         inputs_split_mapping={"map_2d": (("stage", "data"), None)},
     )
@@ -86,14 +90,16 @@ CASES = {
     "untied, uneven": (UNTIED, UNEVEN, dict(num_layers=8)),
     "tied, one microbatch": (TIED, dict(num_stages=2, num_microbatches=1), {}),
     "untied, accumulated": (
-        UNTIED, dict(num_stages=2, microbatch_size=3), dict(gradient_accumulation_steps=2)
+        UNTIED,
+        dict(num_stages=2, microbatch_size=3),
+        dict(gradient_accumulation_steps=2),
     ),
 }
 
 
-@pytest.mark.parametrize("name", slow_or_nightly(
-    {"untied, accumulated"}, {"tied, uneven, split"}, CASES
-))
+@pytest.mark.parametrize(
+    "name", slow_or_nightly({"untied, accumulated"}, {"tied, uneven, split"}, CASES)
+)
 def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     ends, pipeline, others = CASES[name]
     inputs = batch(12)
@@ -112,7 +118,8 @@ def test_dropout_is_that_of_accumulation():
     row, ticks = (
         after_a_step(
             fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), num_layers=2, dropout=0.5)),
-            batch(8), OneForwardOneBackward(),
+            batch(8),
+            OneForwardOneBackward(),
         )
         for is_in_ticks in (False, True)
     )
@@ -140,7 +147,9 @@ def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
 def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
     """Returns a step's metrics and weights on a mesh, and its compiled program."""
     pipeline = dict(
-        num_stages=2, num_microbatches=num_microbatches, split_backward=split_backward,
+        num_stages=2,
+        num_microbatches=num_microbatches,
+        split_backward=split_backward,
     )
     task_config = config(TIED, pipeline)
     task_config.model.softmax_tpl.activation_split_dims_mapping = (("stage", "data"), None, "mdl")
@@ -166,8 +175,10 @@ def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
     key = one.key(0)
     state, outputs = one.train_step(one.init(key), one.global_batch(batch(24)), key)
     assert_trees_close(
-        actual, jax.device_get((outputs["metrics"], state.mdl_vars["params"])),
-        rtol=1e-4, atol=2e-6,
+        actual,
+        jax.device_get((outputs["metrics"], state.mdl_vars["params"])),
+        rtol=1e-4,
+        atol=2e-6,
     )
 
 
@@ -182,16 +193,19 @@ def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
         if site.instruction.opcode == "while" and not site.scope
     ]
     # Phases of one tick are no loops.
-    assert sorted(trips) == sorted(
-        len(ticks) for ticks, *_ in schedule.phases if len(ticks) > 1
-    ), (trips, schedule.phases)
+    assert sorted(trips) == sorted(len(ticks) for ticks, *_ in schedule.phases if len(ticks) > 1), (
+        trips,
+        schedule.phases,
+    )
     permutes = [
-        item.count for item in hlo.collectives(compiled)
+        item.count
+        for item in hlo.collectives(compiled)
         if item.kind == "collective-permute" and item.count > 1
     ]
     expected = sum(
         len(ticks) * (forward + backward)
-        for ticks, forward, backward, _ in schedule.phases if len(ticks) > 1
+        for ticks, forward, backward, _ in schedule.phases
+        if len(ticks) > 1
     )
     assert sum(permutes) == expected, (permutes, schedule.phases)
 
@@ -234,8 +248,13 @@ class Counting(TransformerFeedForward):
 def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
     """Losses and numbers of routers, and a balance bias that the counts of their tokens move."""
     experts = dict(
-        num_experts=3, num_experts_per_token=2, gating_func="top_k", dropless=True,
-        score_func="sigmoid", bias_update_rate=0.05, moe_load_balance_loss_weight=0.5,
+        num_experts=3,
+        num_experts_per_token=2,
+        gating_func="top_k",
+        dropless=True,
+        score_func="sigmoid",
+        bias_update_rate=0.05,
+        moe_load_balance_loss_weight=0.5,
     )
     sizes, num_layers = dict(num_stages=2, num_microbatches=3, pipelined=True), 2
     if name == "uneven":  # The second stage has a layer and a free place.
@@ -245,8 +264,11 @@ def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
         after_a_step(
             with_layers(
                 config(TIED, sizes | dict(split_backward=name == "split"), num_layers),
-                TransformerFeedForwardMoe, **experts,
-            ), inputs, strategy,
+                TransformerFeedForwardMoe,
+                **experts,
+            ),
+            inputs,
+            strategy,
         )
         for strategy in (OneForwardOneBackward(), None)
     )

@@ -72,7 +72,9 @@ def test_in_a_row_gives_the_same():
 
 # "gpipe_uneven" has three stages on two devices, 5 rows of a microbatch, 7 dims, 11 hidden dims.
 ON_MESH = {
-    "gpipe": {}, "gpipe_uneven": {}, "circular_waiting": {},
+    "gpipe": {},
+    "gpipe_uneven": {},
+    "circular_waiting": {},
     "circular_waiting streamed": {"stream_io": True},
 }
 
@@ -180,15 +182,23 @@ def test_what_idle_stages_compute_reaches_nothing_nan_neither(name):
     x, encoded = jnp.asarray(rng.normal(size=(2, 12, 5)), jnp.float32)
     floats = {
         "w": jnp.asarray(rng.normal(size=(num_layers, 5)), jnp.float32),
-        "x": x.at[:, 0].set(0.0), "encoded": encoded,
+        "x": x.at[:, 0].set(0.0),
+        "encoded": encoded,
     }
     indices = jnp.arange(num_layers, dtype=jnp.float32)
 
     def run(pipelined):
-        model = NnxModel(lambda rngs: Pipeline(
-            InOrder, num_layers, num_stages=3, circular_repeat=num_repeats, pipelined=pipelined,
-            **given, rngs=rngs,
-        ))
+        model = NnxModel(
+            lambda rngs: Pipeline(
+                InOrder,
+                num_layers,
+                num_stages=3,
+                circular_repeat=num_repeats,
+                pipelined=pipelined,
+                **given,
+                rngs=rngs,
+            )
+        )
 
         def objective(floats):
             params, order = {"blocks": {"w": floats["w"]}}, {"blocks": {"index": indices}}
@@ -227,16 +237,25 @@ class Statistics(BaseLayer):
 def test_assigned_variables_are_the_mean_over_the_microbatches_of_each_layer(pipelined):
     w, rng = np.array([2.0, -3.0, 0.5, 1.5, -1.0, 3.0], np.float32), np.random.default_rng(6)
     x, old = rng.normal(size=(9, 2)).astype(np.float32), rng.normal(size=(6, 2)).astype(np.float32)
-    model = NnxModel(lambda rngs: Pipeline(
-        Statistics, 6, num_stages=2, num_microbatches=3, circular_repeat=3,
-        pipelined=None if pipelined == "on a mesh" else pipelined, rngs=rngs,
-    ))
+    model = NnxModel(
+        lambda rngs: Pipeline(
+            Statistics,
+            6,
+            num_stages=2,
+            num_microbatches=3,
+            circular_repeat=3,
+            pipelined=None if pipelined == "on a mesh" else pipelined,
+            rngs=rngs,
+        )
+    )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
 
     @jax.jit
     def run(w, old, x):
         stats = {
-            "mean": old, "num_passes": jnp.full(6, 4), "untouched": jnp.full(6, 0.1, jnp.float32)
+            "mean": old,
+            "num_passes": jnp.full(6, 4),
+            "untouched": jnp.full(6, 0.1, jnp.float32),
         }
         mdl_vars = {"params": {"blocks": {"w": w}}, "non_trainable": {"blocks": stats}}
         module = model.module(from_repeated(mdl_vars, num_stages=2, circular_repeat=3))
@@ -270,7 +289,8 @@ def test_three_steps_of_adafactor_train_it_as_a_repeat():
         functools.partial(
             optax.adafactor, min_dim_size_to_factor=2, multiply_by_parameter_scale=True
         ),
-        0.03, clip_gradient_norm_to_value=0.5,
+        0.03,
+        clip_gradient_norm_to_value=0.5,
     )
 
     def train(model, params):
@@ -305,9 +325,7 @@ def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages(
     assert_trees_close(to_repeated(actual), expected, rtol=1e-6)
     assert_trees_close(from_case(expected, case), actual, rtol=1e-6)
     spec = pipeline_model(case).weight_specs()["params"]["blocks"]["w"]
-    assert spec.partition_spec(MESH_AXES, "w") == PartitionSpec(
-        None, "stage", None, None, "mdl"
-    )
+    assert spec.partition_spec(MESH_AXES, "w") == PartitionSpec(None, "stage", None, None, "mdl")
 
 
 @pytest.mark.slow
@@ -315,10 +333,17 @@ def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages(
 def test_cached_decoding_equals_the_uncached_forward_pass(where):
     num_rows, length, dims = 3, 5, 6
     block = functools.partial(Transformer, dims, 11, 3)
-    model = NnxModel(lambda rngs: Pipeline(
-        block, 4, num_stages=2, num_microbatches=3, circular_repeat=1,
-        pipelined=None if where == "mesh" else False, rngs=rngs,
-    ))
+    model = NnxModel(
+        lambda rngs: Pipeline(
+            block,
+            4,
+            num_stages=2,
+            num_microbatches=3,
+            circular_repeat=1,
+            pipelined=None if where == "mesh" else False,
+            rngs=rngs,
+        )
+    )
     repeat = NnxModel(lambda rngs: Repeat(block, 4, rngs=rngs))
     params = drawn(repeat)
     x = jnp.asarray(np.random.default_rng(7).normal(size=(num_rows, length, dims)), jnp.float32)
@@ -382,11 +407,10 @@ def test_layers_that_do_not_divide_over_the_repeats_cannot_be_brought_to_stages(
 
 
 WRONG_CALLS = {
-    r"'positions'.*\(5, 1\).*6.*1": (
-        dict(num_microbatches=3), {"positions": np.zeros((5, 1))}
-    ),
+    r"'positions'.*\(5, 1\).*6.*1": (dict(num_microbatches=3), {"positions": np.zeros((5, 1))}),
     r"Pipeline.stage_axis.*'stage'.*\('data', 'mdl'\)": (
-        dict(num_microbatches=3, pipelined=True), {}
+        dict(num_microbatches=3, pipelined=True),
+        {},
     ),
 }
 
@@ -395,7 +419,9 @@ WRONG_CALLS = {
 def test_batches_and_meshes_that_do_not_fit_are_errors(message):
     changed, inputs = WRONG_CALLS[message]
     layer = functools.partial(
-        Pipeline, functools.partial(Block, 3, 5), 6,
+        Pipeline,
+        functools.partial(Block, 3, 5),
+        6,
         **dict(num_stages=3, num_microbatches=4) | changed,
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2), axis_names=("data", "mdl")))
@@ -413,7 +439,11 @@ def test_blocks_that_assign_variables_take_no_rows_that_fill_up(given):
 
 def test_a_batch_of_another_size_has_other_microbatches_of_the_same_size():
     layer = Pipeline(
-        functools.partial(Block, 3, 5), 4, num_stages=2, microbatch_size=2, pipelined=True,
+        functools.partial(Block, 3, 5),
+        4,
+        num_stages=2,
+        microbatch_size=2,
+        pipelined=True,
         rngs=nnx.Rngs(0),
     )
     x = jnp.asarray(np.random.default_rng(8).normal(size=(6, 3)), jnp.float32)
@@ -424,6 +454,7 @@ def test_a_batch_of_another_size_has_other_microbatches_of_the_same_size():
 @pytest.mark.slow
 def test_the_registered_lm_trains_and_decodes_on_stages_as_without():
     """The same key draws the same weights; three steps, then a prompt continued."""
+
     def run(experiment, mesh_shape):
         config = experiment.config()
         config.mesh.ici_mesh_shape = mesh_shape
@@ -436,7 +467,8 @@ def test_the_registered_lm_trains_and_decodes_on_stages_as_without():
             state, outputs = partitioner.train_step(state, partitioner.global_batch(inputs), key)
             losses.append([outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]])
         prompts = {
-            "ids": inputs["ids"][:4, :5], "prefix_lengths": np.array([5, 3, 1, 4], np.int32),
+            "ids": inputs["ids"][:4, :5],
+            "prefix_lengths": np.array([5, 3, 1, 4], np.int32),
             "weights": np.ones(4, np.float32),
         }
         batch = partitioner.global_batch(prompts)
@@ -458,8 +490,11 @@ def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
     """Router losses, drops and outputs: experts and stages on axes of their own."""
     batch = ("expert", None, None)
     feed_forward = functools.partial(
-        TransformerFeedForwardMoe, num_experts=3, dropless=dropless,
-        weight_split_dims_mapping=("expert", None, "mdl"), activation_split_dims_mapping=batch,
+        TransformerFeedForwardMoe,
+        num_experts=3,
+        dropless=dropless,
+        weight_split_dims_mapping=("expert", None, "mdl"),
+        activation_split_dims_mapping=batch,
     )
 
     class Mixture(BaseLayer):
@@ -469,18 +504,23 @@ def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
         def __call__(self, x, *, key=None, cache=None):
             return self.feed_forward(x, key=key), cache
 
-    mesh = make_mesh(
-        MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=("stage", "expert", "mdl"))
-    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=("stage", "expert", "mdl")))
     x = jnp.asarray(np.random.default_rng(9).normal(size=(12, 5, 6)), jnp.float32)
 
     def run(where):
-        model = NnxModel(lambda rngs: Pipeline(
-            Mixture, 4, num_stages=2, num_microbatches=3, circular_repeat=2,
-            checkpoint_policy="save_everything",
-            pipelined=None if where == "mesh" else False,
-            activation_split_dims_mapping=batch, rngs=rngs,
-        ))
+        model = NnxModel(
+            lambda rngs: Pipeline(
+                Mixture,
+                4,
+                num_stages=2,
+                num_microbatches=3,
+                circular_repeat=2,
+                checkpoint_policy="save_everything",
+                pipelined=None if where == "mesh" else False,
+                activation_split_dims_mapping=batch,
+                rngs=rngs,
+            )
+        )
 
         @jax.jit
         def apply(params, x):

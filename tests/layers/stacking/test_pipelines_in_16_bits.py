@@ -33,6 +33,8 @@ def test_a_step_in_bfloat16_is_that_of_one_device(experiment):
     # Rounding turns a guess of one token that is hardly one: no number of accuracy is between.
     compared = [item for item in actual.comparisons if "accuracy" not in item.leaf]
     assert {item.what for item in compared} == {
-        "loss as trained", "metrics as trained", "gradients as trained"
+        "loss as trained",
+        "metrics as trained",
+        "gradients as trained",
     }
     assert all(item.is_equal for item in compared), actual.table()

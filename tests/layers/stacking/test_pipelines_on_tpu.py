@@ -26,7 +26,8 @@ SUMS = {
 def summed(program, num_devices):
     """Returns the bytes that so many devices sum at a time in a step, but for scalars."""
     return sum(
-        size * count for kind, size, count, group in program
+        size * count
+        for kind, size, count, group in program
         if kind == "all-reduce" and group == num_devices and size > 64
     )
 
@@ -56,6 +57,8 @@ def test_a_tick_hands_on_x_and_its_gradient_once(name):
         # Rows of embedding and softmax are split over stages, too: x and its gradient go there and
         # back, half a microbatch each way.
         assert in_loops == {
-            ("collective-permute", x): 2 + 2, ("collective-permute", x // 2): 2,
-            ("all-to-all", x): 2, ("all-gather", x): 2,
+            ("collective-permute", x): 2 + 2,
+            ("collective-permute", x // 2): 2,
+            ("all-to-all", x): 2,
+            ("all-gather", x): 2,
         }

@@ -172,9 +172,7 @@ def test_policies_differ_in_what_the_backward_pass_computes_again():
     x = jnp.ones((5, DIMS))
 
     def num_dots(policy: str) -> int:
-        layer = Repeat(
-            Block, NUM_LAYERS, unroll=True, checkpoint_policy=policy, rngs=nnx.Rngs(0)
-        )
+        layer = Repeat(Block, NUM_LAYERS, unroll=True, checkpoint_policy=policy, rngs=nnx.Rngs(0))
         return count_dots(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x)[0])))(x).jaxpr)
 
     assert num_dots("save_everything") == num_dots("save_dot_only")
@@ -342,7 +340,8 @@ def test_statistics_losses_and_summaries_come_out_of_scan_and_remat(policy):
         )
         weights = unrolled_params({"stack": params}, "stack")["stack"] if unroll else params
         zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape), model.weight_specs()["non_trainable"],
+            lambda s: jnp.zeros(s.shape),
+            model.weight_specs()["non_trainable"],
             is_leaf=lambda x: hasattr(x, "split_dims_mapping"),
         )
 

@@ -71,7 +71,9 @@ def test_residuals_are_no_arguments_that_are_given_again():
 def test_arguments_that_results_depend_on():
     given = {"a": 1.0, "b": 2.0, "c": 3.0}
     assert used_arguments(lambda given: jax.jit(jnp.sin)(given["a"]) + 0 * given["c"], [given]) == [
-        True, False, True
+        True,
+        False,
+        True,
     ]
 
 
@@ -149,15 +151,25 @@ def test_inputs_losses_of_layers_and_dropout_have_the_gradients_of_blocks_in_a_r
     rng = np.random.default_rng(3)
     x, encoded = jnp.asarray(rng.normal(size=(2, 12, 5)), jnp.float32)
     floats = {
-        "w": jnp.asarray(rng.normal(size=(6, 5, 5)), jnp.float32), "x": x, "encoded": encoded,
-        "factor": jnp.float32(0.7), "row": jnp.asarray(rng.normal(size=(1, 5)), jnp.float32),
+        "w": jnp.asarray(rng.normal(size=(6, 5, 5)), jnp.float32),
+        "x": x,
+        "encoded": encoded,
+        "factor": jnp.float32(0.7),
+        "row": jnp.asarray(rng.normal(size=(1, 5)), jnp.float32),
     }
 
     def run(**settings):
-        model = NnxModel(lambda rngs: Pipeline(
-            OfEverySort, 6, num_stages=3, circular_repeat=2, num_microbatches=4, rngs=rngs,
-            **settings,
-        ))
+        model = NnxModel(
+            lambda rngs: Pipeline(
+                OfEverySort,
+                6,
+                num_stages=3,
+                circular_repeat=2,
+                num_microbatches=4,
+                rngs=rngs,
+                **settings,
+            )
+        )
 
         def objective(floats):
             mdl_vars = {
@@ -165,10 +177,16 @@ def test_inputs_losses_of_layers_and_dropout_have_the_gradients_of_blocks_in_a_r
                 "non_trainable": {"blocks": {"steps": jnp.zeros(6, jnp.int32)}},
             }
             module = model.module(from_repeated(mdl_vars, num_stages=3, circular_repeat=2))
-            outputs = module(
-                floats["x"], key=jax.random.key(5), encoded=floats["encoded"],
-                factor=floats["factor"], scale=0.5,
-            )[0] * floats["row"]
+            outputs = (
+                module(
+                    floats["x"],
+                    key=jax.random.key(5),
+                    encoded=floats["encoded"],
+                    factor=floats["factor"],
+                    scale=0.5,
+                )[0]
+                * floats["row"]
+            )
             losses = to_repeated(intermediates(module, AuxLoss))["blocks/aux_loss"]
             weighted = jnp.sum(losses * jnp.arange(1.0, 7.0))
             return jnp.sum(jnp.sin(outputs)) + weighted, (outputs, losses)
@@ -200,9 +218,7 @@ def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
     sizes, split_backward
 ):
     num_layers, num_stages, num_repeats, num_microbatches = sizes
-    form = functools.partial(
-        from_repeated, num_stages=num_stages, circular_repeat=num_repeats
-    )
+    form = functools.partial(from_repeated, num_stages=num_stages, circular_repeat=num_repeats)
     rng = np.random.default_rng(4)
     floats = {
         "w": jnp.asarray(rng.normal(size=(num_layers, 5)), jnp.float32),
@@ -210,10 +226,17 @@ def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
     }
 
     def run(**settings):
-        model = NnxModel(lambda rngs: Pipeline(
-            Poisoned, num_layers, num_stages=num_stages, circular_repeat=num_repeats,
-            num_microbatches=num_microbatches, rngs=rngs, **settings,
-        ))
+        model = NnxModel(
+            lambda rngs: Pipeline(
+                Poisoned,
+                num_layers,
+                num_stages=num_stages,
+                circular_repeat=num_repeats,
+                num_microbatches=num_microbatches,
+                rngs=rngs,
+                **settings,
+            )
+        )
 
         def objective(floats):
             params = {"blocks": {"w": floats["w"]}}
@@ -244,14 +267,18 @@ UNEQUAL = {
 WITH_SPLIT = [((7, 4, 5, 15, 1), True)]
 MORE_WITH_SPLIT = [
     ((6, 2, 3, 10, 3), False),
-    ((10, 4, 3, 9, 2), True), ((6, 2, 3, 10, 3), True), ((4, 2, 1, 3, 2), False),
+    ((10, 4, 3, 9, 2), True),
+    ((6, 2, 3, 10, 3), True),
+    ((4, 2, 1, 3, 2), False),
     ((8, 4, 6, 13, 2), True),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "split_backward"), [
-    *WITH_SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WITH_SPLIT)
-], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "split_backward"),
+    [*WITH_SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WITH_SPLIT)],
+    ids=str,
+)
 def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes, split_backward):
     num_layers, num_stages, num_microbatches, num_rows, num_repeats = sizes
     block, rng = functools.partial(Block, 7, 11), np.random.default_rng(2)
@@ -261,11 +288,19 @@ def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes
     model = NnxModel(lambda rngs: Repeat(block, num_layers, rngs=rngs))
     params = drawn(model)
     expected = jax.jit(program(model))(params, given)
-    model = NnxModel(lambda rngs: Pipeline(
-        block, num_layers, num_stages=num_stages, num_microbatches=num_microbatches,
-        circular_repeat=num_repeats, pipelined=True, split_backward=split_backward, rngs=rngs,
-        **UNEQUAL[sizes],
-    ))
+    model = NnxModel(
+        lambda rngs: Pipeline(
+            block,
+            num_layers,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            circular_repeat=num_repeats,
+            pipelined=True,
+            split_backward=split_backward,
+            rngs=rngs,
+            **UNEQUAL[sizes],
+        )
+    )
     stages = from_repeated(params, num_stages=num_stages, circular_repeat=num_repeats)
     actual = jax.jit(program(model))(stages, given)
     num_stacked = 2 if num_layers % (num_stages * num_repeats) else 3
@@ -288,6 +323,11 @@ def test_unequal_stages_have_the_layers_of_a_repeat_and_no_others():
 def test_policies_that_a_split_backward_pass_has_not_are_errors():
     with pytest.raises(ConfigError, match=r"checkpoint_policy.*save_everything.*split_backward"):
         Pipeline(
-            functools.partial(Block, 3, 5), 4, num_stages=2, num_microbatches=2,
-            split_backward=True, checkpoint_policy="save_everything", rngs=nnx.Rngs(0),
+            functools.partial(Block, 3, 5),
+            4,
+            num_stages=2,
+            num_microbatches=2,
+            split_backward=True,
+            checkpoint_policy="save_everything",
+            rngs=nnx.Rngs(0),
         )

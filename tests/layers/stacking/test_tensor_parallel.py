@@ -27,23 +27,36 @@ from tests.support.marks import slow_or_nightly
 
 DIMS, PER_HEAD = 16, 4
 SPLITS = {
-    "rows": (("data", "mdl"), None, None), "time": ("data", "mdl", None), "no": ("data", None, None)
+    "rows": (("data", "mdl"), None, None),
+    "time": ("data", "mdl", None),
+    "no": ("data", None, None),
 }
 
 
 def half_blocks(how, residual, num_heads, num_kv_heads, hidden_dims, **attention):
     """Returns attention and a feed-forward layer with random weights, equal for every `how`."""
     atten = DotProductAttention(
-        DIMS, num_heads, dim_per_head=PER_HEAD, num_kv_heads=num_kv_heads,
-        use_rotary_position_emb=True, tensor_parallel=how, rngs=nnx.Rngs(0),
+        DIMS,
+        num_heads,
+        dim_per_head=PER_HEAD,
+        num_kv_heads=num_kv_heads,
+        use_rotary_position_emb=True,
+        tensor_parallel=how,
+        rngs=nnx.Rngs(0),
         weight_split_dims_mapping=("data", "mdl", None),
         activation_split_dims_mapping=("data", None, "mdl", None),
-        output_split_dims_mapping=SPLITS[residual], **attention,
+        output_split_dims_mapping=SPLITS[residual],
+        **attention,
     )
     # Of a hidden dim that is filler a sigmoid makes 0.5.
     ff = TransformerFeedForward(
-        DIMS, hidden_dims, activation="sigmoid", use_gated_activation=True, rngs=nnx.Rngs(1),
-        tensor_parallel=how, weight_split_dims_mapping=("data", "mdl"),
+        DIMS,
+        hidden_dims,
+        activation="sigmoid",
+        use_gated_activation=True,
+        rngs=nnx.Rngs(1),
+        tensor_parallel=how,
+        weight_split_dims_mapping=("data", "mdl"),
         hidden_split_dims_mapping=("data", None, "mdl"),
         activation_split_dims_mapping=SPLITS[residual],
     )
@@ -111,18 +124,25 @@ def test_outputs_and_gradients_are_those_of_one_device(case, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", [
-    {"proj_tpl": lora(layers.AttentionProjection, rank=2)},
-    {"is_cross_attention": True},
-    pytest.param(
-        {"atten_kernel": "blocked", "window": 3, "combine_qkv": True}, marks=pytest.mark.nightly
-    ),
-    {"attention_sinks": True, "output_proj_use_nhd_shape": True},
-    pytest.param(
-        {"ln_tpl": layers.RmsNorm, "atten_logit_cap": 5.0, "internal_enable_query_scale": False},
-        marks=pytest.mark.nightly,
-    ),
-])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"proj_tpl": lora(layers.AttentionProjection, rank=2)},
+        {"is_cross_attention": True},
+        pytest.param(
+            {"atten_kernel": "blocked", "window": 3, "combine_qkv": True}, marks=pytest.mark.nightly
+        ),
+        {"attention_sinks": True, "output_proj_use_nhd_shape": True},
+        pytest.param(
+            {
+                "ln_tpl": layers.RmsNorm,
+                "atten_logit_cap": 5.0,
+                "internal_enable_query_scale": False,
+            },
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
 def test_so_is_attention_of_any_kind(attention, mesh_of):
     crosses = "is_cross_attention" in attention
     expected, actual = (
@@ -183,7 +203,8 @@ def losses(kind, preset, shape, names=None, **settings):
     for name, value in settings.items():
         setattr(model, name, value)
     task = LanguageModelTask(
-        fdl.build(layers.set_sharding_params(model, preset)), Learner(optax.sgd, 0.3),
+        fdl.build(layers.set_sharding_params(model, preset)),
+        Learner(optax.sgd, 0.3),
         inputs_split_mapping={f"map_{n}d": (preset["batch"], None)[:n] for n in (1, 2)},
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=names or preset_runs.AXES))
@@ -197,21 +218,27 @@ def losses_of_one_device():
 
 # docs/versions.md; tests/core/sharding/test_jax_canaries.py has the program.
 REMAT3_CANNOT = pytest.mark.xfail(
-    getattr(jax.config, "jax_remat3", False), strict=True,
+    getattr(jax.config, "jax_remat3", False),
+    strict=True,
     reason="jax_remat3 cannot compile a shard_map in another, in a scan",
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "word", "policy"), [
-    pytest.param(explicit_partitioner, "fsdp+ring", "save_out_proj", marks=REMAT3_CANNOT),
-    pytest.param(Partitioner, "fsdp+ring", "save_nothing", marks=pytest.mark.nightly),
-    (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
-    pytest.param(
-        explicit_partitioner, "fsdp+mlp_ring", "save_everything",
-        marks=(REMAT3_CANNOT, pytest.mark.nightly),
-    ),
-])
+@pytest.mark.parametrize(
+    ("kind", "word", "policy"),
+    [
+        pytest.param(explicit_partitioner, "fsdp+ring", "save_out_proj", marks=REMAT3_CANNOT),
+        pytest.param(Partitioner, "fsdp+ring", "save_nothing", marks=pytest.mark.nightly),
+        (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
+        pytest.param(
+            explicit_partitioner,
+            "fsdp+mlp_ring",
+            "save_everything",
+            marks=(REMAT3_CANNOT, pytest.mark.nightly),
+        ),
+    ],
+)
 def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):
     repeat = fdl.Partial(layers.Repeat, checkpoint_policy=policy)
     preset = SHARDING_PRESETS[word]
@@ -223,7 +250,9 @@ def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):
 def test_a_pipelines_stages_keep_their_weights():
     pipeline = fdl.Partial(layers.Pipeline, num_stages=2, num_microbatches=2)
     preset = {
-        **SHARDING_PRESETS["fsdp+ring"], "embed": None, "batch": ("data",),
+        **SHARDING_PRESETS["fsdp+ring"],
+        "embed": None,
+        "batch": ("data",),
         "residual_batch": ("data", "mdl"),
     }
     names, settings = ("stage", "data", "mdl"), {"stacked_transformer_tpl": pipeline}
@@ -234,15 +263,25 @@ def test_a_pipelines_stages_keep_their_weights():
 
 def feed_forward(how="ring", split=("data", "mdl"), residual=SPLITS["rows"], **settings):
     return TransformerFeedForward(
-        4, 8, tensor_parallel=how, weight_split_dims_mapping=split,
-        activation_split_dims_mapping=residual, rngs=nnx.Rngs(0), **settings,
+        4,
+        8,
+        tensor_parallel=how,
+        weight_split_dims_mapping=split,
+        activation_split_dims_mapping=residual,
+        rngs=nnx.Rngs(0),
+        **settings,
     )
 
 
 def attention(how="ring", residual=SPLITS["rows"], **settings):
     return DotProductAttention(
-        4, 2, tensor_parallel=how, weight_split_dims_mapping=("data", "mdl", None),
-        output_split_dims_mapping=residual, rngs=nnx.Rngs(0), **settings,
+        4,
+        2,
+        tensor_parallel=how,
+        weight_split_dims_mapping=("data", "mdl", None),
+        output_split_dims_mapping=residual,
+        rngs=nnx.Rngs(0),
+        **settings,
     )
 
 
@@ -252,9 +291,7 @@ def rounded():
 
 
 WRONG = {
-    r"TransformerFeedForward\.tensor_parallel.*'rings'.*ring": (
-        lambda: feed_forward("rings")
-    ),
+    r"TransformerFeedForward\.tensor_parallel.*'rings'.*ring": (lambda: feed_forward("rings")),
     "tensor_parallel.*'ring'.*relu_dropout_prob.*tensor_parallel=None": (
         lambda: feed_forward(relu_dropout_prob=0.1)
     ),
@@ -267,15 +304,11 @@ WRONG = {
     "ffn_layer1/linear/w.*'mdl'": (
         lambda: [feed_forward(split=("data", "mdl")), _with_axes(("data", "mdl"))][1]
     ),
-    "'ring'.*'gather'.*'mdl'.*residual_batch": (
-        lambda: feed_forward(residual=SPLITS["no"])
-    ),
+    "'ring'.*'gather'.*'mdl'.*residual_batch": (lambda: feed_forward(residual=SPLITS["no"])),
     r"DotProductAttention\.tensor_parallel.*'ring'.*None": (
         lambda: attention(residual=SPLITS["time"])
     ),
-    r"\('mdl', 'data'\).*'mdl'": (
-        lambda: feed_forward(residual=(("mdl", "data"), None, None))
-    ),
+    r"\('mdl', 'data'\).*'mdl'": (lambda: feed_forward(residual=(("mdl", "data"), None, None))),
     "'ring'.*ffn_layer2/.*None.*'weights'": rounded,
 }
 

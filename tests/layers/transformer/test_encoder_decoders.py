@@ -21,9 +21,7 @@ STACKS = {
 }
 MODEL = partial(layers.TransformerEncoderDecoder, 7, 4, 6, 2, 2, 1, **STACKS)
 PADDINGS = ("input_paddings", "target_paddings")
-SEGMENTS = (
-    "input_segment_ids", "input_segment_pos", "target_segment_ids", "target_segment_pos"
-)
+SEGMENTS = ("input_segment_ids", "input_segment_pos", "target_segment_ids", "target_segment_pos")
 PAX = {
     "plain": (MODEL, PADDINGS),
     "packed": (MODEL, PADDINGS + SEGMENTS),
@@ -34,9 +32,7 @@ PAX = {
             decoder_embedding_tpl=layers.Embedding,
             softmax_tpl=layers.FullSoftmax,
             position_emb_tpl=None,
-            encoder_position_emb_tpl=partial(
-                layers.TrainablePositionalEmbedding, max_seq_length=6
-            ),
+            encoder_position_emb_tpl=partial(layers.TrainablePositionalEmbedding, max_seq_length=6),
             decoder_position_emb_tpl=layers.PositionalEmbedding,
         ),
         PADDINGS,
@@ -114,7 +110,10 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
     # Beams are reordered at each step, and what is encoded with them: they stay with their row.
     # Their prompts come a token at a time, the greedy ones in one pass.
     beam_search = BeamSearch(
-        max_decode_steps=num_steps, min_decode_steps=num_steps - 1, beam_size=3, eos_id=1,
+        max_decode_steps=num_steps,
+        min_decode_steps=num_steps - 1,
+        beam_size=3,
+        eos_id=1,
         fprop_for_prefix=False,
     )
     beams = decode(mdl_vars, beam_search)
@@ -132,8 +131,8 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
 
 
 WRONG = {
-    r"TransformerEncoderDecoder\.num_decoder_layers.*0": lambda r: (
-        layers.TransformerEncoderDecoder(11, 6, 10, 2, 1, 0, rngs=r)
+    r"TransformerEncoderDecoder\.num_decoder_layers.*0": lambda r: layers.TransformerEncoderDecoder(
+        11, 6, 10, 2, 1, 0, rngs=r
     ),
     "position_emb_tpl.*encoder_position_emb_tpl.*position_emb_tpl=None": lambda r: SMALL(
         encoder_position_emb_tpl=layers.PositionalEmbedding, rngs=r

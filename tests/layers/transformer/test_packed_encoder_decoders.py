@@ -66,9 +66,18 @@ def task_of(name: str, kernel: str = "auto", preset=None) -> SequenceToSequenceT
     )
     block = Partial(layers.Transformer, tr_atten_tpl=attention)
     model = Partial(
-        layers.TransformerEncoderDecoder, VOCAB, 8, 12, 4, 2, 2, dim_per_head=4,
+        layers.TransformerEncoderDecoder,
+        VOCAB,
+        8,
+        12,
+        4,
+        2,
+        2,
+        dim_per_head=4,
         position_emb_tpl=Partial(layers.PositionalEmbedding) if name == "sinusoids" else None,
-        encoder_layer_tpl=block, decoder_layer_tpl=block, softmax_tpl=Partial(layers.FullSoftmax),
+        encoder_layer_tpl=block,
+        decoder_layer_tpl=block,
+        softmax_tpl=Partial(layers.FullSoftmax),
         encoder_embedding_tpl=Partial(layers.Embedding),
         decoder_embedding_tpl=Partial(layers.Embedding),
     )
@@ -109,12 +118,20 @@ def test_so_it_is_in_other_kernels(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", [
-    pytest.param(SHARDING_PRESETS["sequence"], marks=pytest.mark.nightly),
-    {**SHARDING_PRESETS["sequence"], "attention_collectives": "gather", "mlp_collectives": "ring"},
-    {"batch": "data", "length": "mdl", "residual_length": "mdl"},
-    pytest.param(SHARDING_PRESETS["fsdp+ring"], marks=pytest.mark.nightly),
-], ids=["sequence", "gather", "length", "ring"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(SHARDING_PRESETS["sequence"], marks=pytest.mark.nightly),
+        {
+            **SHARDING_PRESETS["sequence"],
+            "attention_collectives": "gather",
+            "mlp_collectives": "ring",
+        },
+        {"batch": "data", "length": "mdl", "residual_length": "mdl"},
+        pytest.param(SHARDING_PRESETS["fsdp+ring"], marks=pytest.mark.nightly),
+    ],
+    ids=["sequence", "gather", "length", "ring"],
+)
 def test_so_it_is_where_an_axis_splits_both_sequences(preset, mesh_of):
     check("rotary", task_of("rotary", preset=preset), mesh_of(1, 2, 3))
 

@@ -32,8 +32,13 @@ NUM_DOCS = sum(map(len, LENGTHS))
 IDS_PER_DOC = 4
 VOCAB = IDS_PER_DOC * (NUM_DOCS + 1)
 SIZES = {
-    "vocab_size": VOCAB, "model_dims": 8, "hidden_dims": 12, "num_heads": 4, "dim_per_head": 4,
-    "num_layers": 2, "softmax_tpl": Partial(layers.FullSoftmax),
+    "vocab_size": VOCAB,
+    "model_dims": 8,
+    "hidden_dims": 12,
+    "num_heads": 4,
+    "dim_per_head": 4,
+    "num_layers": 2,
+    "softmax_tpl": Partial(layers.FullSoftmax),
     "separate_embedding_tpl": Partial(layers.Embedding),
 }
 
@@ -45,7 +50,8 @@ def batch_of(packing, *names: str) -> dict[str, np.ndarray]:
     padding_ids = rng.integers(VOCAB - IDS_PER_DOC, VOCAB, shape).astype(np.int32)
     ids = [IDS_PER_DOC * element + np.arange(n) % IDS_PER_DOC for element, n in enumerate(lengths)]
     optional = {
-        "segment_ids": packing.segment_ids, "segment_pos": packing.positions,
+        "segment_ids": packing.segment_ids,
+        "segment_pos": packing.positions,
         "paddings": (packing.segment_ids == 0).astype(np.float32),
         # Documents of one token begin with a prefix of one.
         "inputs_indicator": (packing.positions < 2).astype(np.int32),
@@ -90,10 +96,14 @@ def rotary(kernel="auto", **settings) -> Any:
 
 def experts(**settings) -> Any:
     # A loss of the experts' balance is of all tokens together, not a sum over documents.
-    return {"tr_fflayer_tpl": Partial(
-        layers.TransformerFeedForwardMoe, num_experts=4, moe_load_balance_loss_weight=0.0,
-        **settings,
-    )}
+    return {
+        "tr_fflayer_tpl": Partial(
+            layers.TransformerFeedForwardMoe,
+            num_experts=4,
+            moe_load_balance_loss_weight=0.0,
+            **settings,
+        )
+    }
 
 
 def attention(**settings) -> Any:
@@ -112,9 +122,14 @@ MODELS = {
     "side_by_side": lambda: lm_of({"is_parallel": True}),
     "primer": lambda: lm_of({"norm_policy": "primer_hybrid"}),
     "unrolled": lambda: lm_of(stacked_transformer_tpl=layers.StackedTransformer),
-    "pipeline": lambda: lm_of(stacked_transformer_tpl=Partial(
-        layers.Pipeline, num_stages=2, num_microbatches=NUM_DOCS, pipelined=True,
-    )),
+    "pipeline": lambda: lm_of(
+        stacked_transformer_tpl=Partial(
+            layers.Pipeline,
+            num_stages=2,
+            num_microbatches=NUM_DOCS,
+            pipelined=True,
+        )
+    ),
     "experts_by_sentence": lambda: lm_of(
         experts(dropless=True, moe_gating_embedding_level="sentence")
     ),
@@ -128,21 +143,18 @@ MODELS = {
 @functools.cache
 def alone(name: str) -> list[NatsAndGradients]:
     names = ["inputs_indicator"] if name == "prefix" else []
-    return nats_and_gradients(
-        task_of(MODELS[name]()), batch_of(APART, "paddings", *names), APART
-    )
+    return nats_and_gradients(task_of(MODELS[name]()), batch_of(APART, "paddings", *names), APART)
 
 
 # Of the others a mesh is tested too, below, or the layer alone, in test_packed_documents.py.
-ON_ONE_DEVICE = [
-    name for name in MODELS if name not in ("recurrent", "relative_bias", "prefix")
-]
+ON_ONE_DEVICE = [name for name in MODELS if name not in ("recurrent", "relative_bias", "prefix")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(
-    {"dropless_experts", "rotary", "pipeline", "experts_by_sentence"}, ON_ONE_DEVICE
-))
+@pytest.mark.parametrize(
+    "name",
+    nightly_but({"dropless_experts", "rotary", "pipeline", "experts_by_sentence"}, ON_ONE_DEVICE),
+)
 def test_a_packed_loss_is_that_of_rows_of_their_own_and_no_document_sees_another(name):
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     check(nats_and_gradients(task_of(MODELS[name]()), batch, PACKED), alone(name))
@@ -173,20 +185,26 @@ KERNELS = [name for name, can_do in kernels.KERNELS.items() if "segment_ids" in 
 
 # What each kernel makes of a split sequence; what each way to split makes of one kernel.
 CASES = [
-    *(("length", kernel) for kernel in KERNELS), ("sequence", "einsum"), ("gather", "splash"),
-    ("all_to_all", "splash"), ("all_to_all", "dot_product"),
+    *(("length", kernel) for kernel in KERNELS),
+    ("sequence", "einsum"),
+    ("gather", "splash"),
+    ("all_to_all", "splash"),
+    ("all_to_all", "dot_product"),
     *((word, "chunked") for word in ("gathered_keys", "ring", "all_to_all+ring")),
-    ("ring_of_rows", "chunked"), ("two_way_ring", "einsum"), ("weights", "splash"),
+    ("ring_of_rows", "chunked"),
+    ("two_way_ring", "einsum"),
+    ("weights", "splash"),
 ]
 SLOW = {
-    ("sequence", "einsum"), ("length", "chunked"), ("all_to_all", "splash"),
-    ("all_to_all+ring", "chunked"), ("two_way_ring", "einsum"),
+    ("sequence", "einsum"),
+    ("length", "chunked"),
+    ("all_to_all", "splash"),
+    ("all_to_all+ring", "chunked"),
+    ("two_way_ring", "einsum"),
 }
 
 
-@pytest.mark.parametrize(
-    "case", slow_or_nightly({("length", "einsum")}, SLOW, CASES), ids="-".join
-)
+@pytest.mark.parametrize("case", slow_or_nightly({("length", "einsum")}, SLOW, CASES), ids="-".join)
 def test_so_it_is_where_an_axis_splits_the_sequence(case, mesh_of):
     word, kernel = case
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
@@ -197,9 +215,12 @@ def test_so_it_is_where_an_axis_splits_the_sequence(case, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(
-    {"recurrent", "prefix"}, ["recurrent", "relative_bias", "dropless_experts", "prefix"]
-))
+@pytest.mark.parametrize(
+    "name",
+    nightly_but(
+        {"recurrent", "prefix"}, ["recurrent", "relative_bias", "dropless_experts", "prefix"]
+    ),
+)
 def test_so_it_is_for_other_layers_there(name, mesh_of):
     names = ["inputs_indicator"] if name == "prefix" else []
     batch = batch_of(PACKED, "segment_ids", "segment_pos", *names)
@@ -213,9 +234,7 @@ def steps(kind, word, num_stages, shape, batch, packing) -> list[tuple[float, np
     if num_stages > 1:
         names = ("stage", "data", "mdl")
         lm.stacked_transformer_tpl = Partial(layers.Pipeline, num_stages=2, num_microbatches=5)
-    mesh = make_mesh(
-        MeshConfig(ici_mesh_shape=shape, axis_names=names, allow_unused_devices=True)
-    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=names, allow_unused_devices=True))
     partitioner = kind(task_of(lm, PRESETS[word]), mesh)
     layout, key, actual = partitioner.layout, partitioner.key(0), []
     state = preset_runs.drawn(partitioner)
@@ -236,13 +255,19 @@ def steps_apart(num_stages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "word", "num_stages"), nightly_but(
-    {(Partitioner, "length", 2), (explicit_partitioner, "gather", 1)},
-    [
-        (Partitioner, "length", 1), (Partitioner, "length", 2), (Partitioner, "all_to_all", 2),
-        (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring", 1),
-    ],
-))
+@pytest.mark.parametrize(
+    ("kind", "word", "num_stages"),
+    nightly_but(
+        {(Partitioner, "length", 2), (explicit_partitioner, "gather", 1)},
+        [
+            (Partitioner, "length", 1),
+            (Partitioner, "length", 2),
+            (Partitioner, "all_to_all", 2),
+            (explicit_partitioner, "gather", 1),
+            (explicit_partitioner, "ring", 1),
+        ],
+    ),
+)
 def test_a_training_step_leaves_other_documents_embeddings_as_they_are(kind, word, num_stages):
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     actual = steps(kind, word, num_stages, (num_stages, 2, 2), batch, PACKED)

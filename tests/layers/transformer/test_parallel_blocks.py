@@ -22,10 +22,13 @@ def test_attention_and_feed_forward_read_the_same_and_are_both_added():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings, said", [
-    ({"norm_policy": "post_skip"}, "is_parallel cannot .*norm_policy 'post_skip'"),
-    ({"use_cross_attention": True}, "is_parallel cannot .*use_cross"),
-])
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"norm_policy": "post_skip"}, "is_parallel cannot .*norm_policy 'post_skip'"),
+        ({"use_cross_attention": True}, "is_parallel cannot .*use_cross"),
+    ],
+)
 def test_what_cannot_be_parallel_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         Transformer(6, 11, 2, is_parallel=True, rngs=nnx.Rngs(0), **settings)
@@ -35,8 +38,16 @@ def test_what_cannot_be_parallel_is_refused(settings, said):
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_gates_are_the_probabilities_or_add_up_to_one(normalizes):
     layer = TransformerFeedForwardMoe(
-        6, 11, expert_hidden_dims=7, num_experts=5, num_experts_per_token=3, gating_func="top_k",
-        dropless=True, normalize_gates=normalizes, activation="silu", rngs=nnx.Rngs(0),
+        6,
+        11,
+        expert_hidden_dims=7,
+        num_experts=5,
+        num_experts_per_token=3,
+        gating_func="top_k",
+        dropless=True,
+        normalize_gates=normalizes,
+        activation="silu",
+        rngs=nnx.Rngs(0),
     )
     assert layer.wi_0.shape == (5, 6, 7)
     actual = np.asarray(nnx.jit(lambda layer: layer(X))(layer))
@@ -48,14 +59,20 @@ def test_gates_are_the_probabilities_or_add_up_to_one(normalizes):
         best = np.argsort(-probs[b, t])[:3]
         gates = probs[b, t, best] / (probs[b, t, best].sum() if normalizes else 1.0)
         hidden = [x[b, t] @ wi[e] for e in best]
-        result = sum(g * ((h / (1 + np.exp(-h))) @ wo[e]) for g, h, e in zip(
-            gates, hidden, best, strict=True))
+        result = sum(
+            g * ((h / (1 + np.exp(-h))) @ wo[e])
+            for g, h, e in zip(gates, hidden, best, strict=True)
+        )
         np.testing.assert_allclose(actual[b, t], np.asarray(X)[b, t] + result, atol=1e-5)
 
 
 def test_gates_that_do_not_add_up_are_for_tokens_that_choose():
     with pytest.raises(ConfigError, match="normalize_gates"):
         TransformerFeedForwardMoe(
-            6, 11, num_experts=5, gating_func="expert_choice", normalize_gates=False,
+            6,
+            11,
+            num_experts=5,
+            gating_func="expert_choice",
+            normalize_gates=False,
             rngs=nnx.Rngs(0),
         )

@@ -91,7 +91,8 @@ def test_losses_metrics_log_probs_and_gradients_equal_the_golden(name):
     for path, output in outputs.items():
         goldens.assert_close(output, expected[path], tolerance, path)
     for ours, paxs in {
-        "loss": "total_loss", "accuracy": "fraction_of_correct_next_step_preds"
+        "loss": "total_loss",
+        "accuracy": "fraction_of_correct_next_step_preds",
     }.items():
         goldens.assert_close(metrics[ours], expected[f"metric/{paxs}"], tolerance, ours)
     bits, num_tokens = metrics["bits_per_byte"]
@@ -104,9 +105,7 @@ def test_losses_metrics_log_probs_and_gradients_equal_the_golden(name):
         goldens.assert_close(output, of_pax, tolerance, f"gradient of {path}")
 
 
-LM = partial(
-    layers.TransformerLm, 7, 4, 6, 2, 2, stacked_transformer_tpl=layers.StackedTransformer
-)
+LM = partial(layers.TransformerLm, 7, 4, 6, 2, 2, stacked_transformer_tpl=layers.StackedTransformer)
 ROTARY = partial(
     layers.Transformer,
     tr_atten_tpl=partial(layers.DotProductAttention, use_rotary_position_emb=True),
@@ -185,16 +184,19 @@ def test_a_packed_row_gives_what_its_sequences_give_alone():
     assert np.abs(packed - run(mdl_vars, ids)).max() > 1e-2
 
 
-WINDOWED = partial(
-    layers.Transformer, tr_atten_tpl=partial(layers.DotProductAttention, window=2)
-)
+WINDOWED = partial(layers.Transformer, tr_atten_tpl=partial(layers.DotProductAttention, window=2))
 
 
 @pytest.mark.slow
 def test_a_pattern_of_window_and_global_attention_decodes_as_it_reads():
     model = NnxModel(
         partial(
-            layers.TransformerLm, 13, 6, 11, 3, 4,
+            layers.TransformerLm,
+            13,
+            6,
+            11,
+            3,
+            4,
             transformer_layer_tpl=[WINDOWED, layers.Transformer],
         )
     )
@@ -222,13 +224,26 @@ def test_every_split_of_several_blocks_cross_attention_and_separate_embeddings_i
         return fdl.Partial(layers.Transformer, **settings)
 
     lm = fdl.Partial(
-        layers.TransformerLm, 8, 4, 6, 2, 2, max_seq_length=6,
+        layers.TransformerLm,
+        8,
+        4,
+        6,
+        2,
+        2,
+        max_seq_length=6,
         transformer_layer_tpl=[template(), template(tr_atten_tpl=layers.DotProductAttention)],
-        softmax_tpl=layers.FullSoftmax, separate_embedding_tpl=layers.Embedding,
+        softmax_tpl=layers.FullSoftmax,
+        separate_embedding_tpl=layers.Embedding,
         position_emb_tpl=layers.TrainablePositionalEmbedding,
     )
     both = fdl.Partial(
-        layers.TransformerEncoderDecoder, 8, 4, 6, 2, 1, 1,
+        layers.TransformerEncoderDecoder,
+        8,
+        4,
+        6,
+        2,
+        1,
+        1,
         decoder_layer_tpl=template(cross_atten_tpl=layers.DotProductAttention),
         encoder_embedding_tpl=layers.Embedding,
     )
@@ -236,22 +251,23 @@ def test_every_split_of_several_blocks_cross_attention_and_separate_embeddings_i
         built = fdl.build(layers.set_sharding_params(model))
         specs = dict(spec_leaves(NnxModel(built).weight_specs()["params"]))
         matrices = {
-            path: spec for path, spec in specs.items()
+            path: spec
+            for path, spec in specs.items()
             if path.endswith(("/w", "emb_var")) and "position" not in path
         }
         assert len(matrices) >= 14
         assert all({"data", "mdl"} <= set(spec.split_dims_mapping) for spec in matrices.values())
     assert specs["decoder/blocks/cross_attention/query/w"].split_dims_mapping == (
-        "data", "mdl", None
+        "data",
+        "mdl",
+        None,
     )
     assert specs["encoder_embedding_lookup/emb_var"].split_dims_mapping == ("mdl", "data")
 
 
 WRONG = {
     r"TransformerLm\.model_type.*'casual'.*causal\?": {"model_type": "casual"},
-    r"TransformerLm\.num_layers.*2.*3": {
-        "transformer_layer_tpl": [layers.Transformer] * 3
-    },
+    r"TransformerLm\.num_layers.*2.*3": {"transformer_layer_tpl": [layers.Transformer] * 3},
 }
 
 

@@ -41,8 +41,11 @@ def block(module, i):
 
 def cross(module, i):
     return module(
-        i["x"], paddings=i["paddings"], atten_mask=masked(i["x"])[None, None],
-        encoded=i["encoded"], encoded_paddings=i["encoded_paddings"],
+        i["x"],
+        paddings=i["paddings"],
+        atten_mask=masked(i["x"])[None, None],
+        encoded=i["encoded"],
+        encoded_paddings=i["encoded_paddings"],
     )[0]
 
 
@@ -52,7 +55,9 @@ def stack(module, i):
 
 def cross_stack(module, i):
     return module(
-        i["x"], paddings=i["paddings"], encoded=i["encoded"],
+        i["x"],
+        paddings=i["paddings"],
+        encoded=i["encoded"],
         encoded_paddings=i["encoded_paddings"],
     )[0]
 
@@ -63,21 +68,23 @@ PAX = {
     "ffn_residual_weight": (partial(FFN, residual_weight=0.3), feed),
     "ffn_droppath": (
         partial(
-            FFN, residual_weight=0.3, residual_droppath_prob=0.4, residual_dropout_prob=0.3,
+            FFN,
+            residual_weight=0.3,
+            residual_droppath_prob=0.4,
+            residual_dropout_prob=0.3,
             relu_dropout_prob=0.2,
         ),
         feed,
     ),
     "ffn_padding_first": (partial(FFN, apply_padding_first=True, norm_policy="post"), feed),
     "ffn_no_bias_gated": (
-        partial(FFN, has_bias=False, use_gated_activation=True, activation="gelu"), feed
+        partial(FFN, has_bias=False, use_gated_activation=True, activation="gelu"),
+        feed,
     ),
     "ffn_output_dims": (partial(FFN, output_dims=3, add_skip_connection=False), feed),
     "ffn_rms": (partial(FFN, ln_tpl=layers.RmsNorm, activation="squared_relu"), feed),
     "block_post_skip": (partial(BLOCK, norm_policy="post_skip"), block),
-    "block_droppath": (
-        partial(BLOCK, residual_droppath_prob=0.4, atten_dropout_prob=0.1), block
-    ),
+    "block_droppath": (partial(BLOCK, residual_droppath_prob=0.4, atten_dropout_prob=0.1), block),
     "cross_pre": (CROSS, cross),
     "cross_post": (partial(CROSS, norm_policy="post"), cross),
     "cross_post_skip": (partial(CROSS, norm_policy="post_skip"), cross),
@@ -85,18 +92,15 @@ PAX = {
     "cross_skipped": (BLOCK, cross),
     "cross_tpl": (
         partial(
-            CROSS, dim_per_head=3,
+            CROSS,
+            dim_per_head=3,
             cross_atten_tpl=partial(NO_BIAS, internal_enable_per_dim_scale=False),
         ),
         cross,
     ),
-    "stack_bidirectional": (
-        partial(STACK, partial(BLOCK, mask_self_attention=False), 2), stack
-    ),
+    "stack_bidirectional": (partial(STACK, partial(BLOCK, mask_self_attention=False), 2), stack),
     "stack_pattern": (partial(STACK, [BLOCK, POST], 2), stack),
-    "stack_repeated_pattern": (
-        partial(layers.Repeat, partial(STACK, [BLOCK, POST], 2), 2), stack
-    ),
+    "stack_repeated_pattern": (partial(layers.Repeat, partial(STACK, [BLOCK, POST], 2), 2), stack),
     "stack_cross": (partial(STACK, CROSS, 2), cross_stack),
 }
 
@@ -107,8 +111,13 @@ def test_every_case_of_the_real_pax_is_compared():
 
 # Of each part of a block, and of a stack, one.
 QUICK = {
-    "ffn_primer_hybrid", "ffn_droppath", "ffn_no_bias_gated", "block_post_skip", "block_droppath",
-    "cross_post", "stack_pattern",
+    "ffn_primer_hybrid",
+    "ffn_droppath",
+    "ffn_no_bias_gated",
+    "block_post_skip",
+    "block_droppath",
+    "cross_post",
+    "stack_pattern",
 }
 
 
@@ -116,13 +125,12 @@ QUICK = {
 def results_of_pax(is_quick: bool) -> dict[str, Any]:
     """Returns by case our outputs and gradients, from one program for quick cases or others."""
     numbers = pax_options("transformers")
-    models = {name: NnxModel(build) for name, (build, _) in PAX.items()
-              if (name in QUICK) == is_quick}
+    models = {
+        name: NnxModel(build) for name, (build, _) in PAX.items() if (name in QUICK) == is_quick
+    }
 
     def renamed(case):
-        return {
-            **case, "w": {p.replace("repeat/sub", "blocks"): w for p, w in case["w"].items()}
-        }
+        return {**case, "w": {p.replace("repeat/sub", "blocks"): w for p, w in case["w"].items()}}
 
     params = {
         name: mdl_vars_from(model, renamed(numbers[name]))["params"]
@@ -197,7 +205,12 @@ def test_every_dropout_of_a_block_has_its_own_key():
             return x
 
     atten = partial(
-        layers.Transformer, 4, 6, 2, tr_atten_tpl=Recorder, tr_fflayer_tpl=FeedForward,
+        layers.Transformer,
+        4,
+        6,
+        2,
+        tr_atten_tpl=Recorder,
+        tr_fflayer_tpl=FeedForward,
         use_cross_attention=True,
     )
     stack = STACK(atten, 3, rngs=nnx.Rngs(0))
@@ -221,9 +234,7 @@ def test_cross_attention_reads_its_cache_where_encoded_is_not_given_again():
         outputs = []
         for t in range(5):
             given = inputs if t == 0 else {}
-            y, cache = module(
-                x[:, t : t + 1], positions=jnp.full((2, 1), t), cache=cache, **given
-            )
+            y, cache = module(x[:, t : t + 1], positions=jnp.full((2, 1), t), cache=cache, **given)
             outputs.append(y)
         return whole, jnp.concatenate(outputs, axis=1)
 
@@ -251,8 +262,10 @@ def test_a_mask_of_the_callers_alone_says_what_a_block_sees():
         block = BLOCK(rngs=nnx.Rngs(0))
         bidirectional = BLOCK(mask_self_attention=False, rngs=nnx.Rngs(0))
         return (
-            block(x)[0], block(x, atten_mask=masked(x)[None, None])[0],
-            block(x, atten_mask=sees_all)[0], bidirectional(x)[0],
+            block(x)[0],
+            block(x, atten_mask=masked(x)[None, None])[0],
+            block(x, atten_mask=sees_all)[0],
+            bidirectional(x)[0],
         )
 
     causal, causal_by_mask, by_mask, bidirectional = run(x)
@@ -280,9 +293,7 @@ WRONG = {
     r"StochasticResidual\.survival_prob.*0\.0.*residual_droppath_prob < 1": lambda r: BLOCK(
         residual_droppath_prob=1.0, rngs=r
     ),
-    r"StackedTransformer\.num_layers.*3.*2": lambda r: STACK(
-        [BLOCK, BLOCK], 3, rngs=r
-    ),
+    r"StackedTransformer\.num_layers.*3.*2": lambda r: STACK([BLOCK, BLOCK], 3, rngs=r),
     r"StackedTransformer\.checkpoint_policy.*'save_dots'.*save_dot": lambda r: STACK(
         BLOCK, 3, remat=True, checkpoint_policy="save_dots", rngs=r
     ),

@@ -102,21 +102,17 @@ WRONG = {
     r"Conv2D\.filter_shape\[0\].*0": lambda r: CONV((0, 3, 3, 2), rngs=r),
     r"Conv2D\.filter_shape.*\(3, 3\).*4": lambda r: CONV((3, 3), rngs=r),
     r"Conv2D\.filter_stride.*2.*2": lambda r: CONV((1, 1, 1, 1), 2, rngs=r),
-    r"Conv2D\.padding.*'smae'.*SAME.*VALID": lambda r: CONV(
-        (1, 1, 1, 1), padding="smae", rngs=r
-    ),
+    r"Conv2D\.padding.*'smae'.*SAME.*VALID": lambda r: CONV((1, 1, 1, 1), padding="smae", rngs=r),
     r"Conv2D\.is_causal.*True.*tf_equivalent_padding=True": lambda r: CONV(
         (1, 1, 1, 1), is_causal=True, rngs=r
     ),
-    r"Conv2D\.filter_shape.*\(1, 1, 2, 2\).*\(1, 4, 4, 3\)": lambda r: CONV(
-        (1, 1, 2, 2), rngs=r
-    )(jnp.ones((1, 4, 4, 3))),
+    r"Conv2D\.filter_shape.*\(1, 1, 2, 2\).*\(1, 4, 4, 3\)": lambda r: CONV((1, 1, 2, 2), rngs=r)(
+        jnp.ones((1, 4, 4, 3))
+    ),
     r"ConvBNAct\.activation.*'rellu'.*relu": lambda r: layers.ConvBNAct(
         (1, 1, 1, 1), activation="rellu", rngs=r
     ),
-    r"DepthwiseConv1D\.filter_shape\[2\].*0": lambda r: layers.DepthwiseConv1D(
-        (3, 3, 0), rngs=r
-    ),
+    r"DepthwiseConv1D\.filter_shape\[2\].*0": lambda r: layers.DepthwiseConv1D((3, 3, 0), rngs=r),
     r"DepthwiseConv1D\.rhs_dilation_rate.*0": lambda r: DEPTHWISE(rhs_dilation_rate=0, rngs=r),
     r"WeightNormL2\.dim.*0": lambda r: layers.WeightNormL2(0, rngs=r),
 }

@@ -88,8 +88,8 @@ def test_integers_have_maxima_and_bfloat16_means_are_summed_in_float32():
 
 
 WRONG = {
-    r"Pooling\.pooling_type.*'MEAN'.*MAX.*AVG": lambda: (
-        layers.Pooling((2, 2), (1, 1), pooling_type="MEAN")
+    r"Pooling\.pooling_type.*'MEAN'.*MAX.*AVG": lambda: layers.Pooling(
+        (2, 2), (1, 1), pooling_type="MEAN"
     ),
     r"Pooling\.pooling_type.*'max'.*MAX": lambda: layers.Pooling(
         (2, 2), (1, 1), pooling_type="max"
@@ -99,9 +99,7 @@ WRONG = {
     r"Pooling\.window_stride.*\(1,\)": lambda: layers.Pooling((2, 2), (1,)),
     r"GlobalPooling\.pooling_dims.*\(-1,\)": lambda: layers.GlobalPooling((-1,)),
     r"GlobalPooling\.pooling_dims.*\(\)": lambda: layers.GlobalPooling(()),
-    r"GlobalPooling\.pooling_type.*'SUM'": lambda: layers.GlobalPooling(
-        (1,), pooling_type="SUM"
-    ),
+    r"GlobalPooling\.pooling_type.*'SUM'": lambda: layers.GlobalPooling((1,), pooling_type="SUM"),
     r"Pooling1D\.stride.*0": lambda: layers.Pooling1D(0),
     r"Pooling1D\.window.*-1": lambda: layers.Pooling1D(1, -1),
 }

@@ -21,12 +21,15 @@ partial = functools.partial
 CONV = partial(layers.ConvBNAct, batch_norm_tpl=partial(layers.BatchNorm, decay=0.9))
 PAX = {
     "block_train": partial(layers.ResNetBlock, 3, 8, stride=2, conv_params=CONV),
-    "basic_train": partial(
-        layers.ResNetBasicBlock, 3, 3, conv_params=CONV, activation="swish"
-    ),
+    "basic_train": partial(layers.ResNetBasicBlock, 3, 3, conv_params=CONV, activation="swish"),
     "resnet_train": partial(
-        layers.ResNet, channels=(8, 4), strides=(1, 2), blocks=(1, 1), kernels=(3, 1),
-        entryflow_conv_kernel=(3, 3, 3), entryflow_conv_stride=(1, 2),
+        layers.ResNet,
+        channels=(8, 4),
+        strides=(1, 2),
+        blocks=(1, 1),
+        kernels=(3, 1),
+        entryflow_conv_kernel=(3, 3, 3),
+        entryflow_conv_stride=(1, 2),
     ),
 }
 
@@ -81,8 +84,14 @@ def cases():
         return module(x)
 
     build = partial(
-        layers.ResNet, conv_params=conv, channels=(channels,), strides=(2,), blocks=(1,),
-        kernels=(3,), entryflow_conv_kernel=(3, 3, 3), entryflow_conv_stride=(1, 1),
+        layers.ResNet,
+        conv_params=conv,
+        channels=(channels,),
+        strides=(2,),
+        blocks=(1,),
+        kernels=(3,),
+        entryflow_conv_kernel=(3, 3, 3),
+        entryflow_conv_stride=(1, 1),
         block_params=partial(layers.ResNetBlock, residual_droppath_prob=0.4),
     )
     return {"trained": (build, train, x), "evaluated": (build, evaluate, x)}
@@ -108,8 +117,14 @@ def test_a_block_that_starts_with_a_zero_scale_is_the_identity():
 
 def test_block_features_are_those_of_each_stage():
     network = partial(
-        layers.ResNet, channels=(8, 12), strides=(1, 2), blocks=(1, 1), kernels=(1, 1),
-        entryflow_conv_kernel=(1, 1, 3), entryflow_conv_stride=(1, 1), entry_max_pool=False,
+        layers.ResNet,
+        channels=(8, 12),
+        strides=(1, 2),
+        blocks=(1, 1),
+        kernels=(1, 1),
+        entryflow_conv_kernel=(1, 1, 3),
+        entryflow_conv_stride=(1, 1),
+        entry_max_pool=False,
     )
     mdl_vars = drawn(NnxModel(network))
 

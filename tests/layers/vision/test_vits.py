@@ -26,7 +26,9 @@ PAX = {
     "entry_interpolated": partial(ENTRY, (3, 2)),
     "entry_patches": partial(ENTRY, (2, 3)),
     "exit_projection_max": partial(
-        EXIT, 3, output_fc_tanh=False,
+        EXIT,
+        3,
+        output_fc_tanh=False,
         pooling_tpl=partial(layers.GlobalPooling, (1,), pooling_type="MAX"),
     ),
     "exit_norm_alone": partial(EXIT, output_fc_tanh=False, pooled=False),
@@ -67,14 +69,21 @@ BATCH = ("replica", "data")
 def vit_of(stack=layers.Repeat, **entry):
     tokens = (BATCH, None, None)
     block = partial(
-        layers.Transformer, DIMS, HIDDEN, NUM_HEADS, dim_per_head=3, mask_self_attention=False,
+        layers.Transformer,
+        DIMS,
+        HIDDEN,
+        NUM_HEADS,
+        dim_per_head=3,
+        mask_self_attention=False,
         tr_atten_tpl=partial(
-            layers.DotProductAttention, weight_split_dims_mapping=("data", "mdl", None),
+            layers.DotProductAttention,
+            weight_split_dims_mapping=("data", "mdl", None),
             activation_split_dims_mapping=(BATCH, None, "mdl", None),
             output_split_dims_mapping=tokens,
         ),
         tr_fflayer_tpl=partial(
-            layers.TransformerFeedForward, weight_split_dims_mapping=("data", "mdl"),
+            layers.TransformerFeedForward,
+            weight_split_dims_mapping=("data", "mdl"),
             hidden_split_dims_mapping=(BATCH, None, "mdl"),
             activation_split_dims_mapping=tokens,
         ),
@@ -83,16 +92,26 @@ def vit_of(stack=layers.Repeat, **entry):
     return partial(
         layers.VisionTransformer,
         partial(
-            layers.VitEntryLayers, (3, 2), 2, 4, DIMS, **entry,
+            layers.VitEntryLayers,
+            (3, 2),
+            2,
+            4,
+            DIMS,
+            **entry,
             pos_emb_tpl=partial(
                 layers.TrainablePositionalEmbedding, weight_split_dims_mapping=(None, "data")
             ),
-            weight_split_dims_mapping=(None, "data"), activation_split_dims_mapping=tokens,
+            weight_split_dims_mapping=(None, "data"),
+            activation_split_dims_mapping=tokens,
         ),
         partial(stack, block, 2),
         partial(
-            layers.VitExitLayers, DIMS, 5, weight_split_dims_mapping=("data", "mdl"),
-            activation_split_dims_mapping=(BATCH, "mdl"), **pooling,
+            layers.VitExitLayers,
+            DIMS,
+            5,
+            weight_split_dims_mapping=("data", "mdl"),
+            activation_split_dims_mapping=(BATCH, "mdl"),
+            **pooling,
         ),
         activation_split_dims_mapping=tokens,
     )
@@ -147,15 +166,13 @@ def test_every_token_sees_every_other():
 
 
 WRONG = {
-    r"patch_size.*2.*images.*\(1, 5, 4, 1\)": lambda r: ENTRY(
-        (2, 2), rngs=r
-    )(jnp.ones((1, 5, 4, 1))),
-    r"VitEntryLayers\.input_dims.*4.*12": lambda r: ENTRY((2, 2), rngs=r)(
-        jnp.ones((1, 4, 4, 3))
+    r"patch_size.*2.*images.*\(1, 5, 4, 1\)": lambda r: ENTRY((2, 2), rngs=r)(
+        jnp.ones((1, 5, 4, 1))
     ),
-    r"VitEntryLayers\.pos_emb_shapes.*\(5,\).*\(1, 4, 4, 1\).*4": lambda r: ENTRY(
-        (5,), rngs=r
-    )(jnp.ones((1, 4, 4, 1))),
+    r"VitEntryLayers\.input_dims.*4.*12": lambda r: ENTRY((2, 2), rngs=r)(jnp.ones((1, 4, 4, 3))),
+    r"VitEntryLayers\.pos_emb_shapes.*\(5,\).*\(1, 4, 4, 1\).*4": lambda r: ENTRY((5,), rngs=r)(
+        jnp.ones((1, 4, 4, 1))
+    ),
     r"VitEntryLayers\.pos_emb_shapes\[1\].*0": lambda r: ENTRY((2, 0), rngs=r),
     r"VitEntryLayers\.patch_size.*0": lambda r: layers.VitEntryLayers((2, 2), 0, 4, 4, rngs=r),
     r"VitEntryLayers\.prepend_cls_tokens.*-1": lambda r: ENTRY(

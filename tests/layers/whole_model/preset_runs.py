@@ -25,8 +25,17 @@ AXES = ("replica", "data", "mdl")
 KEEPS_ALL = fdl.Partial(layers.Repeat, checkpoint_policy="save_everything")
 # What no axis of a mesh divides, with an embedding, positions and a softmax apart.
 UNEVEN = functools.partial(
-    fdl.Partial, layers.TransformerLm, 37, 13, 29, 3, NUM_LAYERS, dim_per_head=5, max_seq_length=7,
-    softmax_tpl=layers.FullSoftmax, separate_embedding_tpl=layers.Embedding,
+    fdl.Partial,
+    layers.TransformerLm,
+    37,
+    13,
+    29,
+    3,
+    NUM_LAYERS,
+    dim_per_head=5,
+    max_seq_length=7,
+    softmax_tpl=layers.FullSoftmax,
+    separate_embedding_tpl=layers.Embedding,
     stacked_transformer_tpl=KEEPS_ALL,
 )
 # Rows, time, model and hidden dims, heads and their dims, vocabulary.
@@ -38,8 +47,13 @@ def even_lm(sizes: Sequence[int] = EVEN, **settings: Any) -> fdl.Partial:
     """Returns an LM with rotary positions that keeps all activations: each collective once."""
     _, _, model_dims, hidden_dims, num_heads, dim_per_head, vocab_size = sizes
     return rotary_lm(
-        vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims, num_heads=num_heads,
-        dim_per_head=dim_per_head, num_layers=NUM_LAYERS, **settings,
+        vocab_size=vocab_size,
+        model_dims=model_dims,
+        hidden_dims=hidden_dims,
+        num_heads=num_heads,
+        dim_per_head=dim_per_head,
+        num_layers=NUM_LAYERS,
+        **settings,
         stacked_transformer_tpl=KEEPS_ALL,
     )
 
@@ -48,8 +62,16 @@ def both_ends() -> fdl.Partial:
     """Returns an encoder-decoder that no axis divides."""
     block = fdl.Partial(layers.Transformer, tr_atten_tpl=fdl.Partial(layers.DotProductAttention))
     return fdl.Partial(
-        layers.TransformerEncoderDecoder, 17, 6, 11, 3, 1, 1, dim_per_head=4,
-        decoder_layer_tpl=block, encoder_embedding_tpl=layers.Embedding,
+        layers.TransformerEncoderDecoder,
+        17,
+        6,
+        11,
+        3,
+        1,
+        1,
+        dim_per_head=4,
+        decoder_layer_tpl=block,
+        encoder_embedding_tpl=layers.Embedding,
     )
 
 
@@ -67,8 +89,10 @@ def partitioner_of(lm: fdl.Partial, preset: str, mesh: Mesh, **settings: Any) ->
     """
     batch = SHARDING_PRESETS[preset]["batch"]
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm, preset)), Learner(optax.sgd, 0.3),
-        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)}, **settings,
+        fdl.build(set_sharding_params(lm, preset)),
+        Learner(optax.sgd, 0.3),
+        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+        **settings,
     )
     return Partitioner(task, mesh)
 

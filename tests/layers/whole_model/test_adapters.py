@@ -27,21 +27,16 @@ CASES = {
     "linear": (partial(layers.Linear, 5, 7), (2, 3, 5)),
     "feed_forward": (partial(layers.FeedForward, 5, 7, activation="gelu"), (2, 3, 5)),
     "einsum_per_expert": (
-        partial(layers.Einsum, "ebd,edf->ebf", (2, 5, 3), has_bias=True), (2, 4, 5)
+        partial(layers.Einsum, "ebd,edf->ebf", (2, 5, 3), has_bias=True),
+        (2, 4, 5),
     ),
     "einsum_into_heads": (partial(layers.Einsum, "...d,nkd->...nk", (2, 3, 5)), (2, 4, 5)),
     "query": (PROJECTION, (2, 3, 5)),
-    "query_flat": (
-        partial(PROJECTION, attention_combine_dims=True, use_bias=False), (2, 3, 5)
-    ),
+    "query_flat": (partial(PROJECTION, attention_combine_dims=True, use_bias=False), (2, 3, 5)),
     "post": (partial(PROJECTION, is_output_projection=True), (2, 3, 3, 4)),
-    "post_nhd": (
-        partial(PROJECTION, is_output_projection=True, use_nhd_shape=True), (2, 3, 3, 4)
-    ),
+    "post_nhd": (partial(PROJECTION, is_output_projection=True, use_nhd_shape=True), (2, 3, 3, 4)),
     "post_flat": (
-        partial(
-            PROJECTION, is_output_projection=True, attention_combine_dims=True, use_bias=False
-        ),
+        partial(PROJECTION, is_output_projection=True, attention_combine_dims=True, use_bias=False),
         (2, 3, 3, 4),
     ),
     "one_head": (partial(layers.OneHeadedAttentionProjection, 5, 4), (2, 3, 5)),
@@ -118,10 +113,15 @@ def splits_of(build) -> dict:
 def test_splits_come_from_the_base_weight_and_the_rank_is_whole():
     linear = partial(layers.Linear, 5, 7, weight_split_dims_mapping=("data", "mdl"))
     assert splits_of(lora(linear, rank=2)) == {
-        "w": ("data", "mdl"), "lora_a": ("data", None), "lora_b": (None, "mdl")
+        "w": ("data", "mdl"),
+        "lora_a": ("data", None),
+        "lora_b": (None, "mdl"),
     }
     assert splits_of(lora(linear, rank=2, use_dora=True)) == {
-        "w": ("data", "mdl"), "lora_a": ("data", None), "lora_b": (None, "mdl"), "lora_m": ("mdl",)
+        "w": ("data", "mdl"),
+        "lora_a": ("data", None),
+        "lora_b": (None, "mdl"),
+        "lora_m": ("mdl",),
     }
     combined = partial(layers.CombinedQKVProjectionLayer, 5, 3, 4, use_bias=False, **SPLIT_DNK)
     for flat, split_N in ((False, "mdl"), (True, ("mdl",))):
@@ -266,10 +266,15 @@ def test_only_adapters_train_and_the_loss_falls():
         assert np.array_equal(actual, start) == (not adapter), path
 
 
-@pytest.mark.parametrize(("chunk_size", "use_dora"), [
-    (None, False), (4, True), pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(None, True, marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("chunk_size", "use_dora"),
+    [
+        (None, False),
+        (4, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
     build = partial(layers.SharedEmbeddingSoftmax, 13, 5, chunk_size=chunk_size)
     adapted_tpl = lora(build, rank=2, alpha=1.0, use_dora=use_dora)
@@ -293,7 +298,9 @@ def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
 
 def test_an_experiment_configures_it():
     config = fdl.Partial(
-        layers.FeedForward, 5, 7,
+        layers.FeedForward,
+        5,
+        7,
         linear_tpl=fdl.Partial(adapted, base_tpl=fdl.Partial(layers.Linear), rank=3),
     )
     config.linear_tpl.rank = 2

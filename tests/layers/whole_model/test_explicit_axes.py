@@ -36,9 +36,7 @@ SECOND_GATHERS = dict.fromkeys(("fsdp+tensor", "fsdp+ring", "fsdp+mlp_ring"), 32
 
 
 def mesh_typed(axis_types, shape=SHAPE, axis_names=preset_runs.AXES):
-    return make_mesh(
-        MeshConfig(ici_mesh_shape=shape, axis_names=axis_names, axis_types=axis_types)
-    )
+    return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=axis_names, axis_types=axis_types))
 
 
 def runs(make, batch=BATCH, axis_names=preset_runs.AXES):
@@ -56,13 +54,18 @@ def assert_same_losses(result):
 
 # Of those left out "expert" is "fsdp+tensor" on axes of other names for an LM without experts, and
 # "fsdp+context" is both of what the other two have.
-@pytest.mark.parametrize("preset", slow_or_nightly(
-    {"fsdp+tensor"}, {"sequence", "fsdp+ring", "fsdp+context"},
-    [
-        preset for preset in SHARDING_PRESETS
-        if preset not in ("expert", "fsdp+context_ring", "fsdp+context_heads")
-    ],
-))
+@pytest.mark.parametrize(
+    "preset",
+    slow_or_nightly(
+        {"fsdp+tensor"},
+        {"sequence", "fsdp+ring", "fsdp+context"},
+        [
+            preset
+            for preset in SHARDING_PRESETS
+            if preset not in ("expert", "fsdp+context_ring", "fsdp+context_heads")
+        ],
+    ),
+)
 def test_a_preset_trains_and_sends_as_over_auto_axes(preset):
     partitioners = []
 
@@ -83,7 +86,8 @@ def lm_task(preset="fsdp+tensor", lm=None, **settings):
     batch = SHARDING_PRESETS[preset]["batch"]
     learner = Learner(optax.adamw, 0.01, clip_gradient_norm_to_value=0.5, **settings)
     return LanguageModelTask(
-        fdl.build(set_sharding_params(lm or even_lm(), preset)), learner,
+        fdl.build(set_sharding_params(lm or even_lm(), preset)),
+        learner,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
         decoder=Greedy(max_decode_steps=3),
     )
@@ -109,9 +113,11 @@ def test_gradients_of_micro_batches_are_summed_over_devices_once(preset):
 
 @pytest.mark.slow
 def test_explicit_collectives_train_as_over_auto_axes():
-    result = runs(lambda mesh: Partitioner(
-        lm_task("megatron"), mesh, gradients=ExplicitCollectives(("replica", "data"))
-    ))
+    result = runs(
+        lambda mesh: Partitioner(
+            lm_task("megatron"), mesh, gradients=ExplicitCollectives(("replica", "data"))
+        )
+    )
     assert_same_losses(result)
 
 
@@ -123,7 +129,8 @@ def state_of(partitioner):
 @pytest.mark.slow
 def test_evaluation_and_decoding_are_those_of_auto_axes():
     prompts = {
-        "ids": BATCH["ids"][:, :4], "prefix_lengths": np.full(16, 3, np.int32),
+        "ids": BATCH["ids"][:, :4],
+        "prefix_lengths": np.full(16, 3, np.int32),
         "weights": np.ones(16, np.float32),
     }
     results = {}
@@ -133,9 +140,7 @@ def test_evaluation_and_decoding_are_those_of_auto_axes():
         metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(BATCH), key)
         outputs = partitioner.decode_step(mdl_vars, partitioner.global_batch(prompts), key)
         results[axis_types] = jax.device_get((metrics, outputs))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6), *results.values()
-    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *results.values())
 
 
 def test_a_layer_without_types_is_computed_and_noted():
@@ -201,8 +206,11 @@ def test_types_are_those_of_the_layout():
 
     def model(rngs):
         return Typed(
-            8, 4, weight_split_dims_mapping=("mdl", None),
-            activation_split_dims_mapping=("data", None), rngs=rngs,
+            8,
+            4,
+            weight_split_dims_mapping=("mdl", None),
+            activation_split_dims_mapping=("data", None),
+            rngs=rngs,
         )
 
     class OfLinear(Regression):

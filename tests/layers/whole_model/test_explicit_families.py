@@ -30,14 +30,21 @@ PRESET = "fsdp+tensor"
 
 
 def task_of(
-    cls: type[Task], model: fdl.Partial, *, preset: str = PRESET, rows: tuple[str, ...] = AXES[:2],
-    learner: dict[str, Any] | None = None, **settings: Any,
+    cls: type[Task],
+    model: fdl.Partial,
+    *,
+    preset: str = PRESET,
+    rows: tuple[str, ...] = AXES[:2],
+    learner: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Task:
     model = set_sharding_params(copy.deepcopy(model), preset)
     split = {f"map_{rank}d": (rows, *(None,) * (rank - 1)) for rank in range(1, 5)}
     return cls(
-        fdl.build(model), Learner(optax.adamw, 0.01, **learner or {}),
-        inputs_split_mapping=split, **settings,
+        fdl.build(model),
+        Learner(optax.adamw, 0.01, **learner or {}),
+        inputs_split_mapping=split,
+        **settings,
     )
 
 
@@ -58,13 +65,21 @@ def with_lora(sizes: tuple[int, ...] = EVEN) -> fdl.Partial:
 
 def encoder_decoder() -> fdl.Partial:
     block = fdl.Partial(
-        layers.Transformer, cross_atten_tpl=fdl.Partial(layers.DotProductAttention),
+        layers.Transformer,
+        cross_atten_tpl=fdl.Partial(layers.DotProductAttention),
         tr_atten_tpl=fdl.Partial(layers.DotProductAttention, use_rotary_position_emb=True),
     )
     return fdl.Partial(
-        layers.TransformerEncoderDecoder, vocab_size=VOCAB, model_dims=16, hidden_dims=32,
-        num_heads=4, dim_per_head=4, num_encoder_layers=2, num_decoder_layers=2,
-        encoder_layer_tpl=block, decoder_layer_tpl=block,
+        layers.TransformerEncoderDecoder,
+        vocab_size=VOCAB,
+        model_dims=16,
+        hidden_dims=32,
+        num_heads=4,
+        dim_per_head=4,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        encoder_layer_tpl=block,
+        decoder_layer_tpl=block,
     )
 
 
@@ -79,7 +94,11 @@ def vit() -> fdl.Partial:
 
 def resnet() -> fdl.Partial:
     network = fdl.Partial(
-        layers.ResNet, channels=(16, 32), blocks=(1, 1), strides=(1, 2), kernels=(3, 3),
+        layers.ResNet,
+        channels=(16, 32),
+        blocks=(1, 1),
+        strides=(1, 2),
+        kernels=(3, 3),
         entryflow_conv_kernel=(3, 3, 4),
     )
     return classifier(network, 32)
@@ -87,9 +106,7 @@ def resnet() -> fdl.Partial:
 
 def pairs() -> dict[str, np.ndarray]:
     two = [batch_of(8, 12, VOCAB) for _ in range(2)]
-    stacked = {
-        name: np.stack([item[name] for item in two], axis=1) for name in ("ids", "labels")
-    }
+    stacked = {name: np.stack([item[name] for item in two], axis=1) for name in ("ids", "labels")}
     stacked["ids"][:, 1] = (stacked["ids"][:, 1] + 1) % VOCAB
     answers = np.ones((8, 2, 12), np.float32)
     return {**stacked, "answers": answers, "weights": np.ones(8, np.float32)}
@@ -102,22 +119,32 @@ def translations() -> dict[str, np.ndarray]:
 
 IMAGES = {
     "inputs": np.random.default_rng(1).normal(size=(8, 8, 8, 4)).astype(np.float32),
-    "labels": np.arange(8, dtype=np.int32), "weights": np.ones(8, np.float32),
+    "labels": np.arange(8, dtype=np.int32),
+    "weights": np.ones(8, np.float32),
 }
 ONLY_LORA = {"bprop_variable_inclusion": LORA}
 partial = functools.partial
 # By name: the axes of the mesh, a task, its batch.
 FAMILIES: dict[str, tuple] = {
-    "lm, packed": (AXES, partial(task_of, LanguageModelTask, even_lm()), {
-        **TOKENS, "segment_ids": np.repeat([[1, 2, 3]], 4, axis=1).repeat(16, 0).astype(np.int32),
-        "positions": np.tile(np.arange(4), (16, 3)).astype(np.int32),
-    }),
+    "lm, packed": (
+        AXES,
+        partial(task_of, LanguageModelTask, even_lm()),
+        {
+            **TOKENS,
+            "segment_ids": np.repeat([[1, 2, 3]], 4, axis=1).repeat(16, 0).astype(np.int32),
+            "positions": np.tile(np.arange(4), (16, 3)).astype(np.int32),
+        },
+    ),
     "lm of experts": (
         EXPERTS,
         partial(
-            task_of, LanguageModelTask, with_blocks(tr_fflayer_tpl=fdl.Partial(
-                layers.TransformerFeedForwardMoe, num_experts=4
-            )), preset="expert", rows=EXPERTS[:2],
+            task_of,
+            LanguageModelTask,
+            with_blocks(
+                tr_fflayer_tpl=fdl.Partial(layers.TransformerFeedForwardMoe, num_experts=4)
+            ),
+            preset="expert",
+            rows=EXPERTS[:2],
         ),
         TOKENS,
     ),
@@ -133,7 +160,10 @@ FAMILIES: dict[str, tuple] = {
         f"lora over {recipe}": (
             AXES,
             partial(
-                task_of, LanguageModelTask, with_lora(sizes), learner=ONLY_LORA,
+                task_of,
+                LanguageModelTask,
+                with_lora(sizes),
+                learner=ONLY_LORA,
                 quantization=recipe,
             ),
             TOKENS,
@@ -144,13 +174,17 @@ FAMILIES: dict[str, tuple] = {
     "preferences": (
         AXES,
         partial(
-            task_of, DpoTask, fdl.Partial(with_reference, base_tpl=even_lm()),
+            task_of,
+            DpoTask,
+            fdl.Partial(with_reference, base_tpl=even_lm()),
             learner={"bprop_variable_exclusion": ("reference/.*",)},
         ),
         pairs(),
     ),
     "sequences to sequences": (
-        AXES, partial(task_of, SequenceToSequenceTask, encoder_decoder()), translations()
+        AXES,
+        partial(task_of, SequenceToSequenceTask, encoder_decoder()),
+        translations(),
     ),
     "images by a ViT": (AXES, partial(task_of, ClassificationTask, vit()), IMAGES),
     "images by a ResNet": (AXES, partial(task_of, ClassificationTask, resnet()), IMAGES),
@@ -166,9 +200,9 @@ def partitioner_of(name: str, axis_types: str) -> tuple[Partitioner, dict[str, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(
-    {"lm of experts", "lora over int8", "preferences"}, FAMILIES
-))
+@pytest.mark.parametrize(
+    "name", nightly_but({"lm of experts", "lora over int8", "preferences"}, FAMILIES)
+)
 def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")
     actual, _ = losses(partitioner, batch)
@@ -184,7 +218,11 @@ EVEN_EXPERIMENTS = {"explicit.NotebookDp", "explicit.NotebookFsdp"}
 
 # Of each kind of model one.
 QUICK_EXPERIMENTS = EVEN_EXPERIMENTS | {
-    "classify.Spirals", "functions.DigitsMlp", "linen.DigitsViT", "lm.PyDocs", "vision.DigitsResNet"
+    "classify.Spirals",
+    "functions.DigitsMlp",
+    "linen.DigitsViT",
+    "lm.PyDocs",
+    "vision.DigitsResNet",
 }
 
 

@@ -64,7 +64,11 @@ class OfLayer(Task):
 
 def experts(**settings: Any) -> OfLayer:
     build = functools.partial(
-        layers.TransformerFeedForwardMoe, 8, 16, num_experts=8, **settings,
+        layers.TransformerFeedForwardMoe,
+        8,
+        16,
+        num_experts=8,
+        **settings,
         weight_split_dims_mapping=("expert", "data", "mdl"),
         gate_split_dims_mapping=("data", None),
         activation_split_dims_mapping=(ROWS_OF_EXPERTS, None, None),
@@ -74,7 +78,9 @@ def experts(**settings: Any) -> OfLayer:
 
 def vision(layer: Any, *args: Any) -> OfLayer:
     build = functools.partial(
-        layer, *args, weight_split_dims_mapping=(None, None, "data", "mdl"),
+        layer,
+        *args,
+        weight_split_dims_mapping=(None, None, "data", "mdl"),
         activation_split_dims_mapping=(ROWS, None, None, "mdl"),
     )
     return OfLayer(build, lambda module, x, key: module(x, key=key), ROWS)
@@ -98,30 +104,49 @@ def on_stages() -> LanguageModelTask:
 # By name: the axes of the mesh, a task, its batch, the Partitioner's other settings.
 CASES: dict[str, tuple] = {
     "experts with slots": (
-        EXPERTS, functools.partial(experts, expert_capacity_dim=3), floats(8, 12, 8), {}),
+        EXPERTS,
+        functools.partial(experts, expert_capacity_dim=3),
+        floats(8, 12, 8),
+        {},
+    ),
     "experts chosen with a bias": (
         EXPERTS,
         functools.partial(
-            experts, dropless=True, gating_func="top_k", score_func="sigmoid", has_bias=True,
-            num_shared_experts=1, bias_update_rate=0.01, moe_load_balance_loss_weight=0.0,
+            experts,
+            dropless=True,
+            gating_func="top_k",
+            score_func="sigmoid",
+            has_bias=True,
+            num_shared_experts=1,
+            bias_update_rate=0.01,
+            moe_load_balance_loss_weight=0.0,
         ),
-        floats(8, 12, 8), {},
+        floats(8, 12, 8),
+        {},
     ),
     "rg_lru": (
         AXES,
         lambda: OfLayer(
             functools.partial(RG_LRU, 8, 4, dim_per_head=4),
-            lambda module, x, key: module(x)[0], ROWS,
+            lambda module, x, key: module(x)[0],
+            ROWS,
         ),
-        floats(8, 6, 8), {},
+        floats(8, 6, 8),
+        {},
     ),
     "convolution and batch norm": (
-        AXES, lambda: vision(layers.ConvBNAct, (3, 3, 4, 8), (2, 1)), floats(8, 8, 8, 4), {}),
+        AXES,
+        lambda: vision(layers.ConvBNAct, (3, 3, 4, 8), (2, 1)),
+        floats(8, 8, 8, 4),
+        {},
+    ),
     "int8": (
         AXES,
         lambda: language_model(
-            set_sharding_params(even_lm(), "fsdp+tensor"), ROWS, quantization="int8"),
-        TOKENS, {},
+            set_sharding_params(even_lm(), "fsdp+tensor"), ROWS, quantization="int8"
+        ),
+        TOKENS,
+        {},
     ),
     "pipeline": (STAGES, on_stages, TOKENS, {}),
     "1F1B": (STAGES, on_stages, TOKENS, {"gradients": layers.OneForwardOneBackward()}),
@@ -151,9 +176,12 @@ def test_it_is_typed_or_noted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(
-    {"experts chosen with a bias", "rg_lru", "convolution and batch norm", "pipeline"}, CASES
-))
+@pytest.mark.parametrize(
+    "name",
+    nightly_but(
+        {"experts chosen with a bias", "rg_lru", "convolution and batch norm", "pipeline"}, CASES
+    ),
+)
 def test_its_losses_and_bytes_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")
     actual, compiled = losses(partitioner, batch)
@@ -179,7 +207,10 @@ def test_a_linen_models_line_without_a_type_is_named():
     )
     names = (*rules.items(), ("layers", None), ("kv", None))
     task = LossTask(
-        model, next_token_loss, Learner(optax.sgd, 0.1), inputs_split_mapping=by_rank(ROWS),
+        model,
+        next_token_loss,
+        Learner(optax.sgd, 0.1),
+        inputs_split_mapping=by_rank(ROWS),
         weight_sharding=WeightSharding(logical_axis_rules=names),
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_types="explicit"))

@@ -33,12 +33,17 @@ def by_hand(w, qtype, block_size):
     return result
 
 
-@pytest.mark.parametrize(("qtype", "block_size"), [
-    ("nf4", 20), ("int4", 7), *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("nf4", 64), ("nf4", 7), ("int4", 64), ("int4", 20))
-    ),
-])
+@pytest.mark.parametrize(
+    ("qtype", "block_size"),
+    [
+        ("nf4", 20),
+        ("int4", 7),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nf4", 64), ("nf4", 7), ("int4", 64), ("int4", 20))
+        ),
+    ],
+)
 def test_the_numbers_are_those_by_hand_and_two_are_in_a_byte(qtype, block_size):
     w = draw((2, 3, 131, 5))  # Two stacked dims in front, blocks that do not divide.
     actual = to_4_bits(jnp.asarray(w), qtype, block_size, -2)

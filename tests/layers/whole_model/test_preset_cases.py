@@ -62,117 +62,175 @@ FSDP = {"strategy": [(".*", 'fsdp("replica", 0)')]}
 DECIDED = {
     "preset": (preset(feed_forward()), {}, {IN: ("data", "mdl"), OUT: ("mdl", "data")}),
     "preset over a mapping": (
-        preset(feed_forward(weight_split_dims_mapping=("mdl", "data")), "megatron"), {},
+        preset(feed_forward(weight_split_dims_mapping=("mdl", "data")), "megatron"),
+        {},
         {IN: (None, "mdl")},
     ),
     "a mapping by name after it": (
-        preset(feed_forward(), weight_split_dims_mapping={"mlp": "data"}), {}, {IN: (None, "data")}
+        preset(feed_forward(), weight_split_dims_mapping={"mlp": "data"}),
+        {},
+        {IN: (None, "data")},
     ),
     "a mapping by position after it": (
-        preset(feed_forward(), weight_split_dims_mapping=("mdl",)), {}, {OUT: (None, "mdl")}
+        preset(feed_forward(), weight_split_dims_mapping=("mdl",)),
+        {},
+        {OUT: (None, "mdl")},
     ),
     "no mapping after it": (
-        preset(feed_forward(), weight_split_dims_mapping=None), {}, {IN: (None, None)}
+        preset(feed_forward(), weight_split_dims_mapping=None),
+        {},
+        {IN: (None, None)},
     ),
     "a second preset": (
-        preset(set_sharding_params(feed_forward(), "fsdp"), "megatron"), {}, {IN: (None, "mdl")}
+        preset(set_sharding_params(feed_forward(), "fsdp"), "megatron"),
+        {},
+        {IN: (None, "mdl")},
     ),
     "a changed preset": (
-        preset(feed_forward(), {**MEGATRON, "mlp": ["data", "mdl"]}), {},
+        preset(feed_forward(), {**MEGATRON, "mlp": ["data", "mdl"]}),
+        {},
         {IN: (None, ("data", "mdl"))},
     ),
     "a preset by index": (preset(feed_forward(), {"mlp": 2, "embed": -1}), {}, {IN: (None, "mdl")}),
     "an empty preset is a decision": (
-        preset(feed_forward(weight_split_dims_mapping=("data",)), {}), {}, {IN: (None, None)}
+        preset(feed_forward(weight_split_dims_mapping=("data",)), {}),
+        {},
+        {IN: (None, None)},
     ),
     "rules start from a preset": (
-        preset(feed_forward(), "megatron"), FSDP, {IN: ("replica", "mdl"), OUT: ("mdl", "replica")}
+        preset(feed_forward(), "megatron"),
+        FSDP,
+        {IN: ("replica", "mdl"), OUT: ("mdl", "replica")},
     ),
     "a template's own mapping": (
-        preset(feed_forward(fflayer_tpl=TEMPLATE), "megatron"), {},
+        preset(feed_forward(fflayer_tpl=TEMPLATE), "megatron"),
+        {},
         {IN: ("data", None), OUT: ("data", None)},
     ),
     # --set, by position, by name, of one entry.
     "--set by position": (
-        preset(feed_forward(), sets=[f"{MAPPING}=None,data"]), {}, {IN: (None, "data")}
+        preset(feed_forward(), sets=[f"{MAPPING}=None,data"]),
+        {},
+        {IN: (None, "data")},
     ),
     "--set by name": (
-        preset(feed_forward(), sets=[f"{MAPPING}={{'mlp': ('data', 'mdl')}}"]), {},
+        preset(feed_forward(), sets=[f"{MAPPING}={{'mlp': ('data', 'mdl')}}"]),
+        {},
         {IN: (None, ("data", "mdl"))},
     ),
     "--set of an entry": (
-        preset(feed_forward(), sets=[f"{MAPPING}[0]=None"]), {}, {IN: (None, "mdl")}
+        preset(feed_forward(), sets=[f"{MAPPING}[0]=None"]),
+        {},
+        {IN: (None, "mdl")},
     ),
     "--set of a name": (
-        preset(feed_forward(), sets=[f"{MAPPING}['mlp']=data"],
-               weight_split_dims_mapping={"mlp": "mdl"}),
-        {}, {IN: (None, "data")},
+        preset(
+            feed_forward(),
+            sets=[f"{MAPPING}['mlp']=data"],
+            weight_split_dims_mapping={"mlp": "mdl"},
+        ),
+        {},
+        {IN: (None, "data")},
     ),
     "--set of none": (preset(feed_forward(), sets=[f"{MAPPING}=none"]), {}, {IN: (None, None)}),
     # Heads.
     "heads": (
-        preset(attention(num_kv_heads=2)), {},
+        preset(attention(num_kv_heads=2)),
+        {},
         {"query/w": ("data", "mdl", None), "key/w": ("data", "mdl", None)},
     ),
     "one head of keys": (
-        preset(attention(num_kv_heads=1)), {},
+        preset(attention(num_kv_heads=1)),
+        {},
         {"post/w": ("data", "mdl", None), "key/w": ("data", None)},
     ),
     "merged dims": (
-        preset(attention(proj_tpl=COMBINED), {"heads": "mdl", "head_dim": "data"}), {},
+        preset(attention(proj_tpl=COMBINED), {"heads": "mdl", "head_dim": "data"}),
+        {},
         {"query/w": (None, ("mdl", "data")), "post/w": (None, ("mdl", "data"))},
     ),
     "a projection's own mapping": (
         preset(attention(proj_tpl=fdl.copy_with(COMBINED, weight_split_dims_mapping=("mdl",)))),
-        {}, {"query/w": ("mdl", None)},
+        {},
+        {"query/w": ("mdl", None)},
     ),
     "fewer heads of merged dims, --set": (
-        preset(attention(proj_tpl=COMBINED, num_kv_heads=2),
-               sets=[f"{MAPPING}={{'heads': 'mdl'}}"]),
-        {}, {"key/w": (None, "mdl"), "post/w": (None, "mdl")},
+        preset(
+            attention(proj_tpl=COMBINED, num_kv_heads=2), sets=[f"{MAPPING}={{'heads': 'mdl'}}"]
+        ),
+        {},
+        {"key/w": (None, "mdl"), "post/w": (None, "mdl")},
     ),
     # Adapters, in templates and around layers; stacks.
     "adapters": (
-        preset(fdl.Partial(layers.adapted, base_tpl=feed_forward(), rank=2)), {},
+        preset(fdl.Partial(layers.adapted, base_tpl=feed_forward(), rank=2)),
+        {},
         {"ffn_layer1/linear/lora_a": ("data", None), "ffn_layer1/linear/lora_b": (None, "mdl")},
     ),
     "adapters of merged dims": (
-        preset(fdl.Partial(layers.adapted, base_tpl=attention(proj_tpl=COMBINED), rank=2)), {},
-        {"query/lora_a": ("data", None), "query/lora_b": (None, "mdl", None),
-         "post/lora_a": ("mdl", None, None), "post/lora_b": (None, "data")},
+        preset(fdl.Partial(layers.adapted, base_tpl=attention(proj_tpl=COMBINED), rank=2)),
+        {},
+        {
+            "query/lora_a": ("data", None),
+            "query/lora_b": (None, "mdl", None),
+            "post/lora_a": ("mdl", None, None),
+            "post/lora_b": (None, "data"),
+        },
     ),
     "a stack": (
-        preset(fdl.Partial(layers.Repeat, feed_forward(), 3, stack_split="replica")), {},
+        preset(fdl.Partial(layers.Repeat, feed_forward(), 3, stack_split="replica")),
+        {},
         {f"blocks/{IN}": ("replica", "data", "mdl")},
     ),
     "a stack, --set by name": (
-        preset(fdl.Partial(layers.Repeat, feed_forward(), 3),
-               sets=[f"block.{MAPPING}={{'mlp': 'data'}}"]), {},
+        preset(
+            fdl.Partial(layers.Repeat, feed_forward(), 3),
+            sets=[f"block.{MAPPING}={{'mlp': 'data'}}"],
+        ),
+        {},
         {f"blocks/{OUT}": (None, "data", None)},
     ),
     "stages": (
-        preset(fdl.Partial(layers.Pipeline, feed_forward(), 4, num_stages=2, num_microbatches=2,
-                           stage_axis="replica")), {},
+        preset(
+            fdl.Partial(
+                layers.Pipeline,
+                feed_forward(),
+                4,
+                num_stages=2,
+                num_microbatches=2,
+                stage_axis="replica",
+            )
+        ),
+        {},
         {f"blocks/{IN}": (None, "replica", None, "data", "mdl")},
     ),
     # Layers of users: their names, what they hand on, what they say of a template.
     "a user's name": (preset(fdl.Partial(Own, D, F), {"own": "mdl"}), {}, {"w": (None, "mdl")}),
     "dims handed on": (
-        preset(fdl.Partial(Outer), {"own": "mdl", "embed": "data"}), {},
+        preset(fdl.Partial(Outer), {"own": "mdl", "embed": "data"}),
+        {},
         {"inner/w": ("data", "mdl")},
     ),
     "a template's names before the user's": (
-        preset(fdl.Partial(Outer, inner_tpl=fdl.Partial(Own)), {"own": "mdl"}), {},
+        preset(fdl.Partial(Outer, inner_tpl=fdl.Partial(Own)), {"own": "mdl"}),
+        {},
         {"inner/w": (None, "mdl")},
     ),
     "what a user says of a template": (
-        preset(fdl.Partial(Outer, head_tpl=fdl.Partial(layers.Linear)),
-               {"vocab": "mdl", "own": "mdl"}), {},
+        preset(
+            fdl.Partial(Outer, head_tpl=fdl.Partial(layers.Linear)), {"vocab": "mdl", "own": "mdl"}
+        ),
+        {},
         {"head/w": ("mdl", None), "inner/w": (None, "mdl")},
     ),
     "a template's own mapping, --set by position": (
-        preset(fdl.Partial(Outer, inner_tpl=fdl.Partial(layers.Linear)), {"own": "mdl"},
-               sets=[f"inner_tpl.{MAPPING}=data,"]), {}, {"inner/w": ("data", None)},
+        preset(
+            fdl.Partial(Outer, inner_tpl=fdl.Partial(layers.Linear)),
+            {"own": "mdl"},
+            sets=[f"inner_tpl.{MAPPING}=data,"],
+        ),
+        {},
+        {"inner/w": ("data", None)},
     ),
 }
 SPLITS = CasesOfRules(splits_of, DECIDED)
@@ -194,14 +252,16 @@ WRONG = {
         [f"layer.{MAPPING}", "'mdl'", "write a sequence of one item as mdl,"],
     ),
     "a name of a user's dim": (
-        functools.partial(preset, feed_forward(), {"onw": "mdl"}), ["'onw'", "own"]
+        functools.partial(preset, feed_forward(), {"onw": "mdl"}),
+        ["'onw'", "own"],
     ),
     "one axis for two names": (
         functools.partial(preset, fdl.Partial(Own, D, F), {"own": "mdl", "embed": ("data", "mdl")}),
         ["Own.weight_split_dims_mapping", "'embed'", "'own'", "'mdl'"],
     ),
     "an axis twice after it": (
-        functools.partial(preset, feed_forward(), sets=[f"{MAPPING}[0]=mdl"]), [IN, "'mdl' twice"]
+        functools.partial(preset, feed_forward(), sets=[f"{MAPPING}[0]=mdl"]),
+        [IN, "'mdl' twice"],
     ),
 }
 

@@ -45,7 +45,10 @@ def test_dora_computes_and_learns_as_peft():
     layer = lora(build, rank=2, alpha=3.0, use_dora=True)(rngs=nnx.Rngs(0))
     length = np.linalg.norm(case["w"], axis=1)
     weights = {
-        "w": case["w"].T, "b": case["bias"], "lora_a": case["a"].T, "lora_b": case["b"].T,
+        "w": case["w"].T,
+        "b": case["bias"],
+        "lora_a": case["a"].T,
+        "lora_b": case["b"].T,
         "lora_m": case["magnitude"] - length,
     }
     for name, value in weights.items():
@@ -54,8 +57,10 @@ def test_dora_computes_and_learns_as_peft():
     np.testing.assert_allclose(actual, case["y"], rtol=1e-5, atol=1e-6)
     of_layer, of_x = backward(case["g"])
     for actual, expected in (
-        (of_x, case["dx"]), (of_layer.lora_a[...].T, case["da"]),
-        (of_layer.lora_b[...].T, case["db"]), (of_layer.lora_m[...], case["dmagnitude"]),
+        (of_x, case["dx"]),
+        (of_layer.lora_a[...].T, case["da"]),
+        (of_layer.lora_b[...].T, case["db"]),
+        (of_layer.lora_m[...], case["dmagnitude"]),
     ):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -111,11 +116,14 @@ BASES = {
 
 # Each kind of layer with blocks and with channels, and each type with both kinds of adapters.
 ORDERS = [
-    ("linear", "nf4", False), ("combined", "int8", True), ("post", "int4", True),
+    ("linear", "nf4", False),
+    ("combined", "int8", True),
+    ("post", "int4", True),
     pytest.param("query", "float8_e4m3fn", False, marks=needs_float16),
     *(
         pytest.param(name, *of, marks=pytest.mark.slow)
-        for of in (("int8", True), ("nf4", False)) for name in BASES
+        for of in (("int8", True), ("nf4", False))
+        for name in BASES
         if (name, *of) not in {("linear", "nf4", False), ("combined", "int8", True)}
     ),
     pytest.param("linear", "int8", False, marks=pytest.mark.slow),
@@ -159,9 +167,9 @@ ON_MESHES = {
     for name, build, x in (
         ("query", partial(layers.AttentionProjection, 130, 3, 5, **SPLIT_DNK), draw((7, 130))),
         (
-            "post", partial(
-                layers.AttentionProjection, 5, 3, 70, is_output_projection=True, **SPLIT_DNK
-            ), draw((7, 3, 70)),
+            "post",
+            partial(layers.AttentionProjection, 5, 3, 70, is_output_projection=True, **SPLIT_DNK),
+            draw((7, 3, 70)),
         ),
     )
 }

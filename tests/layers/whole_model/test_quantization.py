@@ -282,7 +282,8 @@ def in_all(qtype, bwd_qtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
+    "qtypes",
+    [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
     ids=["int8", "float8"],
 )
 def test_a_model_learns_as_fast_with_rounded_products(qtypes):

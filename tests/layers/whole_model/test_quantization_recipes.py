@@ -29,14 +29,20 @@ pytest.importorskip("qwix", reason="Qwix is not installed: pip install qwix")
 
 ROUNDING = [
     pytest.param(name, marks=[needs_float16] if name.startswith("float8") else [])
-    for name, rule in QUANTIZATION_RECIPES.items() if isinstance(rule, QuantizationRule)
+    for name, rule in QUANTIZATION_RECIPES.items()
+    if isinstance(rule, QuantizationRule)
 ]
 BATCH = preset_runs.batch_of(16, 12, 64)
 
 
 def task_of(recipe, stacked=None, **learner):
     model = rotary_lm(
-        vocab_size=64, model_dims=32, hidden_dims=48, num_heads=8, dim_per_head=4, num_layers=4,
+        vocab_size=64,
+        model_dims=32,
+        hidden_dims=48,
+        num_heads=8,
+        dim_per_head=4,
+        num_layers=4,
         stacked_transformer_tpl=stacked or fdl.Partial(layers.Repeat),
     )
     return LanguageModelTask(
@@ -54,13 +60,17 @@ def losses(recipe, preset, shape):
 
 # test_summing_devices.py counts for each preset which devices sum a product.
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "preset"), [
-    ("int8", "fsdp+context"), ("int8_per_tensor", "fsdp"),
-    pytest.param("int8", "fsdp+tensor", marks=pytest.mark.nightly),
-    pytest.param("int8_per_tensor", "sequence", marks=pytest.mark.nightly),
-    pytest.param("float8", "megatron", marks=[needs_float16, pytest.mark.nightly]),
-    pytest.param("float8_per_tensor", "fsdp+tensor", marks=needs_float16),
-])
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    [
+        ("int8", "fsdp+context"),
+        ("int8_per_tensor", "fsdp"),
+        pytest.param("int8", "fsdp+tensor", marks=pytest.mark.nightly),
+        pytest.param("int8_per_tensor", "sequence", marks=pytest.mark.nightly),
+        pytest.param("float8", "megatron", marks=[needs_float16, pytest.mark.nightly]),
+        pytest.param("float8_per_tensor", "fsdp+tensor", marks=needs_float16),
+    ],
+)
 def test_scales_are_those_of_one_device_on_every_mesh(recipe, preset):
     """A scale of a device's own part would change the loss in its third digit."""
     actual, expected = losses(recipe, preset, (1, 2, 4)), losses(recipe, "replicated", (1, 1, 1))
@@ -79,16 +89,14 @@ def test_a_preset_that_sums_by_hand_is_refused_with_what_to_change(preset):
 
 def stepped(task, mesh=(1, 1, 1), axes=("replica", "data", "mdl")):
     """Returns the losses of three steps."""
-    mesh = make_mesh(MeshConfig(
-        ici_mesh_shape=mesh, axis_names=axes, allow_unused_devices=True
-    ))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh, axis_names=axes, allow_unused_devices=True))
     return preset_runs.losses(Partitioner(task, mesh), BATCH)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [
-    "int8", pytest.param("int8_per_tensor", marks=pytest.mark.nightly)
-])
+@pytest.mark.parametrize(
+    "recipe", ["int8", pytest.param("int8_per_tensor", marks=pytest.mark.nightly)]
+)
 def test_remat_micro_batches_and_an_unrolled_stack_round_as_a_scanned_one(recipe):
     expected = stepped(task_of(recipe))
     kept = fdl.Partial(layers.Repeat, checkpoint_policy="save_everything")
@@ -113,7 +121,8 @@ def test_all_dense_layers_are_rounded_but_that_which_makes_logits(recipe):
     module = task_of(recipe).model.abstract_module()
     rule = QUANTIZATION_RECIPES[recipe]
     products = {
-        "/".join(map(str, path)): node.product for path, node in nnx.iter_graph(module)
+        "/".join(map(str, path)): node.product
+        for path, node in nnx.iter_graph(module)
         if is_dense(node)
     }
     logits = products.pop("softmax/logits_ffn/linear")

@@ -32,9 +32,13 @@ def uneven_run(word, shape):
 
 @pytest.mark.slow
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
-@pytest.mark.parametrize(("word", "shape"), [
-    ("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3)),
-])
+@pytest.mark.parametrize(
+    ("word", "shape"),
+    [
+        ("fsdp", (2, 2, 2)),
+        ("sequence", (1, 2, 3)),
+    ],
+)
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     expected, _ = uneven_run("replicated", (1, 1, 1))
     assert expected[2] < expected[1] < expected[0] - 1e-2
@@ -71,8 +75,13 @@ def other_models(word):
     source, target = rng.integers(0, 17, (2, 5, 7)).astype(np.int32)
     images = rng.normal(size=(5, 4, 6, 1)).astype(np.float32)
     vit = layers.build_vision_transformer(
-        pos_emb_shapes=(2, 3), patch_size=2, image_channels=1, model_dims=6, mlp_dims=11,
-        num_xformer_layers=1, num_heads=3,
+        pos_emb_shapes=(2, 3),
+        patch_size=2,
+        image_channels=1,
+        model_dims=6,
+        mlp_dims=11,
+        num_xformer_layers=1,
+        num_heads=3,
     )
     vit.entry_layers_tpl.prepend_cls_tokens = 1
     models = {
@@ -159,9 +168,10 @@ def test_replicated_sums_gradients_and_nothing_else():
     # Of rows that do not divide the lookup's gradient takes all ids.
     ids = 4 * 16 * 7
     assert all(item.kind == "all-reduce" or item.bytes <= ids for item in hlo.collectives(compiled))
-    sizes = [math.prod(s.shape) for _, s in spec_leaves(
-        NnxModel(fdl.build(preset_runs.UNEVEN())).weight_specs()["params"]
-    )]
+    sizes = [
+        math.prod(s.shape)
+        for _, s in spec_leaves(NnxModel(fdl.build(preset_runs.UNEVEN())).weight_specs()["params"])
+    ]
     _, summed = hlo.summarise(hlo.collectives(compiled))["all-reduce"]
     assert 4 * sum(sizes) <= summed <= 4 * sum(sizes) + 128
 

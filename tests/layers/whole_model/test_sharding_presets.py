@@ -49,14 +49,18 @@ def test_no_word_is_fsdp_and_tensor_and_a_second_word_replaces_the_first():
 
 # The presets that split time everywhere, with what moves in attention.
 CONTEXT = {
-    "fsdp+context": "all_to_all+ring", "fsdp+context_gather": "gather",
-    "fsdp+context_ring": "ring", "fsdp+context_heads": "all_to_all",
+    "fsdp+context": "all_to_all+ring",
+    "fsdp+context_gather": "gather",
+    "fsdp+context_ring": "ring",
+    "fsdp+context_heads": "all_to_all",
 }
 # How query/w [D, N, K], ffn_layer1 [D, F] and the embedding [D, V] split; the residual stream.
 WANTED = {
     "replicated": ((None,) * 3, (None,) * 2, (None,) * 2, (AXES, None, None)),
     "fsdp": (
-        (("data", "mdl"), None, None), (("data", "mdl"), None), (("data", "mdl"), None),
+        (("data", "mdl"), None, None),
+        (("data", "mdl"), None),
+        (("data", "mdl"), None),
         (AXES, None, None),
     ),
     "megatron": ((None, "mdl", None), (None, "mdl"), (None, "mdl"), (DATA, None, None)),
@@ -65,17 +69,26 @@ WANTED = {
     "fsdp+ring": (("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (AXES, None, None)),
     "fsdp+mlp_ring": (("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (AXES, None, None)),
     "expert": (
-        ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"),
+        ("data", "mdl", None),
+        ("data", "mdl"),
+        ("data", "mdl"),
         (("data", "expert"), None, None),
     ),
     "fsdp+expert": (
-        (("data", "expert", "mdl"), None, None), (("data", "expert", "mdl"), None),
-        (("data", "expert", "mdl"), None), (("data", "expert", "mdl"), None, None),
+        (("data", "expert", "mdl"), None, None),
+        (("data", "expert", "mdl"), None),
+        (("data", "expert", "mdl"), None),
+        (("data", "expert", "mdl"), None, None),
     ),
-    **dict.fromkeys(CONTEXT, (
-        (("data", "mdl"), None, None), (("data", "mdl"), None), (("data", "mdl"), None),
-        (DATA, "mdl", None),
-    )),
+    **dict.fromkeys(
+        CONTEXT,
+        (
+            (("data", "mdl"), None, None),
+            (("data", "mdl"), None),
+            (("data", "mdl"), None),
+            (DATA, "mdl", None),
+        ),
+    ),
 }
 # Of attention and feed-forward.
 BY_HAND = {"fsdp+ring": ("ring", "ring"), "fsdp+mlp_ring": ("weights", "ring")}
@@ -108,9 +121,9 @@ def test_a_word_sets_weights_and_activations(word):
 def test_experts_go_with_every_preset_that_says_where():
     def split(word):
         moe_tpl = fdl.Partial(layers.TransformerFeedForwardMoe, num_experts=2)
-        config = small_lm(transformer_layer_tpl=fdl.Partial(
-            layers.Transformer, tr_fflayer_tpl=moe_tpl
-        ))
+        config = small_lm(
+            transformer_layer_tpl=fdl.Partial(layers.Transformer, tr_fflayer_tpl=moe_tpl)
+        )
         set_sharding_params(config, word)
         return moe_tpl.weight_split_dims_mapping, moe_tpl.gate_split_dims_mapping
 
@@ -125,9 +138,13 @@ def test_experts_go_with_every_preset_that_says_where():
 def image_classifier():
     """Returns one of experiments/vision.py with none of its mappings."""
     model = vision.DigitsViT().task().model
-    for config in (model.softmax_tpl, model.network_tpl, model.network_tpl.entry_layers_tpl,
-                   model.network_tpl.transformer_layers_tpl.block.tr_atten_tpl,
-                   model.network_tpl.transformer_layers_tpl.block.tr_fflayer_tpl):
+    for config in (
+        model.softmax_tpl,
+        model.network_tpl,
+        model.network_tpl.entry_layers_tpl,
+        model.network_tpl.transformer_layers_tpl.block.tr_atten_tpl,
+        model.network_tpl.transformer_layers_tpl.block.tr_fflayer_tpl,
+    ):
         for name in fdl.ordered_arguments(config):
             if name.endswith("split_dims_mapping"):
                 delattr(config, name)
@@ -174,7 +191,8 @@ WRONG = {
         {**MEGATRON, "embed": ("data", "mdl")}
     ),
     r"TransformerFeedForward\.hidden_split_dims_mapping.*'batch'.*'activation_mlp'.*'data'": {
-        "batch": DATA, "activation_mlp": ("mdl", "data")
+        "batch": DATA,
+        "activation_mlp": ("mdl", "data"),
     },
     r"activation_split_dims_mapping.*'batch'.*'batch'": {"batch": ("data", "data")},
     r"preset\['mlp'\].*0\.5": {"mlp": 0.5},
@@ -201,8 +219,14 @@ class OwnFeedForward(BaseLayer):
     """A user's layer."""
 
     def __init__(
-        self, input_dims, hidden_dims, *, weight_split_dims_mapping=None,
-        activation_split_dims_mapping=None, ln_tpl=None, rngs: nnx.Rngs,
+        self,
+        input_dims,
+        hidden_dims,
+        *,
+        weight_split_dims_mapping=None,
+        activation_split_dims_mapping=None,
+        ln_tpl=None,
+        rngs: nnx.Rngs,
     ):
         self.w = self.weight((input_dims, input_dims), weight_split_dims_mapping, rngs=rngs)
 
@@ -219,18 +243,26 @@ UNKNOWN = {
     "weights whole, as asked": (lm_with_block(tr_fflayer_tpl=OWN), "replicated", None),
     "its class": (lm_with_block(tr_fflayer_tpl=OwnFeedForward), "fsdp", "OwnFeedForward"),
     "experts of a dense preset": (
-        lm_with_block(tr_fflayer_tpl=EXPERTS), "fsdp+tensor", "TransformerFeedForwardMoe"
+        lm_with_block(tr_fflayer_tpl=EXPERTS),
+        "fsdp+tensor",
+        "TransformerFeedForwardMoe",
     ),
     "convolutions": (vision.DigitsResNet().network(), "fsdp", None),
     "a convolution": (
-        fdl.Partial(layers.ResNet, conv_params=fdl.Partial(layers.ConvBNAct)), "fsdp", "ConvBNAct"
+        fdl.Partial(layers.ResNet, conv_params=fdl.Partial(layers.ConvBNAct)),
+        "fsdp",
+        "ConvBNAct",
     ),
     "a dense layer alone": (fdl.Partial(layers.Mlp, 3, (5,), 2), "fsdp", "Mlp"),
     "split by hand": (
-        lm_with_block(tr_fflayer_tpl=fdl.Partial(OwnFeedForward, **SET)), "megatron", None
+        lm_with_block(tr_fflayer_tpl=fdl.Partial(OwnFeedForward, **SET)),
+        "megatron",
+        None,
     ),
     "experts split by hand": (
-        lm_with_block(tr_fflayer_tpl=fdl.copy_with(EXPERTS, **SET)), "fsdp+tensor", None
+        lm_with_block(tr_fflayer_tpl=fdl.copy_with(EXPERTS, **SET)),
+        "fsdp+tensor",
+        None,
     ),
 }
 
@@ -282,8 +314,17 @@ def test_templates_inside_adapters_and_partials_are_reached():
 
 # Their mappings come from the layer that has them; or are the user's to set.
 WITHOUT_NAMES = {
-    "AttentionProjection", "Bias", "CombinedQKVProjectionLayer", "Conv2D", "ConvBNAct",
-    "DepthwiseConv1D", "Einsum", "FeedForward", "Linear", "Mlp", "OneHeadedAttentionProjection",
+    "AttentionProjection",
+    "Bias",
+    "CombinedQKVProjectionLayer",
+    "Conv2D",
+    "ConvBNAct",
+    "DepthwiseConv1D",
+    "Einsum",
+    "FeedForward",
+    "Linear",
+    "Mlp",
+    "OneHeadedAttentionProjection",
     "RgLru",
 }
 
@@ -292,10 +333,11 @@ def test_every_layer_with_weights_to_split_names_their_dims_or_has_a_reason():
     without = set()
     for name in layers.__all__:
         layer = getattr(layers, name)
-        if inspect.isclass(layer) and "weight_split_dims_mapping" in inspect.signature(
-            layer
-        ).parameters and not issubclass(layer, REPLICATED_LAYERS) and not any(
-            layer.splits["weight_split_dims_mapping"]
+        if (
+            inspect.isclass(layer)
+            and "weight_split_dims_mapping" in inspect.signature(layer).parameters
+            and not issubclass(layer, REPLICATED_LAYERS)
+            and not any(layer.splits["weight_split_dims_mapping"])
         ):
             without.add(name)
     assert without == WITHOUT_NAMES

@@ -64,7 +64,8 @@ def sums(preset: str, mesh: Mesh, recipe: str | None) -> list[list]:
     compiled = partitioner.train_step.lower(batch).compile()
     kinds = ("all-reduce", "reduce-scatter")
     return sorted(  # Not of ids, of means and of scales.
-        [x.kind, list(x.dtypes), x.bytes * x.count] for x in hlo.collectives(compiled)
+        [x.kind, list(x.dtypes), x.bytes * x.count]
+        for x in hlo.collectives(compiled)
         if x.kind in kinds and x.bytes > 10_000
     )
 

@@ -16,7 +16,8 @@ from praxis_lite.core import simulate_devices
 
 # Meshes of 8 devices by the number of axes; those that an experiment refuses are passed over.
 _SHAPES = {
-    1: [(8,), (4,), (6,)], 2: [(2, 4), (8, 1), (4, 2), (1, 8), (3, 2)],
+    1: [(8,), (4,), (6,)],
+    2: [(2, 4), (8, 1), (4, 2), (1, 8), (3, 2)],
     3: [(1, 4, 2), (2, 2, 2), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 7, 1), (1, 3, 2)],
     4: [(1, 2, 2, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 2, 1, 4)],
 }
@@ -24,8 +25,16 @@ _SHAPES = {
 
 # Those that compile quickly come first.
 _FIRST = (
-    "classify", "nnx_guide", "functions", "explicit.Digits", "lm.Synthetic", "pipelined.Synthetic",
-    "moe.Synthetic", "vision", "seq2seq", "linen.Digits",
+    "classify",
+    "nnx_guide",
+    "functions",
+    "explicit.Digits",
+    "lm.Synthetic",
+    "pipelined.Synthetic",
+    "moe.Synthetic",
+    "vision",
+    "seq2seq",
+    "linen.Digits",
 )
 
 
@@ -44,13 +53,25 @@ def certify(name: str, shape: tuple[int, ...], number: int, seed: int, file: Pat
             began = time.monotonic()
             made = certifier.certify(job.state, job.batch, job.key, 1000 * job.step + index)
             closest = max(made.comparisons, key=lambda x: x.share)
-            print(json.dumps({
-                "experiment": name, "mesh": shape, "other": certifier.reruns[-1].name,
-                "step": job.step, "alarm": str(made.failed[0]) if made.failed else "",
-                "repeated": made.draw > 0, "share": closest.share, "leaf": closest.leaf,
-                "exact": certifier.is_exact, "rounding": certifier.reruns[0].rounding,
-                "seconds": time.monotonic() - began,
-            }), file=lines, flush=True)
+            print(
+                json.dumps(
+                    {
+                        "experiment": name,
+                        "mesh": shape,
+                        "other": certifier.reruns[-1].name,
+                        "step": job.step,
+                        "alarm": str(made.failed[0]) if made.failed else "",
+                        "repeated": made.draw > 0,
+                        "share": closest.share,
+                        "leaf": closest.leaf,
+                        "exact": certifier.is_exact,
+                        "rounding": certifier.reruns[0].rounding,
+                        "seconds": time.monotonic() - began,
+                    }
+                ),
+                file=lines,
+                flush=True,
+            )
     certifier.close()
     jax.clear_caches()
 

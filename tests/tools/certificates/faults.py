@@ -50,8 +50,12 @@ def all_faults() -> list[Fault]:
     from tests.tools.certificates import planted
 
     return [
-        *planted.devices(), *planted.copies(), *planted.restored(), *planted.programs(),
-        *planted.spoiled_states(), *planted.wrong_updates(),
+        *planted.devices(),
+        *planted.copies(),
+        *planted.restored(),
+        *planted.programs(),
+        *planted.spoiled_states(),
+        *planted.wrong_updates(),
     ]
 
 

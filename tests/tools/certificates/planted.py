@@ -99,7 +99,8 @@ def product(x, w, layer):
     with jax.named_scope(layer):
         return jax.shard_map(
             lambda x, w: _product(x, w, layer),
-            in_specs=(P("data", None), P(None, "mdl")), out_specs=P("data", "mdl"),
+            in_specs=(P("data", None), P(None, "mdl")),
+            out_specs=P("data", "mdl"),
             check_vma=False,
         )(x, w)
 
@@ -130,7 +131,9 @@ class Wide(tiny.Points):
     def task(self):
         specs = {"first": {"w": (None, "mdl")}, "last": {"w": ("mdl", None)}}
         return fdl.Config(
-            WideTask, fdl.Config(FunctionModel, init_wide, specs=specs), tiny.learner(),
+            WideTask,
+            fdl.Config(FunctionModel, init_wide, specs=specs),
+            tiny.learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 
@@ -256,7 +259,9 @@ def devices() -> list[Fault]:
     return [
         Fault(
             f"device {device} of mesh {shape} turns bit {bit} of an element in 10,000",
-            functools.partial(found, device, shape, "first", bit), device, layer="first",
+            functools.partial(found, device, shape, "first", bit),
+            device,
+            layer="first",
         )
         for device, shape, bit in kinds
     ]
@@ -274,14 +279,18 @@ def copies() -> list[Fault]:
     kinds = [
         ((4, 2), "mdl_vars/params/first/b", 3, "data"),
         ((2, 4), "mdl_vars/params/first/b", 0, "data"),
-        ((4, 2), "opt_states/num_updates", 6, "data+mdl"), ((8, 1), "step", 7, "data"),
+        ((4, 2), "opt_states/num_updates", 6, "data+mdl"),
+        ((8, 1), "step", 7, "data"),
         ((1, 4), "opt_states/num_skipped_steps", 2, "mdl"),
         ((4, 2), "opt_states/ema/first/b", 5, "data"),
     ]
     return [
         Fault(
             f"a copy of {leaf} on device {place} of mesh {shape} drifts",
-            functools.partial(found, shape, leaf, place), place, axis=axis, leaf=leaf,
+            functools.partial(found, shape, leaf, place),
+            place,
+            axis=axis,
+            leaf=leaf,
         )
         for shape, leaf, place, axis in kinds
     ]
@@ -317,7 +326,9 @@ def restored() -> list[Fault]:
     return [
         Fault(
             f"devices {places} of mesh {shape} have {leaf} of an earlier step",
-            functools.partial(found, shape, leaf, places, now), places[0], leaf=leaf,
+            functools.partial(found, shape, leaf, places, now),
+            places[0],
+            leaf=leaf,
         )
         for shape, leaf, places, now in kinds
     ]
@@ -354,7 +365,8 @@ def spoiled_states() -> list[Fault]:
         old = blocks_of(job.state, leaf)
         device = job.mesh.devices.flat[place]
         change = (
-            (lambda x: replaced_blocks(x, [device], old)) if is_old
+            (lambda x: replaced_blocks(x, [device], old))
+            if is_old
             else (lambda x: with_copy(x, [place], one_bit))
         )
         return update_difference(job, lambda state: changed(state, leaf, change))
@@ -373,7 +385,9 @@ def spoiled_states() -> list[Fault]:
         Fault(
             f"{'an old block' if is_old else 'a wrong bit'} of {leaf} on device {place} of mesh "
             f"{shape}, after an update",
-            functools.partial(found, experiment, shape, leaf, place, is_old), place, axis=axis,
+            functools.partial(found, experiment, shape, leaf, place, is_old),
+            place,
+            axis=axis,
             leaf=leaf,
         )
         for experiment, shape, leaf, place, is_old, axis in kinds
@@ -408,28 +422,35 @@ def wrong_leaves():
         rate, decay = 0.01, 0.1  # Of tiny.learner.
         return lambda new, old: jax.tree.map_with_path(
             lambda path, a, b: a + rate * decay * b if path_of(path) == f"params/{end}" else a,
-            new, old,
+            new,
+            old,
         )
 
     def half(end):
         """Returns a change that leaves the rows of half of the devices as they were before."""
+
         def rows(path, a, b):
             if not path_of(path).endswith(end):
                 return a
             is_old = jax.lax.broadcasted_iota(jnp.int32, a.shape, 0) < a.shape[0] // 2
             return jnp.where(is_old, b, a)
+
         return lambda new, old: jax.tree.map_with_path(rows, new, old)
 
     slots = "opt_states/slots/unstacked/0"
     return {
         "the average of one weight that is not updated": (
-            kept("ema/last/w"), "opt_states/ema/last/w"),
+            kept("ema/last/w"),
+            "opt_states/ema/last/w",
+        ),
         "a weight without its decay": (undecayed("last/w"), "mdl_vars/params/last/w"),
         "an optimizer's count that stays": (kept("0/count"), f"{slots}/count"),
         "a count of updates that stays": (kept("num_updates"), "opt_states/num_updates"),
         "a first moment that stays": (kept("mu/first/b"), f"{slots}/mu/first/b"),
         "a second moment that half of the devices leave": (
-            half("nu/first/w"), f"{slots}/nu/first/w"),
+            half("nu/first/w"),
+            f"{slots}/nu/first/w",
+        ),
     }
 
 
@@ -445,23 +466,37 @@ def wrong_programs():
         def updates(self, *args):
             result, slots = of_optimizer(self, *args)
             return jax.tree.map(lambda u: by * u, result), slots
+
         return mock.patch.object(BoundLearner, "_updates", updates)
 
     return {
         "an average that is not updated": (
             mock.patch.object(learner_update, "moving_average", lambda average, *_: average),
-            "opt_states/ema/"),
+            "opt_states/ema/",
+        ),
         "an average of the new weights": (
-            changed_updates(lambda new, old: {**new, "ema": jax.tree.map(
-                lambda a, p: 0.9 * a + 0.1 * p, old["ema"], new["params"])}), "opt_states/ema/"),
+            changed_updates(
+                lambda new, old: {
+                    **new,
+                    "ema": jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, old["ema"], new["params"]),
+                }
+            ),
+            "opt_states/ema/",
+        ),
         "an update that is made twice": (mock.patch.object(BoundLearner, "update", twice), ""),
         "weights that are updated twice": (
-            mock.patch.object(optax, "apply_updates", lambda params, updates: jax.tree.map(
-                lambda w, u: w + 2 * u, params, updates)), "mdl_vars/params/"),
+            mock.patch.object(
+                optax,
+                "apply_updates",
+                lambda params, updates: jax.tree.map(lambda w, u: w + 2 * u, params, updates),
+            ),
+            "mdl_vars/params/",
+        ),
         "a learning rate of 1.01 times": (scaled(1.01), "mdl_vars/params/"),
         "gradients that are not clipped": (
             mock.patch.object(GradientLimits, "clipped", lambda self, grads, grad_norm: grads),
-            ""),
+            "",
+        ),
     }
 
 
@@ -492,10 +527,13 @@ def programs() -> list[Fault]:
 
     return [
         Fault(
-            f"{defect.name}, on mesh {defect.mesh}", functools.partial(found, defect),
-            axis=defect.axis or "mdl", layer=defect.layer,
+            f"{defect.name}, on mesh {defect.mesh}",
+            functools.partial(found, defect),
+            axis=defect.axis or "mdl",
+            layer=defect.layer,
         )
-        for defects in FAMILIES.values() for defect in defects
+        for defects in FAMILIES.values()
+        for defect in defects
         if defect.experiment is tiny.Collectives and defect.parts == TRAINING
     ]
 

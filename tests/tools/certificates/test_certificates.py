@@ -46,6 +46,7 @@ def eight_devices():
 
 def digest_by_hand(x):
     """Returns the digest of an array, from the definition in integers of Python."""
+
     def mixed(h):
         h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
         h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
@@ -113,8 +114,10 @@ def test_tolerances_follow_what_rounding_moves():
     leaves["metrics/loss/value"] = np.float32(2.5)
 
     def moved(share):
-        return {k: (x * (1 + share * RNG.normal(size=x.shape))).astype(np.float32)
-                for k, x in leaves.items()}
+        return {
+            k: (x * (1 + share * RNG.normal(size=x.shape))).astype(np.float32)
+            for k, x in leaves.items()
+        }
 
     def failed(rounding, actual):
         compared = tolerances.by_rounding("mesh", leaves, [moved(rounding)], actual)
@@ -197,7 +200,9 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     train = functools.partial(praxis_lite.train, Certified, tmp_path, packages=["tests"])
     train()
     assert [(x["step"], x["certified"], x["rows"]) for x in lines_of(tmp_path)] == [
-        (2, True, 4), (4, True, 4)]
+        (2, True, 4),
+        (4, True, 4),
+    ]
     updates = {"arrays": 17, "of_arrays": 17, "bits": True}
     assert [x["update"] for x in lines_of(tmp_path)] == [updates] * 2
     restore = Checkpoints.restore
@@ -205,8 +210,10 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     def stale(*args, **named):
         restored = restore(*args, **named)
         state = planted.changed(
-            restored.state, "opt_states/ema/last/w",
-            lambda x: planted.with_copy(x, [3], np.zeros_like))
+            restored.state,
+            "opt_states/ema/last/w",
+            lambda x: planted.with_copy(x, [3], np.zeros_like),
+        )
         return dataclasses.replace(restored, state=state)
 
     with monkeypatch.context() as patched:
@@ -223,10 +230,13 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     assert lines_of(tmp_path)[-1]["step"] == 6
 
 
-@pytest.mark.parametrize("every, action", [
-    pytest.param(1, "stop", marks=pytest.mark.slow),
-    pytest.param(2, "report", marks=pytest.mark.nightly),
-])
+@pytest.mark.parametrize(
+    "every, action",
+    [
+        pytest.param(1, "stop", marks=pytest.mark.slow),
+        pytest.param(2, "report", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, capsys):
     make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
 
@@ -240,7 +250,9 @@ def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every,
     ends = action == "stop"
     with pytest.raises(NotCertified, match=words) if ends else contextlib.nullcontext():
         praxis_lite.train(
-            Certified, tmp_path, packages=["tests"],
+            Certified,
+            tmp_path,
+            packages=["tests"],
             settings={"run.certify_every_steps": every, "run.certify_action": action},
         )
     assert f"step {every} is NOT CERTIFIED" in capsys.readouterr().out
@@ -302,36 +314,59 @@ NO_LIMIT = {"clip_gradient_norm_to_value": 0.0}
 # An optimizer, and another setting that the update by hand follows.
 LEARNERS = {
     "sgd, slots on the host": {
-        "optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True), "host_slots": ".*"},
+        "optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True),
+        "host_slots": ".*",
+    },
     "adafactor, micro-batches": {
         "optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4),
-        "gradient_accumulation_steps": 3},
+        "gradient_accumulation_steps": 3,
+    },
     "lamb, some steps skipped": {
-        "optimizer": fdl.Partial(optax.lamb), "skip_step_gradient_norm_value": 0.9, **NO_LIMIT},
+        "optimizer": fdl.Partial(optax.lamb),
+        "skip_step_gradient_norm_value": 0.9,
+        **NO_LIMIT,
+    },
     "lion, clipped by element": {
-        "optimizer": fdl.Partial(optax.lion), "clip_gradient_to_value": 0.01, **NO_LIMIT},
+        "optimizer": fdl.Partial(optax.lion),
+        "clip_gradient_to_value": 0.01,
+        **NO_LIMIT,
+    },
     "muon, clipped by weight": {
-        "optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_single_norm_to_value": 0.1,
-        **NO_LIMIT},
+        "optimizer": fdl.Partial(optax.contrib.muon),
+        "clip_gradient_single_norm_to_value": 0.1,
+        **NO_LIMIT,
+    },
     "prodigy, frozen weights": {
         "optimizer": fdl.Partial(optax.contrib.prodigy, estim_lr0=0.01),
-        "bprop_variable_exclusion": "first/.*"},
+        "bprop_variable_exclusion": "first/.*",
+    },
     "schedule-free, slots on another axis": {
-        "optimizer": fdl.Partial(optax.contrib.schedule_free_adamw), "slot_mesh_axes": ("data",)},
+        "optimizer": fdl.Partial(optax.contrib.schedule_free_adamw),
+        "slot_mesh_axes": ("data",),
+    },
     "bfloat16 moments, loss scale": {
         "optimizer": fdl.Partial(optax.adamw, mu_dtype=jnp.bfloat16),
-        "loss_scale": fdl.Config(DynamicLossScale)},
+        "loss_scale": fdl.Config(DynamicLossScale),
+    },
     "two optimizers": {
-        "auxiliary_optimizers": [fdl.Config(
-            AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd),
-            learning_rate=0.1, regex=".*/b")],
+        "auxiliary_optimizers": [
+            fdl.Config(
+                AuxiliaryOptimizer,
+                name="biases",
+                optimizer=fdl.Partial(optax.sgd),
+                learning_rate=0.1,
+                regex=".*/b",
+            )
+        ],
         "apply_separate_scaling": True,
     },
 }
 
 
 SLOW_LEARNERS = (
-    "adafactor, micro-batches", "schedule-free, slots on another axis", "two optimizers",
+    "adafactor, micro-batches",
+    "schedule-free, slots on another axis",
+    "two optimizers",
 )
 
 
@@ -352,8 +387,14 @@ def test_right_updates_of_each_learner_are_certified_and_an_old_block_is_not(nam
     leaf = "mdl_vars/params/last/w"
     old = planted.blocks_of(job.state, leaf)
     device = job.mesh.devices.flat[2]
-    made = compared(job, check, place, lambda state: planted.changed(
-        state, leaf, lambda x: planted.replaced_blocks(x, [device], old)))
+    made = compared(
+        job,
+        check,
+        place,
+        lambda state: planted.changed(
+            state, leaf, lambda x: planted.replaced_blocks(x, [device], old)
+        ),
+    )
     # By its bits, and by hand.
     assert [x.leaf for x in made.failed] == [leaf, leaf]
     assert made.positions == {leaf: (2,)}
@@ -366,8 +407,14 @@ def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
     assert len(check.parts) == 3 and not check.is_exact
     leaf, seen = "opt_states/slots/unstacked/0/mu/last/w", set()
     for _ in check.parts:
-        made = compared(job, check, place, lambda state: planted.changed(
-            state, leaf, lambda x: planted.with_copy(x, [1], lambda data: 2 * data)))
+        made = compared(
+            job,
+            check,
+            place,
+            lambda state: planted.changed(
+                state, leaf, lambda x: planted.with_copy(x, [1], lambda data: 2 * data)
+            ),
+        )
         seen |= {item.leaf for item in made.comparisons}
         assert {item.leaf for item in made.failed} <= {leaf}
         # A moment that is wrong before a step too is what the update is made of.
@@ -389,11 +436,16 @@ def test_wrong_arrays_of_an_update_are_found_and_no_others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [
-    ["an average that is not updated", "a learning rate of 1.01 times"],
-    ["an average of the new weights", "weights that are updated twice"],
-    ["an update that is made twice"], ["gradients that are not clipped"],
-], ids=" and ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["an average that is not updated", "a learning rate of 1.01 times"],
+        ["an average of the new weights", "weights that are updated twice"],
+        ["an update that is made twice"],
+        ["gradients that are not clipped"],
+    ],
+    ids=" and ".join,
+)
 def test_a_wrong_update_of_all_arrays_is_found(names):
     faults = [planted.wrong_programs()[name] for name in names]
     with contextlib.ExitStack() as patched:

@@ -32,7 +32,8 @@ def logits(weights, x_BD):
     features = jax.shard_map(
         _features,
         in_specs=(P("data", None), P("mdl", None), P("mdl", None), P("mdl", None)),
-        out_specs=P("data", "mdl"), check_vma=False,
+        out_specs=P("data", "mdl"),
+        check_vma=False,
     )(x_BD, weights["gathered"], weights["summed"], weights["scattered"])
     return features @ weights["head"]
 

@@ -27,21 +27,43 @@ DEFECTS = {defect.name: defect for defects in FAMILIES.values() for defect in de
 def test_an_experiment_that_is_right_is_certified():
     lines = []
     actual = check_on_meshes(
-        tiny.Points, [(2, 2)], steps=2, print_text=lines.append,
+        tiny.Points,
+        [(2, 2)],
+        steps=2,
+        print_text=lines.append,
         parts=("data", "initial weights", "training", "evaluation", "update by hand", "resumed"),
     )
     assert actual.certified, actual.summary()
     assert actual.summary() == f"certified: {len(actual.comparisons)} comparisons on 1 meshes"
     compared = {comparison.what for comparison in actual.comparisons}
     assert compared >= {
-        "data", "initial state", "loss", "metrics", "gradients", "weights", "slots", "averages",
-        "counts", "padding", "learner", "evaluation", "metrics of halves", "update by hand",
-        "restored", "losses of a resumed job", "state of a resumed job", "donated",
-        "host transfers", "compilations",
+        "data",
+        "initial state",
+        "loss",
+        "metrics",
+        "gradients",
+        "weights",
+        "slots",
+        "averages",
+        "counts",
+        "padding",
+        "learner",
+        "evaluation",
+        "metrics of halves",
+        "update by hand",
+        "restored",
+        "losses of a resumed job",
+        "state of a resumed job",
+        "donated",
+        "host transfers",
+        "compilations",
     }
     # Rounding in float64, far below what is allowed: no tolerance is there to hide anything.
-    assert all(item.difference <= 1e-13 for item in actual.comparisons if item.what != "padding"
-               and item.what != "metrics of halves")
+    assert all(
+        item.difference <= 1e-13
+        for item in actual.comparisons
+        if item.what != "padding" and item.what != "metrics of halves"
+    )
     assert any("mesh data 2, mdl 2: 2 steps" in line for line in lines)
     table = actual.table()
     assert "data 2, mdl 2" in table
@@ -49,23 +71,30 @@ def test_an_experiment_that_is_right_is_certified():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment, mesh", [
-    (tiny.PointsByHand, (3, 2)),
-    pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
-    pytest.param(tiny.Norms, (2, 2), marks=pytest.mark.nightly),
-], ids=["PointsByHand", "Lm", "Norms"])
+@pytest.mark.parametrize(
+    "experiment, mesh",
+    [
+        (tiny.PointsByHand, (3, 2)),
+        pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
+        pytest.param(tiny.Norms, (2, 2), marks=pytest.mark.nightly),
+    ],
+    ids=["PointsByHand", "Lm", "Norms"],
+)
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=2)
     assert actual.certified, actual.summary()
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("pipeline, steps", [
-    pytest.param({"num_microbatches": 5}, 1, id="five that do not divide"),
-    pytest.param({"num_microbatches": 1}, 1, id="one"),
-    pytest.param({"microbatch_size": 4}, 1, id="by size"),
-    pytest.param({"num_microbatches": 2}, 2, id="accumulated"),
-])
+@pytest.mark.parametrize(
+    "pipeline, steps",
+    [
+        pytest.param({"num_microbatches": 5}, 1, id="five that do not divide"),
+        pytest.param({"num_microbatches": 1}, 1, id="one"),
+        pytest.param({"microbatch_size": 4}, 1, id="by size"),
+        pytest.param({"num_microbatches": 2}, 2, id="accumulated"),
+    ],
+)
 def test_1f1b_with_dropout_is_certified(pipeline, steps):
     class Cut(by_pipeline.OneForward):
         def task(self):
@@ -78,17 +107,35 @@ def test_1f1b_with_dropout_is_certified(pipeline, steps):
     assert actual.certified, actual.summary()
 
 
-@pytest.mark.parametrize("settings", [
-    {"skip_step_gradient_norm_value": 0.5, "clip_gradient_norm_to_value": 0.0},
-    pytest.param({"loss_scale": fdl.Config(DynamicLossScale)}, marks=pytest.mark.slow),
-    {"apply_separate_scaling": True, "auxiliary_optimizers": [fdl.Config(
-        AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd), learning_rate=0.1,
-        regex=".*/b", clip_gradient_norm_to_value=0.01)]},
-    pytest.param(
-        {"optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_norm_to_value": 0.0,
-         "clip_gradient_single_norm_to_value": 0.1}, marks=pytest.mark.slow,
-    ),
-], ids=["skipped steps", "loss scale", "separate scaling", "clipped by weight"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"skip_step_gradient_norm_value": 0.5, "clip_gradient_norm_to_value": 0.0},
+        pytest.param({"loss_scale": fdl.Config(DynamicLossScale)}, marks=pytest.mark.slow),
+        {
+            "apply_separate_scaling": True,
+            "auxiliary_optimizers": [
+                fdl.Config(
+                    AuxiliaryOptimizer,
+                    name="biases",
+                    optimizer=fdl.Partial(optax.sgd),
+                    learning_rate=0.1,
+                    regex=".*/b",
+                    clip_gradient_norm_to_value=0.01,
+                )
+            ],
+        },
+        pytest.param(
+            {
+                "optimizer": fdl.Partial(optax.contrib.muon),
+                "clip_gradient_norm_to_value": 0.0,
+                "clip_gradient_single_norm_to_value": 0.1,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["skipped steps", "loss scale", "separate scaling", "clipped by weight"],
+)
 def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
     class Trained(tiny.Points):
         def task(self):
@@ -127,7 +174,8 @@ class OnTheEdge(tiny.Points):
         edge = {"one": ones, "same": ones, "little": ones * 2.0**-26}
         task = super().task()
         task.model = fdl.Config(
-            FunctionModel, lambda key: {"edge": edge, "w": jax.random.normal(key, (6, 3))},
+            FunctionModel,
+            lambda key: {"edge": edge, "w": jax.random.normal(key, (6, 3))},
             specs={"edge": dict.fromkeys(edge, (None,)), "w": ("data", "mdl")},
         )
         return fdl.Config(EdgeTask, **task.__arguments__)
@@ -175,15 +223,21 @@ def test_the_place_of_every_defect_is_there():
 
 # One of each part of a check; `make check-defects` plants the others too.
 QUICK_SAMPLE = (
-    "data: another noise each time", "initial weights differ in a last bit",
+    "data: another noise each time",
+    "initial weights differ in a last bit",
     "loss: a mean of means",
 )
 SLOW_SAMPLE = (
-    "micro-batches: a mean of means", "a row's place: decoded outputs grow with its place",
+    "micro-batches: a mean of means",
+    "a row's place: decoded outputs grow with its place",
     "remat of a stack, an attribute: another dropout key in the backward pass",
     "cache is written a place further on",
-    "segments are lost", "the learner decays weights twice", "norms in bfloat16",
-    "resumed: a batch too far", "13 rows: a tenth more", "unroll of NNX: a layer twice",
+    "segments are lost",
+    "the learner decays weights twice",
+    "norms in bfloat16",
+    "resumed: a batch too far",
+    "13 rows: a tenth more",
+    "unroll of NNX: a layer twice",
     "remat of a stack, scanned: another dropout key in the backward pass",
 )
 SAMPLE = (*QUICK_SAMPLE, *SLOW_SAMPLE, "attention: gradient summed twice over mdl")
@@ -205,9 +259,15 @@ def test_each_defect_has_its_own_name_and_each_part_of_a_check_a_sample():
 @pytest.mark.slow
 def test_the_command_writes_a_certificate_and_exits_0(tmp_path, capsys):
     path = tmp_path / "certificate.json"
-    main([
-        "--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1", f"--json={path}",
-    ])
+    main(
+        [
+            "--mode=check",
+            "--exp=classify.Spirals",
+            "--meshes=1x2x1",
+            "--steps=1",
+            f"--json={path}",
+        ]
+    )
     report = json.loads(path.read_text())
     assert report["certified"] is True
     assert report["first_difference"] is None
@@ -230,8 +290,15 @@ def test_the_command_exits_1_and_names_what_differs(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(image_classification.ClassificationTask, "compute_loss", wrong)
     path = tmp_path / "certificate.json"
     with pytest.raises(SystemExit) as exit_:
-        main(["--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1",
-              f"--json={path}"])
+        main(
+            [
+                "--mode=check",
+                "--exp=classify.Spirals",
+                "--meshes=1x2x1",
+                "--steps=1",
+                f"--json={path}",
+            ]
+        )
     assert exit_.value.code == 1
     first = json.loads(path.read_text())["first_difference"]
     assert set(first) >= {"what", "layer", "leaf", "step", "axis", "difference", "tolerance"}

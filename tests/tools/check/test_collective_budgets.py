@@ -63,8 +63,18 @@ def test_whole_weights_are_gathered_by_fsdp_and_not_by_megatron(step):
 
 def test_reshardings_above_a_size(step):
     gather = Collective(
-        "all-to-all", 4096, ("f32",), 3, False, False, 8, "", (("encoder", 4096),), ("data",),
-        "model.py:13", ((32, 32),),
+        "all-to-all",
+        4096,
+        ("f32",),
+        3,
+        False,
+        False,
+        8,
+        "",
+        (("encoder", 4096),),
+        ("data",),
+        "model.py:13",
+        ((32, 32),),
     )
     result = CompiledStep("train", [gather], step.layout)
     assert_collectives(result, max_resharding_bytes=4096)

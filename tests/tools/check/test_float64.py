@@ -17,9 +17,7 @@ def wide(function, *args, **settings):
     """Returns the results of `function` in float64, for arguments of float32."""
     result = in_float64(function, *args, **settings)
     with jax.enable_x64(True):
-        given = jax.tree.map(
-            lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args
-        )
+        given = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args)
         return jax.device_get(jax.jit(result)(*given))
 
 
@@ -93,8 +91,11 @@ def test_collectives_by_hand_are_in_float64_too():
 
     def mean(x):
         return jax.shard_map(
-            lambda x: jax.lax.pmean(jnp.exp(x).mean(0), "data"), mesh=mesh, in_specs=P("data"),
-            out_specs=P(), axis_names={"data"},
+            lambda x: jax.lax.pmean(jnp.exp(x).mean(0), "data"),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            axis_names={"data"},
         )(x)
 
     x = np.concatenate([X, X[:1]])

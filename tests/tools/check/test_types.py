@@ -25,10 +25,17 @@ class EvenLm(tiny.Lm):
 
     def task(self):
         task = super().task()
-        task.model = set_sharding_params(rotary_lm(
-            vocab_size=38, model_dims=16, hidden_dims=28, num_heads=4, dim_per_head=4,
-            num_layers=2, residual_dropout_prob=0.1,
-        ))
+        task.model = set_sharding_params(
+            rotary_lm(
+                vocab_size=38,
+                model_dims=16,
+                hidden_dims=28,
+                num_heads=4,
+                dim_per_head=4,
+                num_layers=2,
+                residual_dropout_prob=0.1,
+            )
+        )
         return task
 
 
@@ -42,9 +49,13 @@ def test_a_check_says_what_types_confirm(experiment):
     actual = check_on_meshes(experiment, [(1, 2, 2)], steps=1, parts=("types",))
     assert actual.certified, actual.summary()
     of_state, of_activations = (note for note in actual.notes if "confirm" in note)
-    num_arrays = len(list(Partitioner(
-        fdl.build(experiment().task()), make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
-    ).layout.leaves()))
+    num_arrays = len(
+        list(
+            Partitioner(
+                fdl.build(experiment().task()), make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
+            ).layout.leaves()
+        )
+    )
     assert f"{num_arrays} of {num_arrays} arrays in the state" in of_state
     assert "activations at a sharding constraint" in of_activations
 

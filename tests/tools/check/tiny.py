@@ -74,11 +74,18 @@ class Lm(Experiment):
 
     def task(self):
         model = rotary_lm(
-            vocab_size=VOCABULARY, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6,
-            num_layers=2, residual_dropout_prob=0.1,
+            vocab_size=VOCABULARY,
+            model_dims=13,
+            hidden_dims=29,
+            num_heads=3,
+            dim_per_head=6,
+            num_layers=2,
+            residual_dropout_prob=0.1,
         )
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(model), learner=learner(),
+            LanguageModelTask,
+            model=set_sharding_params(model),
+            learner=learner(),
             inputs_split_mapping={"map_1d": (BATCH,), "map_2d": (BATCH, None)},
             decoder=fdl.Config(Greedy, max_decode_steps=4),
         )
@@ -116,12 +123,12 @@ class Experts(Lm):
         task = super().task()
         dense = task.model.transformer_layer_tpl
         experts = fdl.Partial(
-            TransformerFeedForwardMoe, num_experts=3, moe_load_balance_loss_weight=0.1,
+            TransformerFeedForwardMoe,
+            num_experts=3,
+            moe_load_balance_loss_weight=0.1,
             moe_router_z_loss_weight=0.1,
         )
-        task.model.transformer_layer_tpl = [
-            dense, fdl.copy_with(dense, tr_fflayer_tpl=experts)
-        ]
+        task.model.transformer_layer_tpl = [dense, fdl.copy_with(dense, tr_fflayer_tpl=experts)]
         set_sharding_params(task.model, "expert")
         batch = ("data", "expert")
         task.inputs_split_mapping = {"map_1d": (batch,), "map_2d": (batch, None)}
@@ -190,7 +197,9 @@ class Points(Experiment):
     def task(self):
         model = fdl.Config(FunctionModel, init_points, specs=POINT_SPECS)
         return fdl.Config(
-            PointsTask, model, learner(),
+            PointsTask,
+            model,
+            learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 
@@ -249,7 +258,9 @@ class Norms(Points):
 
     def task(self):
         return fdl.Config(
-            NormedTask, fdl.Partial(Normed), learner(),
+            NormedTask,
+            fdl.Partial(Normed),
+            learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 
@@ -317,7 +328,9 @@ class CalledTask(PointsTask):
 def called(model):
     """Returns the config of a CalledTask."""
     return fdl.Config(
-        CalledTask, model, learner(),
+        CalledTask,
+        model,
+        learner(),
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
     )
 
@@ -360,7 +373,9 @@ class OfFunctions(Points13):
 
     def task(self):
         return fdl.Config(
-            FunctionsTask, fdl.Config(FunctionModel, init_functions), learner(),
+            FunctionsTask,
+            fdl.Config(FunctionModel, init_functions),
+            learner(),
             how={"remat": True, "unroll": 1},
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
@@ -383,7 +398,9 @@ class Collectives(Points):
     def task(self):
         model = fdl.Config(FunctionModel, collectives.init)
         return fdl.Config(
-            CollectivesTask, model, learner(),
+            CollectivesTask,
+            model,
+            learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 
@@ -407,8 +424,9 @@ class RematStack(nnx.Module):
         keys = None if key is None else jax.random.split(key, 3)
         layer = rematted(dropped_layer) if self.remat else dropped_layer
         if self.scanned:
-            x, _ = jax.lax.scan(lambda x, given: (layer(x, *given), None), x,
-                                (self.hidden[...], keys))
+            x, _ = jax.lax.scan(
+                lambda x, given: (layer(x, *given), None), x, (self.hidden[...], keys)
+            )
         else:
             for i in range(3):
                 x = layer(x, self.hidden[i], None if keys is None else keys[i])
@@ -449,7 +467,9 @@ class RematOfOthers(Points):
 
     def task(self):
         return fdl.Config(
-            KeyedTask, self.stack, learner(),
+            KeyedTask,
+            self.stack,
+            learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 

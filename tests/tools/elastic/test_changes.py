@@ -8,17 +8,23 @@ from praxis_tools.elastic.members import Generation, Member
 
 def generation(number, members, last_step):
     return Generation(
-        number=number, kind="died", who=(), why="", members=members,
-        incarnations=("a",) * len(members), coordinator="h:1", event=0.0, noticed=0.0, agreed=0.0,
+        number=number,
+        kind="died",
+        who=(),
+        why="",
+        members=members,
+        incarnations=("a",) * len(members),
+        coordinator="h:1",
+        event=0.0,
+        noticed=0.0,
+        agreed=0.0,
         last_step=last_step,
     )
 
 
 def member(number, of_generation, made=None):
     worker = {} if made is None else {"made": made}
-    return Member(
-        member=number, incarnation="a", generation=of_generation, worker=worker
-    )
+    return Member(member=number, incarnation="a", generation=of_generation, worker=worker)
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,30 @@ def job(tmp_path, monkeypatch):
 def generation(job, members, *settings):
     """Lets workers of a tiny job of two processes train to the end; returns their reports."""
     argv = [
-        "--exp=jobzoo.experiments.Tiny", "--packages=jobzoo", f"--job_log_dir={job.path}",
-        "--elastic", "--set", *settings,
+        "--exp=jobzoo.experiments.Tiny",
+        "--packages=jobzoo",
+        f"--job_log_dir={job.path}",
+        "--elastic",
+        "--set",
+        *settings,
     ]
     coordinator = f"127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as held:
         workers = [WorkerProcess(argv) for _ in members]
         for worker, member in zip(workers, members, strict=True):
             held.callback(worker.kill)
-            worker.assign(Assignment(
-                generation=1, member=member, members=members, stores=("",) * len(members),
-                key=b"key", coordinator=coordinator, num_slots=2, folder=str(job.elastic),
-            ))
+            worker.assign(
+                Assignment(
+                    generation=1,
+                    member=member,
+                    members=members,
+                    stores=("",) * len(members),
+                    key=b"key",
+                    coordinator=coordinator,
+                    num_slots=2,
+                    folder=str(job.elastic),
+                )
+            )
         until = time.monotonic() + 300
         while any(worker.status() is None for worker in workers):
             assert time.monotonic() < until, "a worker does not end"
@@ -74,9 +86,7 @@ def test_a_start_on_a_mesh_that_was_seen_compiles_nothing_on_any_process(job):
 @pytest.mark.nightly
 def test_what_a_generation_of_seven_devices_left_is_evaluated_elsewhere(job):
     # Two processes of seven devices each were there, and one of them is left.
-    (reports,) = generation(
-        job, (1,), "mesh.ici_mesh_shape=(1,7,2)", "run.num_train_steps=3"
-    )
+    (reports,) = generation(job, (1,), "mesh.ici_mesh_shape=(1,7,2)", "run.num_train_steps=3")
     assert reports["mesh"] == {"replica": 1, "data": 7, "mdl": 1}
     assert "mesh.ici_mesh_shape=1,7,1" in job.config_txt.read_text().splitlines()
     expected = lines_of(job.eval_metrics_jsonl)[-1]

@@ -109,10 +109,17 @@ class World:
 
     def start(self, k):
         self.clock.ahead = self.skew * k
-        item = Supervisor(Settings(
-            argv=(), job=JobDir(self.folder), member=k, num_members=self.num_members,
-            min_members=self.min_members, start_seconds=10.0, address="127.0.0.1",
-        ))
+        item = Supervisor(
+            Settings(
+                argv=(),
+                job=JobDir(self.folder),
+                member=k,
+                num_members=self.num_members,
+                min_members=self.min_members,
+                start_seconds=10.0,
+                address="127.0.0.1",
+            )
+        )
         item.join(f"127.0.0.1:{k}", b"key")
         self.hosts[k], self.leaving = item, set()
         self.statuses.pop(k, None)
@@ -211,7 +218,8 @@ class World:
         """Returns True if these members step together in the newest generation."""
         newest = Rendezvous(self.folder / "elastic").newest_generation()
         there = [
-            w for w in self.workers
+            w
+            for w in self.workers
             if w.order.generation == newest and w.code is None and w.first_step_time
         ]
         numbers = {w.order.member for w in there}
@@ -401,10 +409,14 @@ def test_a_wrong_command_line_ends_all_with_status_2(world, monkeypatch):
     assert w.statuses == {0: 2, 1: 2}
 
 
-@pytest.mark.parametrize(("seed", "num_events"), [
-    (0, 8), pytest.param(1, 60, marks=pytest.mark.slow),
-    *(pytest.param(seed, 60, marks=pytest.mark.nightly) for seed in range(2, 7)),
-])
+@pytest.mark.parametrize(
+    ("seed", "num_events"),
+    [
+        (0, 8),
+        pytest.param(1, 60, marks=pytest.mark.slow),
+        *(pytest.param(seed, 60, marks=pytest.mark.nightly) for seed in range(2, 7)),
+    ],
+)
 def test_random_histories_lose_at_most_an_interval_and_always_go_on(working, seed, num_events):
     rng, w = random.Random(seed), working(5)
     for _ in range(num_events):

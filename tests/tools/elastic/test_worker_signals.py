@@ -9,7 +9,7 @@ from praxis_lite.job.processes.signals import SIGNALS, STOPS_WORKER
 from praxis_lite.job.processes.stacks import request_stacks
 from tests.support.job_runs import CHECKOUT
 
-WORKER = '''
+WORKER = """
 import os, signal, subprocess, sys, time
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.stop_request import StopRequest
@@ -35,13 +35,17 @@ with signals.EndsBySignal():
         while not stop.reason:
             time.sleep(0.02)
 print("saved:", stop.reason)
-'''
+"""
 
 
 def start(where):
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, where], cwd=CHECKOUT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        [sys.executable, "-c", WORKER, where],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     lines = []
     while not lines or not lines[-1].startswith("there"):

@@ -24,7 +24,13 @@ def test_a_note_for_each_layer_with_fewer_heads_than_devices():
         fdl.Partial(MultiHeadLatentAttention, **LATENT),
     ]
     lm = fdl.Partial(
-        TransformerLm, 17, 12, 20, num_heads=6, num_layers=3, dim_per_head=4,
+        TransformerLm,
+        17,
+        12,
+        20,
+        num_heads=6,
+        num_layers=3,
+        dim_per_head=4,
         transformer_layer_tpl=[fdl.Partial(Transformer, tr_atten_tpl=x) for x in attentions],
     )
     task = LanguageModelTask(fdl.build(set_sharding_params(lm, "megatron")), Learner(optax.sgd, 1))

@@ -18,8 +18,10 @@ HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{
 
 def test_names_stay_text_in_the_page(mesh_of):
     layout = StateLayout(
-        shapes={HOSTILE: jax.ShapeDtypeStruct((7,), "float32")}, specs={HOSTILE: P("data")},
-        axis_sizes={"replica": 1, "data": 4, "mdl": 2}, notes=(HOSTILE,),
+        shapes={HOSTILE: jax.ShapeDtypeStruct((7,), "float32")},
+        specs={HOSTILE: P("data")},
+        axis_sizes={"replica": 1, "data": 4, "mdl": 2},
+        notes=(HOSTILE,),
         declared_by={HOSTILE: HOSTILE},
     )
     text = page(HOSTILE, mesh_of(1, 4, 2), layout, [HOSTILE], [])

@@ -36,7 +36,13 @@ LEAVES = {
 def collective(kind, layers, count, size, **flags):
     bounds = {"at_least": False, "at_most": False} | flags
     return Collective(
-        kind, size, ("f32",), count, **bounds, group_size=2, op_name="",
+        kind,
+        size,
+        ("f32",),
+        count,
+        **bounds,
+        group_size=2,
+        op_name="",
         layers=tuple((layer, size // len(layers)) for layer in layers),
     )
 
@@ -45,8 +51,10 @@ STEP = ExplainedStep(
     step="train",
     dataset="texts",
     batch=StateLayout(
-        {"ids": jax.ShapeDtypeStruct((13, 5), "int32")}, {"ids": P(("a", "b", "c"), None)},
-        {"a": 2, "b": 2, "c": 2}, {"ids": "rows over the mesh"},
+        {"ids": jax.ShapeDtypeStruct((13, 5), "int32")},
+        {"ids": P(("a", "b", "c"), None)},
+        {"a": 2, "b": 2, "c": 2},
+        {"ids": "rows over the mesh"},
     ),
     collectives=[
         collective("all-gather", ("ffn",), 7, 100),
@@ -181,7 +189,9 @@ def check_place(block, drawing, bounds, leaf):
 @pytest.fixture
 def shown(browser, mesh_222):
     layout = layout_of(
-        LEAVES, dict(mesh_222.shape), notes=("norm was left whole",),
+        LEAVES,
+        dict(mesh_222.shape),
+        notes=("norm was left whole",),
         declared_by={"mdl_vars/params/ffn/w": "rule 'ffn/.*': fsdp(\"a\")"},
     )
     item = browser(mesh_222, layout, [STEP], warnings=["much padding"])
@@ -196,7 +206,8 @@ def test_what_stands_beside_a_drawing(shown):
     assert all(word in row for word in words), row
     assert "decided by rule 'ffn/.*': fsdp(\"a\")" in re.sub(r"\s+", " ", row)
     assert {leaf.path: leaf for leaf in layout.leaves()}["mdl_vars/params/ffn/w"].padded_shape == (
-        8, 14,
+        8,
+        14,
     )
     notes = item.run("document.querySelector('#main details').innerText")
     assert notes.split("\n\n")[1:] == ["much padding", "norm was left whole"]
@@ -230,9 +241,9 @@ def test_padding_of_a_device_is_what_its_shards_hold_beyond_the_true_shape(shown
     for leaf in layout.leaves():
         real = np.zeros(leaf.padded_shape)
         real[tuple(slice(n) for n in leaf.shape)] = 1
-        for device, index in NamedSharding(mesh_222, leaf.spec).devices_indices_map(
-            leaf.padded_shape
-        ).items():
+        for device, index in (
+            NamedSharding(mesh_222, leaf.spec).devices_indices_map(leaf.padded_shape).items()
+        ):
             true[device.id] += real[index].sum()
             stored[device.id] += real[index].size
     texts = [item.run(f"look({i}); document.getElementById('device').innerText") for i in range(8)]
@@ -260,7 +271,9 @@ def test_collectives_are_told_by_kind_and_layer_with_their_bytes(shown):
     opened = item.run("document.querySelector('.step tbody details').innerText")
     assert [line for line in opened.splitlines() if line][1:] == [
         # Half of 3 x 2048 and half of 2 x 1024; half of the one; half of the other.
-        "gradient of a/norm: 4.0 KiB", "gradient of a/ffn: 3.0 KiB", "gradient of a/q: 1.0 KiB",
+        "gradient of a/norm: 4.0 KiB",
+        "gradient of a/ffn: 3.0 KiB",
+        "gradient of a/q: 1.0 KiB",
     ]
     facts = item.run("document.querySelector('.step p').innerText")
     assert facts == (
@@ -343,8 +356,12 @@ def test_a_device_is_picked_with_the_mouse_and_with_the_keyboard(shown):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_does_not_scroll_sideways(browser, mesh_222, width):
     path = "/".join(f"a_rather_long_name_{i}" for i in range(9))
-    layout = layout_of({path: ((7,), P("a"))}, dict(mesh_222.shape), notes=(path,),
-                       declared_by={path: f"rule {path!r}"})
+    layout = layout_of(
+        {path: ((7,), P("a"))},
+        dict(mesh_222.shape),
+        notes=(path,),
+        declared_by={path: f"rule {path!r}"},
+    )
     sent = collective("all-gather", (path, f"gradient of {path}"), 7, 100)
     step = dataclasses.replace(STEP, collectives=[sent, *STEP.collectives])
     item = browser(mesh_222, layout, [step], title=path, warnings=[path])

@@ -24,9 +24,13 @@ def test_the_first_collective_that_leaves_a_process_is_found_by_its_devices():
     def split(*axes):
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    compiled = jax.jit(
-        step, in_shardings=(split("data", "mdl"), split("mdl", None)), out_shardings=split()
-    ).lower(jnp.ones((28, 6)), jnp.ones((6, 37))).compile()
+    compiled = (
+        jax.jit(
+            step, in_shardings=(split("data", "mdl"), split("mdl", None)), out_shardings=split()
+        )
+        .lower(jnp.ones((28, 6)), jnp.ones((6, 37)))
+        .compile()
+    )
     # "first" sums over mdl, then "second" over data: by hand, 7 x 37 and 37 floats of 4 bytes.
     sizes = dict(mesh.shape)
     rows_apart = FirstCollectives(compiled, sizes, [0, 0, 1, 1, 2, 2, 3, 3])

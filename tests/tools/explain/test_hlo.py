@@ -281,7 +281,8 @@ def test_windows_meet_as_many_elements_as_a_count_of_each_says():
     def counted(size, window, outputs, stride, pad, hole, spread):
         places = (
             tap * spread - pad + output * stride
-            for tap in range(window) for output in range(outputs)
+            for tap in range(window)
+            for output in range(outputs)
         )
         return sum(place in range(0, (size - 1) * hole + 1, hole) for place in places)
 
@@ -574,8 +575,12 @@ OURS = str(Path(hlo.__file__).parent)
     [
         # A user's model, which Flax's code and this library's call.
         (
-            ["/x/site-packages/flax/nnx/nn/linear.py", "/home/me/model.py", f"{OURS}/steps.py",
-             "/home/me/main.py"],
+            [
+                "/x/site-packages/flax/nnx/nn/linear.py",
+                "/home/me/model.py",
+                f"{OURS}/steps.py",
+                "/home/me/main.py",
+            ],
             "model.py:2",
         ),
         # No user's: the library's own line, not that of who launched it.
@@ -637,8 +642,10 @@ def test_table_lists_below_a_kind_its_layers_with_the_most_bytes_first():
         return hlo.Collective(kind, size, ("f32",), count, at_least, False, 2, "", ((layer, size),))
 
     actual = [
-        one("all-reduce", "a/norm", 7, 10), one("all-gather", "a/ffn", 3, 1024),
-        one("all-reduce", "a/ffn", 2, 1024), one("all-reduce", "a/norm", 1, 5, at_least=True),
+        one("all-reduce", "a/norm", 7, 10),
+        one("all-gather", "a/ffn", 3, 1024),
+        one("all-reduce", "a/ffn", 2, 1024),
+        one("all-reduce", "a/norm", 1, 5, at_least=True),
     ]
     lines = [re.split(r"  +", line.strip()) for line in hlo.collectives_table(actual).splitlines()]
     assert lines == [

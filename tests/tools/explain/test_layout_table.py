@@ -37,25 +37,49 @@ BLOCKS = "mdl_vars/params/transformer/blocks"
 BY_HAND = {
     "mdl_vars/params/final_ln/scale": ("[7]", "", "(-)", 7 * 4, ""),
     "mdl_vars/params/softmax/logits_ffn/linear/w": (
-        "[7, 257]", "[8, 258]", "(data, mdl)", 2 * 129 * 4, f"{1 - 7 * 257 / (8 * 258):.1%}"
+        "[7, 257]",
+        "[8, 258]",
+        "(data, mdl)",
+        2 * 129 * 4,
+        f"{1 - 7 * 257 / (8 * 258):.1%}",
     ),
     f"{BLOCKS}/ff_layer/ffn_layer1/bias/b": (
-        "[2, 11]", "[2, 12]", "(-, mdl)", 2 * 6 * 4, f"{1 / 12:.1%}"
+        "[2, 11]",
+        "[2, 12]",
+        "(-, mdl)",
+        2 * 6 * 4,
+        f"{1 / 12:.1%}",
     ),
     f"{BLOCKS}/ff_layer/ffn_layer1/linear/w": (
-        "[2, 7, 11]", "[2, 8, 12]", "(-, data, mdl)", 2 * 2 * 6 * 4, f"{1 - 77 / 96:.1%}"
+        "[2, 7, 11]",
+        "[2, 8, 12]",
+        "(-, data, mdl)",
+        2 * 2 * 6 * 4,
+        f"{1 - 77 / 96:.1%}",
     ),
     f"{BLOCKS}/ff_layer/ffn_layer2/bias/b": (
-        "[2, 7]", "[2, 8]", "(-, data)", 2 * 2 * 4, f"{1 / 8:.1%}"
+        "[2, 7]",
+        "[2, 8]",
+        "(-, data)",
+        2 * 2 * 4,
+        f"{1 / 8:.1%}",
     ),
     f"{BLOCKS}/ff_layer/ffn_layer2/linear/w": (
-        "[2, 11, 7]", "[2, 12, 8]", "(-, mdl, data)", 2 * 6 * 2 * 4, f"{1 - 77 / 96:.1%}"
+        "[2, 11, 7]",
+        "[2, 12, 8]",
+        "(-, mdl, data)",
+        2 * 6 * 2 * 4,
+        f"{1 - 77 / 96:.1%}",
     ),
     f"{BLOCKS}/ff_layer/layer_norm/scale": ("[2, 7]", "", "(-, -)", 2 * 7 * 4, ""),
     f"{BLOCKS}/layer_norm/scale": ("[2, 7]", "", "(-, -)", 2 * 7 * 4, ""),
 } | {
     f"{BLOCKS}/self_attention/{name}/w": (
-        "[2, 7, 3, 6]", "[2, 8, 4, 6]", "(-, data, mdl, -)", 2 * 2 * 2 * 6 * 4, f"{1 - 21 / 32:.1%}"
+        "[2, 7, 3, 6]",
+        "[2, 8, 4, 6]",
+        "(-, data, mdl, -)",
+        2 * 2 * 2 * 6 * 4,
+        f"{1 - 21 / 32:.1%}",
     )
     for name in ("query", "key", "value", "post")
 }
@@ -79,7 +103,14 @@ def rows_of(table):
     """Returns the table's rows as {path: the other cells}."""
     header, rule, *lines = table.splitlines()
     assert re.split(r"  +", header) == [
-        "path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by"
+        "path",
+        "shape",
+        "padded",
+        "dtype",
+        "spec",
+        "bytes/device",
+        "padding",
+        "decided by",
     ]
     assert set(rule) == {"-"}
     rows = [ROW.fullmatch(line).groups(default="") for line in lines[: lines.index("")]]
@@ -106,8 +137,10 @@ def test_programs_read_the_arrays_as_counted_by_hand(tiny_layout, tmp_path):
     arrays, totals = read_layout(tmp_path / "layout.json")
     assert totals == layout_table(tiny_layout).splitlines()[-1]
     weights = [array for array in arrays if array.path.startswith("mdl_vars/")]
-    assert {array.path: (array.shape, array.padded_shape, array.dtype, array.spec, array.num_bytes)
-            for array in weights} == {
+    assert {
+        array.path: (array.shape, array.padded_shape, array.dtype, array.spec, array.num_bytes)
+        for array in weights
+    } == {
         path: (shape, padded or shape, "float32", spec, size)
         for path, (shape, padded, spec, size, _) in BY_HAND.items()
     }
@@ -125,9 +158,7 @@ def test_a_long_decision_is_numbered_and_written_out_once_below_the_table():
     struct, spec = jax.ShapeDtypeStruct((7,), "float32"), PartitionSpec(None)
     long = f"rule {'y' * MAX_DECISION_CHARS}"
     by = {"a": "x" * MAX_DECISION_CHARS, "b": long, "c": "a rule  of\ntwo lines", "d": long}
-    layout = StateLayout(
-        dict.fromkeys("abcd", struct), dict.fromkeys("abcd", spec), {}, by
-    )
+    layout = StateLayout(dict.fromkeys("abcd", struct), dict.fromkeys("abcd", spec), {}, by)
     lines = leaf_table(layout.leaves()).splitlines()
     ends = [line.split("  ")[-1].strip() for line in lines[2:6]]
     assert ends == [by["a"], "(1)", "a rule of two lines", "(1)"]
@@ -152,7 +183,8 @@ def test_the_last_line_sums_up(tiny_layout):
     # Steps, updates, skipped ones, in a row; counts of the stack; and of the rest.
     counts = 4 * 4 + 8 * 2 + 4 * 2
     assert bytes_per_device(tiny_layout) == {
-        "weights": weight_bytes, "optimizer slots": 2 * weight_bytes + counts,
+        "weights": weight_bytes,
+        "optimizer slots": 2 * weight_bytes + counts,
     }
     assert layout_table(tiny_layout).splitlines()[-1] == (
         f"{len(BY_HAND)} weights with {num_parameters:,} parameters; the state of training takes "
@@ -241,7 +273,13 @@ def layout_of(shape, spec, **axis_sizes):
 def test_a_dim_over_two_axes_is_split_by_their_product():
     layout = layout_of((13, 5), PartitionSpec(("data", "mdl"), None), data=4, mdl=2)
     assert rows_of(layout_table(layout))["mdl_vars/w"] == (
-        "[13, 5]", "[16, 5]", "float32", "(data+mdl, -)", str(2 * 5 * 4), f"{3 / 16:.1%}", ""
+        "[13, 5]",
+        "[16, 5]",
+        "float32",
+        "(data+mdl, -)",
+        str(2 * 5 * 4),
+        f"{3 / 16:.1%}",
+        "",
     )
 
 

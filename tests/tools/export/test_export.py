@@ -33,7 +33,8 @@ V, B, P = 257, 3, 5
 STEPS = {"max_decode_steps": 4}
 BATCH = {
     "ids": np.random.default_rng(0).integers(1, V, (B, P)).astype(np.int32),
-    "prefix_lengths": np.array([5, 2, 1], np.int32), "weights": np.ones(B, np.float32),
+    "prefix_lengths": np.array([5, 2, 1], np.int32),
+    "weights": np.ones(B, np.float32),
 }
 # A program of somebody else: with the artifacts and jax, and nothing of this library.
 USER = """
@@ -51,9 +52,18 @@ assert not {"praxis_lite", "flax", "tensorflow", "optax", "orbax"} & sys.modules
 
 def language_model(shape, decoder):
     """Returns a language model on a mesh that none of its dims divides, and its weights."""
-    model = fdl.build(set_sharding_params(rotary_lm(
-        vocab_size=V, model_dims=35, hidden_dims=55, num_heads=3, dim_per_head=6, num_layers=2
-    )))
+    model = fdl.build(
+        set_sharding_params(
+            rotary_lm(
+                vocab_size=V,
+                model_dims=35,
+                hidden_dims=55,
+                num_heads=3,
+                dim_per_head=6,
+                num_layers=2,
+            )
+        )
+    )
     task = LanguageModelTask(model, Learner(optax.sgd, 0.1), decoder=decoder)
     return with_weights(task, shape)
 
@@ -100,7 +110,8 @@ def test_with_jax_alone_the_numbers_are_bit_for_bit_those_of_the_mesh(folder, mo
     user = folder / "user.py"
     user.write_text(USER)
     subprocess.run(
-        [sys.executable, "-P", user, folder / "decode", folder / "predict"], check=True,
+        [sys.executable, "-P", user, folder / "decode", folder / "predict"],
+        check=True,
         env={**os.environ, "PYTHONPATH": "", "JAX_NUM_CPU_DEVICES": "4"},
     )
     batch = partitioner.global_batch(BATCH)
@@ -196,10 +207,16 @@ HARMS = {
     **{f"no {name}": lambda f, name=name: (f / name).unlink() for name in NAMES},
     **{f"folder {name}": lambda f, name=name: as_folder(f / name) for name in NAMES},
     **{f"empty {name}": lambda f, name=name: (f / name).write_bytes(b"") for name in NAMES},
-    **{f"half of {name}": lambda f, name=name: os.truncate(f / name, (f / name).stat().st_size // 2)
-       for name in NAMES},
-    **{f"manifest {text[:9]}": lambda f, text=text: (f / "manifest.json").write_text(text)
-       for text in ("[]", "{}", "7", "\0", "[" * 100_000, '{"format": "praxis_lite program 1"}')},
+    **{
+        f"half of {name}": lambda f, name=name: os.truncate(
+            f / name, (f / name).stat().st_size // 2
+        )
+        for name in NAMES
+    },
+    **{
+        f"manifest {text[:9]}": lambda f, text=text: (f / "manifest.json").write_text(text)
+        for text in ("[]", "{}", "7", "\0", "[" * 100_000, '{"format": "praxis_lite program 1"}')
+    },
     "another version": lambda f: with_manifest(f, format="praxis_lite program 2"),
     "no digests": lambda f: with_manifest(f, sha256={}),
     "another mesh": lambda f: with_manifest(f, mesh={"data": 3}),
@@ -209,7 +226,8 @@ HARMS = {
     "weights as a pickle": lambda f: written_again(f, "weights.npz", pickle.dumps([1])),
     "weights as text": lambda f: written_again(f, "weights.npz", b"no zip"),
     "half of the zip": lambda f: written_again(
-        f, "weights.npz", (f / "weights.npz").read_bytes()[:20_000]),
+        f, "weights.npz", (f / "weights.npz").read_bytes()[:20_000]
+    ),
     "an empty program": lambda f: written_again(f, "program.bin", b""),
     "a weight less": lambda f: with_weights_changed(f, lambda arrays: arrays.popitem()),
     "a weight more": lambda f: with_weights_changed(f, lambda arrays: arrays.update(x=np.ones(3))),
@@ -238,10 +256,14 @@ def test_the_loader_says_how_many_devices_are_needed(copied, monkeypatch):
         loader.load(copied)
 
 
-RECORDED = {"cpu": {
-    "xla_gpu_graph_level": 0, "xla_cpu_enable_fast_min_max": False,
-    "xla_cpu_enable_fast_math": "perhaps",
-}, "tpu": {"xla_bogus": 1}}
+RECORDED = {
+    "cpu": {
+        "xla_gpu_graph_level": 0,
+        "xla_cpu_enable_fast_min_max": False,
+        "xla_cpu_enable_fast_math": "perhaps",
+    },
+    "tpu": {"xla_bogus": 1},
+}
 
 
 def test_a_program_runs_without_the_recorded_options_that_the_compiler_lacks(copied):
@@ -263,7 +285,8 @@ def test_an_export_records_the_options_of_what_it_computes(tmp_path):
     partitioner, mdl_vars = language_model((1, 2, 2), Greedy(**STEPS))
     # On a TPU decoding has options of its own; on a CPU it has those of all steps.
     expected = {
-        "predict": {"xla_cpu_enable_fast_math": False}, "decode": {"xla_cpu_use_acl": False},
+        "predict": {"xla_cpu_enable_fast_math": False},
+        "decode": {"xla_cpu_use_acl": False},
     }
     partitioner.compiler_options, partitioner.decode_options = expected.values()
     for what, options in expected.items():

@@ -41,10 +41,19 @@ def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
     sampling = "task.decoder.temperature=1.2"
     settings = ["mesh.ici_mesh_shape=1,2,2", sampling]
     for what, more in (("decode", []), ("predict", ["--batch=5", "--length=6"])):
-        export.main([
-            str(job.path), str(tmp_path / what), f"--what={what}", packages, *more, "--step=7",
-            "--mesh=1,2,2", "--set", sampling,
-        ])
+        export.main(
+            [
+                str(job.path),
+                str(tmp_path / what),
+                f"--what={what}",
+                packages,
+                *more,
+                "--step=7",
+                "--mesh=1,2,2",
+                "--set",
+                sampling,
+            ]
+        )
     model = loaded(job, mesh="job", settings=settings)
     (batch,) = model.job.decode_datasets["prompts"].batches()
     key = model.partitioner.batch_key(0, model.step, 0)
@@ -64,8 +73,13 @@ def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
 def test_averages_are_exported_where_the_job_decodes_with_them(tmp_path, packages):
     job, out = tmp_path / "job", tmp_path / "out"
     succeed(
-        "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job}", "--set", "run.num_train_steps=2",
-        "mesh.ici_mesh_shape=1,1,1", "task.learner.ema_decay=0.5", "run.decode_use_ema_states=true",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={job}",
+        "--set",
+        "run.num_train_steps=2",
+        "mesh.ici_mesh_shape=1,1,1",
+        "task.learner.ema_decay=0.5",
+        "run.decode_use_ema_states=true",
     )
     export.main([str(job), str(out), "--what=decode", packages, "--batch=1", "--length=2"])
     model = loaded(JobDir(job))
@@ -84,10 +98,17 @@ def test_averages_are_exported_where_the_job_decodes_with_them(tmp_path, package
 @pytest.mark.slow
 def test_the_lines_of_the_page_run(tmp_path, packages):
     job, _ = trained()
-    export.main([
-        str(job.path), str(tmp_path / "OUT"), "--what=decode", packages, "--batch=1", "--length=3",
-        "--mesh=1,1,1",
-    ])
+    export.main(
+        [
+            str(job.path),
+            str(tmp_path / "OUT"),
+            "--what=decode",
+            packages,
+            "--batch=1",
+            "--length=3",
+            "--mesh=1,1,1",
+        ]
+    )
     page = (CHECKOUT / "docs/exporting.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = subprocess.run(
@@ -102,18 +123,31 @@ def test_the_lines_of_the_page_run(tmp_path, packages):
 @pytest.mark.slow
 def test_a_model_of_hugging_face_continues_as_it_does_in_python(tmp_path):
     out = tmp_path / "out"
-    export.main([
-        str(LLAMA), str(out), "--what=decode", "--batch=b", "--length=4", "--mesh=1,2,1",
-        "--set", "task.decoder.max_decode_steps=6", "task.decoder.eos_id=[]",
-    ])
+    export.main(
+        [
+            str(LLAMA),
+            str(out),
+            "--what=decode",
+            "--batch=b",
+            "--length=4",
+            "--mesh=1,2,1",
+            "--set",
+            "task.decoder.max_decode_steps=6",
+            "task.decoder.eos_id=[]",
+        ]
+    )
     prompts = [[5, 6, 7, 8], [9, 10], [11], [3, 2, 1]]
     ids, lengths = np.zeros((4, 4), np.int32), np.array([4, 2, 1, 3], np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
-    outputs = loader.load(out)({
-        "ids": ids, "prefix_lengths": lengths, "weights": np.ones(4, np.float32),
-        "key": np.zeros(2, np.uint32),
-    })
+    outputs = loader.load(out)(
+        {
+            "ids": ids,
+            "prefix_lengths": lengths,
+            "weights": np.ones(4, np.float32),
+            "key": np.zeros(2, np.uint32),
+        }
+    )
     expected = load_huggingface(LLAMA, note=lambda line: None).generate(prompts, 6)
     assert [row[0].tolist() for row in outputs["output_ids"]] == expected
 
@@ -131,7 +165,10 @@ def test_a_directory_that_is_no_job_or_not_empty_is_refused(tmp_path, capsys):
 
 def test_the_command_runs_as_a_module():
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_tools.export", "--help"], check=True, text=True,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        [sys.executable, "-m", "praxis_tools.export", "--help"],
+        check=True,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert "--what {decode,predict}" in done.stdout and done.stderr == ""

@@ -67,14 +67,25 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     third.saves(10, 1)
     third.ends()
     assert seconds_of(job) == {
-        IMPORT: 7.0, INIT: 2.0, COMPILE: 18.0, RESTORE: 2.0, INPUT_WAIT: 0.25,
-        STEP: 5 * 0.5 + 5 * 0.25, LOST_STEP: 3 * 0.5 + 0.125, EVALUATION: 1.5, SAVE: 1.75,
+        IMPORT: 7.0,
+        INIT: 2.0,
+        COMPILE: 18.0,
+        RESTORE: 2.0,
+        INPUT_WAIT: 0.25,
+        STEP: 5 * 0.5 + 5 * 0.25,
+        LOST_STEP: 3 * 0.5 + 0.125,
+        EVALUATION: 1.5,
+        SAVE: 1.75,
         IDLE: 0.4 + 60 + 0.9 + 30,
     }
     actual = goodput_of(job)
-    assert [(item.first_step, item.last_step, item.ended_by, item.num_lost_steps)
-            for item in actual.launches] == [
-        (0, 8, None, 3), (None, None, None, 0), (5, 10, "the end", 0),
+    assert [
+        (item.first_step, item.last_step, item.ended_by, item.num_lost_steps)
+        for item in actual.launches
+    ] == [
+        (0, 8, None, 3),
+        (None, None, None, 0),
+        (5, 10, "the end", 0),
     ]
     assert actual.share == pytest.approx(3.75 / actual.total_seconds)
     text = str(actual)
@@ -197,7 +208,8 @@ def test_the_line_of_a_span_is_written_anew_in_its_place(job):
     launch.ends()
     lines = job.timeline_jsonl.read_text().splitlines()
     assert [json.loads(line)["seconds"] for line in lines] == [
-        dict.fromkeys((COMPILE, RESTORE, EVALUATION), 123456.7891), {SAVE: 1.0},
+        dict.fromkeys((COMPILE, RESTORE, EVALUATION), 123456.7891),
+        {SAVE: 1.0},
     ]
 
 
@@ -212,16 +224,46 @@ def test_a_launch_that_found_nothing_to_do_leaves_the_file_as_it_was(job):
 
 
 STRANGE = [
-    "{", "[]", "7", "null", '"a"', "\0\0", "[" * 100_000, '{"launch": 1}',
-    *(json.dumps({"launch": 5.0, "first_step": 0, "last_step": 3, "seconds": {STEP: 1.0},
-                  "ended_by": None} | change)
-      for change in (
-          {"launch": "x"}, {"launch": -1}, {"launch": 1e300}, {"launch": True}, {"first_step": 4},
-          {"first_step": None}, {"last_step": 2**40}, {"first_step": 0.0}, {"seconds": []},
-          {"seconds": {STEP: -1}}, {"seconds": {STEP: "1"}}, {"seconds": {"sleep": 1.0}},
-          {"seconds": {LOST_STEP: 1.0}}, {"ended_by": 7}, {"launch": 10**400},
-          {"lost_to": -1}, {"lost_to": "2"}, {"lost_to": True},
-      )),
+    "{",
+    "[]",
+    "7",
+    "null",
+    '"a"',
+    "\0\0",
+    "[" * 100_000,
+    '{"launch": 1}',
+    *(
+        json.dumps(
+            {
+                "launch": 5.0,
+                "first_step": 0,
+                "last_step": 3,
+                "seconds": {STEP: 1.0},
+                "ended_by": None,
+            }
+            | change
+        )
+        for change in (
+            {"launch": "x"},
+            {"launch": -1},
+            {"launch": 1e300},
+            {"launch": True},
+            {"first_step": 4},
+            {"first_step": None},
+            {"last_step": 2**40},
+            {"first_step": 0.0},
+            {"seconds": []},
+            {"seconds": {STEP: -1}},
+            {"seconds": {STEP: "1"}},
+            {"seconds": {"sleep": 1.0}},
+            {"seconds": {LOST_STEP: 1.0}},
+            {"ended_by": 7},
+            {"launch": 10**400},
+            {"lost_to": -1},
+            {"lost_to": "2"},
+            {"lost_to": True},
+        )
+    ),
     '{"launch": NaN, "first_step": 0, "last_step": 3, "seconds": {}, "ended_by": null}',
     '{"launch": 5, "first_step": 0, "last_step": 3, "seconds": {"step": 1}, "ended_by": nul',
 ]
@@ -313,7 +355,10 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
     text = "".join(json.dumps(line | fields) + "\n" for line in lines)
     job.elastic_jsonl.write_text(text + "{")
     assert seconds_of(job) == {
-        STEP: 8.0, RESTORE: 2.0, HANDOVER: 0.5 + 3.0 + 6.0, IDLE: 60 + 1.0,
+        STEP: 8.0,
+        RESTORE: 2.0,
+        HANDOVER: 0.5 + 3.0 + 6.0,
+        IDLE: 60 + 1.0,
     }
 
 

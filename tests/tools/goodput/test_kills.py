@@ -89,8 +89,10 @@ def killed(tmp_path_factory):
         return any(job.checkpoints.glob("20.saving*"))
 
     for condition, more, settings in (
-        (compiles, 2.5, ["--set", "hooks[0].compile_seconds=60"]), (steps, 0.05, []),
-        (saves, 0.0, []), (ended, 0.0, []),
+        (compiles, 2.5, ["--set", "hooks[0].compile_seconds=60"]),
+        (steps, 0.05, []),
+        (saves, 0.0, []),
+        (ended, 0.0, []),
     ):
         before = lines_if_any(job.path / "metrics.lost.jsonl")
         with log.open("w") as out:

@@ -61,8 +61,10 @@ def test_tasks_have_the_answers_of_the_adapter_of_transformers(name, llama, task
     import lm_eval
 
     results = lm_eval.simple_evaluate(
-        harness_model(llama[name], batch_size=3), tasks=[*TASKS],
-        task_manager=task_manager(tasks), bootstrap_iters=0,
+        harness_model(llama[name], batch_size=3),
+        tasks=[*TASKS],
+        task_manager=task_manager(tasks),
+        bootstrap_iters=0,
     )
     expected = golden("lm_eval/goldens.json")["tasks"][name]
     for task in TASKS:
@@ -78,7 +80,8 @@ def test_contexts_and_continuations_are_cut_as_the_adapter_of_transformers_cuts_
     add_bos_token, llama
 ):
     (case,) = [
-        case for case in golden("lm_eval/goldens.json")["encoded"]
+        case
+        for case in golden("lm_eval/goldens.json")["encoded"]
         if case["tokenizer"] == "llama" and case["add_bos_token"] is add_bos_token
     ]
     asked = harness_model(llama["llama"], add_bos_token=add_bos_token)
@@ -129,10 +132,12 @@ def requests(kind, *args):
 def test_the_score_of_what_a_job_of_bytes_generates_is_that_of_generate(job, asked):
     prompts = ["7 plus ", "9 plus 2 makes", "e"]
     records = job.generate([asked.tok_encode(item) for item in prompts])
-    scores = asked._loglikelihood_tokens([
-        (None, asked.tok_encode(prompt), record["output_ids"])
-        for prompt, record in zip(prompts, records, strict=True)
-    ])
+    scores = asked._loglikelihood_tokens(
+        [
+            (None, asked.tok_encode(prompt), record["output_ids"])
+            for prompt, record in zip(prompts, records, strict=True)
+        ]
+    )
     for (score, is_greedy), record in zip(scores, records, strict=True):
         assert is_greedy and score == pytest.approx(record["log_prob"], abs=1e-4)
     settings = {"until": ["\n\n"], "max_gen_toks": 5}
@@ -195,9 +200,18 @@ def test_the_page_evaluates_a_job_on_the_command_line_and_in_python(tasks, offli
     words = shlex.split(command.replace("\\\n", "").replace("hellaswag", "tiny_choice"))
     words = [word.replace("JOB", f"{folder.path},mesh=job,{SETTINGS}") for word in words]
     done = subprocess.run(
-        [sys.executable, *words, "--include_path", tasks, "--output_path", tmp_path / "results",
-         "--log_samples"],
-        capture_output=True, text=True, cwd=tmp_path,
+        [
+            sys.executable,
+            *words,
+            "--include_path",
+            tasks,
+            "--output_path",
+            tmp_path / "results",
+            "--log_samples",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{job_runs.CHECKOUT}:{job_runs.home()}"},
     )
     assert done.returncode == 0, done.stderr

@@ -87,7 +87,8 @@ def test_what_is_too_long_loses_its_first_ids_with_a_warning(scorer, caplog):
     assert scorer.score([(context[53:], continuation)]) == cut
     message = "a context of {} ids and a continuation of 3 exceed max_length, 128: the first {} ids"
     assert [item.removesuffix(" are removed") for item in warnings_in(caplog)] == [
-        message.format(180, 54), message.format(127, 1)
+        message.format(180, 54),
+        message.format(127, 1),
     ]
 
 
@@ -155,5 +156,6 @@ def test_a_command_prints_its_progress_every_20_seconds(capsys, monkeypatch):
     for count in (3, 3, 3, 2):
         scoring.add(count)
     assert capsys.readouterr().out.splitlines() == [
-        "scored 6 of 11 requests in 21 s", "scored 11 of 11 requests in 32 s"
+        "scored 6 of 11 requests in 21 s",
+        "scored 11 of 11 requests in 32 s",
     ]

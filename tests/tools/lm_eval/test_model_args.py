@@ -25,14 +25,28 @@ def test_a_job_is_loaded_as_the_arguments_say(monkeypatch):
     loads, models = [], []
     monkeypatch.setattr(model_args, "load", lambda *args, **named: loads.append((args, named)))
     monkeypatch.setattr(model_args, "harness_model", lambda model, **named: models.append(named))
-    model_args.model_from_args({
-        "job": "a", "step": 3, "mesh": "1x4x2", "settings": "run.seed=1", "packages": ["mine"],
-        "batch_size": "auto:4", "max_batch_size": None, "device": "cuda:0",
-        "add_bos_token": False,
-    })
-    assert loads[:1] == [(("a", 3), {
-        "mesh": MeshConfig(ici_mesh_shape=(1, 4, 2)), "settings": ["run.seed=1"],
-        "packages": ["mine"],
-    })]
+    model_args.model_from_args(
+        {
+            "job": "a",
+            "step": 3,
+            "mesh": "1x4x2",
+            "settings": "run.seed=1",
+            "packages": ["mine"],
+            "batch_size": "auto:4",
+            "max_batch_size": None,
+            "device": "cuda:0",
+            "add_bos_token": False,
+        }
+    )
+    assert loads[:1] == [
+        (
+            ("a", 3),
+            {
+                "mesh": MeshConfig(ici_mesh_shape=(1, 4, 2)),
+                "settings": ["run.seed=1"],
+                "packages": ["mine"],
+            },
+        )
+    ]
     model_args.model_from_args({"job": "a", "batch_size": "7"})
     assert models == [{"batch_size": 32, "add_bos_token": False}, {"batch_size": 7}]

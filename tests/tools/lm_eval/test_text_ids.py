@@ -13,7 +13,8 @@ from tests.support.lm_eval_tasks import CHATS
 FOLDER = GOLDENS / "lm_eval"
 # Of a tokenizer without a beginning of a text transformers passes True over; we refuse it.
 ENCODED = [
-    case for case in golden("lm_eval/goldens.json")["encoded"]
+    case
+    for case in golden("lm_eval/goldens.json")["encoded"]
     if (case["tokenizer"], case["add_bos_token"]) != ("qwen", True)
 ]
 

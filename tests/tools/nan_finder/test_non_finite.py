@@ -144,12 +144,16 @@ def planted(state, fault):
 def bench(partitioner=Partitioner, shape=(1, 1, 1), num_micro_batches=1, unroll=False):
     num_rows = 13 if num_micro_batches == 1 else 14
     learner = Learner(
-        optax.adam, 0.1, gradient_accumulation_steps=num_micro_batches,
+        optax.adam,
+        0.1,
+        gradient_accumulation_steps=num_micro_batches,
         loss_scale=DynamicLossScale(),
     )
     rows = ("replica", "data")
     task = LossTask(
-        NnxModel(functools.partial(Model, unroll=unroll)), loss, learner,
+        NnxModel(functools.partial(Model, unroll=unroll)),
+        loss,
+        learner,
         inputs_split_mapping={"map_1d": (rows,), "map_2d": (rows, None)},
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=("replica", "data", "mdl")))
@@ -160,7 +164,8 @@ BENCHES = [
     pytest.param({}, id="one device"),
     pytest.param({"shape": (1, 4, 2)}, id="mesh"),
     pytest.param(
-        {"shape": (1, 4, 2), "partitioner": explicit_partitioner}, id="shard_map",
+        {"shape": (1, 4, 2), "partitioner": explicit_partitioner},
+        id="shard_map",
         marks=pytest.mark.slow,
     ),
     pytest.param({"num_micro_batches": 2}, id="accumulated", marks=pytest.mark.nightly),
@@ -272,24 +277,23 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
 
 def test_a_job_reports_a_bad_step_and_goes_on_with_the_same_numbers(tmp_path):
     faults = (
-        "datasets.train.nan_at=3,8", "run.num_train_steps=11", "run.loss_spikes.action=report",
+        "datasets.train.nan_at=3,8",
+        "run.num_train_steps=11",
+        "run.loss_spikes.action=report",
     )
     quiet, debugged = JobDir(tmp_path / "quiet"), JobDir(tmp_path / "debugged")
     succeed(LINE, f"--job_log_dir={quiet.path}", "--set", *faults)
-    done = succeed(
-        LINE, f"--job_log_dir={debugged.path}", "--set", *faults, "run.debug_nans=true"
-    )
+    done = succeed(LINE, f"--job_log_dir={debugged.path}", "--set", *faults, "run.debug_nans=true")
     assert lines_of(debugged.metrics_jsonl) == lines_of(quiet.metrics_jsonl)
     lines = lines_of(debugged.metrics_jsonl)
     assert [line["num_skipped_steps"] for line in lines] == [0] * 3 + [1] * 5 + [2] * 3
     written = debugged.non_finite_txt.read_text()
     assert [line for line in written.splitlines() if line.startswith("step")] == [
-        f"step {step}: the loss is nan and the gradient norm is nan; rerun operation by "
-        "operation:" for step in (4, 9)
+        f"step {step}: the loss is nan and the gradient norm is nan; rerun operation by operation:"
+        for step in (4, 9)
     ]
-    assert written.count(
-        "the batch's labels was NaN before the step, in 1 of its 14 rows (first dim), the first [3]"
-    ) == 2
+    where = "in 1 of its 14 rows (first dim), the first [3]"
+    assert written.count(f"the batch's labels was NaN before the step, {where}") == 2
     assert set(written.splitlines()) <= set(done.out.splitlines())
     assert not quiet.non_finite_txt.exists()
 
@@ -359,7 +363,8 @@ def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_
     message = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
     assert re.search(
         r"in the layer linear, made by dot_general, at dense\.py:\d+, "
-        f"called at {line_of('calling')}", message,
+        f"called at {line_of('calling')}",
+        message,
     ), message
 
 

@@ -68,7 +68,11 @@ def test_nothing_is_found_where_all_is_finite(search):
 @pytest.mark.parametrize(
     ("fault", "operation", "iterations"),
     [
-        (0, "log", (4,)), (1, "div", ()), (2, "rsqrt", (1, 2)), (3, "div", ()), (4, "mul", ()),
+        (0, "log", (4,)),
+        (1, "div", ()),
+        (2, "rsqrt", (1, 2)),
+        (3, "div", ()),
+        (4, "mul", ()),
         (5, "div", ()),
     ],
     ids=["while", "branch", "nested scans", "keys", "bfloat16", "custom gradient"],
@@ -103,7 +107,10 @@ def test_outputs_of_several_devices_are_traced_to_the_one_that_made_them(check_v
         return lax.psum(total, "data")
 
     mapped = jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(),
+        on_a_device,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=jax.sharding.PartitionSpec(),
         check_vma=check_vma,
     )
     x = jnp.ones(4)

@@ -105,8 +105,15 @@ def test_cycles_over_the_clock_and_a_roofline_without():
 
 @pytest.mark.parametrize(
     ("chip", "dims", "share"),
-    [("v5e", 128, 1.0), ("v6e", 128, 0.5), ("tpu7x", 128, 0.5), ("v6e", 256, 1.0),
-     ("v5p", 192, 0.75), ("v6e", 192, 0.75), ("v4", 64, 0.5)],
+    [
+        ("v5e", 128, 1.0),
+        ("v6e", 128, 0.5),
+        ("tpu7x", 128, 0.5),
+        ("v6e", 256, 1.0),
+        ("v5p", 192, 0.75),
+        ("v6e", 192, 0.75),
+        ("v4", 64, 0.5),
+    ],
 )
 def test_heads_that_do_not_fill_a_matmul_unit_leave_the_rest_of_it_idle(chip, dims, share):
     program = parse(TEXT.replace(",128] broadcast", f",{dims}] broadcast"))

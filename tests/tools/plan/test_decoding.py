@@ -18,10 +18,14 @@ from tests.support.job_runs import launch
 # A vocabulary of 257 bytes; two heads of keys and values, one on each device along mdl.
 LAYERS, MODEL, HIDDEN, HEADS, KV_HEADS, DIMS, NEW = 2, 24, 32, 4, 2, 8, 7
 SETTINGS = [
-    f"task.model.num_layers={LAYERS}", f"task.model.model_dims={MODEL}",
-    f"task.model.hidden_dims={HIDDEN}", f"task.model.num_heads={HEADS}",
-    f"task.model.dim_per_head={DIMS}", f"task.decoder.max_decode_steps={NEW}",
-    "mesh.ici_mesh_shape=(1,1,2)", "SHARDING_PRESET=megatron",
+    f"task.model.num_layers={LAYERS}",
+    f"task.model.model_dims={MODEL}",
+    f"task.model.hidden_dims={HIDDEN}",
+    f"task.model.num_heads={HEADS}",
+    f"task.model.dim_per_head={DIMS}",
+    f"task.decoder.max_decode_steps={NEW}",
+    "mesh.ici_mesh_shape=(1,1,2)",
+    "SHARDING_PRESET=megatron",
 ]
 
 

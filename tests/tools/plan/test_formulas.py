@@ -22,8 +22,14 @@ def test_when_a_v5p_is_bound_by_flops():
 
 
 LLAMA = Shape(
-    parameters=7_000_000_000, num_layers=32, model_dims=4096, hidden_dims=11_008, vocab_size=32_000,
-    slots=2, rows=256, tokens_per_row=2048,
+    parameters=7_000_000_000,
+    num_layers=32,
+    model_dims=4096,
+    hidden_dims=11_008,
+    vocab_size=32_000,
+    slots=2,
+    rows=256,
+    tokens_per_row=2048,
 )
 
 

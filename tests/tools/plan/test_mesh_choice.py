@@ -73,8 +73,14 @@ def test_the_mesh_of_every_experiment_for_some_devices_is_legal(name):
 
 def test_rows_that_the_devices_do_not_divide_cost_what_is_filled_up(monkeypatch):
     # Without a network only the busiest device counts: 16 rows over five devices are 4 of 3.2.
-    free = types.SimpleNamespace(name="cpu", peak=lambda: 1.0, link_bandwidth=1e30,
-                                 torus_dims=0, hbm_bandwidth=1e30, hbm_bytes=math.inf)
+    free = types.SimpleNamespace(
+        name="cpu",
+        peak=lambda: 1.0,
+        link_bandwidth=1e30,
+        torus_dims=0,
+        hbm_bandwidth=1e30,
+        hbm_bytes=math.inf,
+    )
     ranked = {
         item.mesh.shape: item.seconds
         for item in mesh_choice._rank_candidates(job_of("lm.Synthetic"), jax.devices()[:5], free)
@@ -142,8 +148,12 @@ def test_every_process_chooses_the_same_whatever_its_hashes():
         f"print([chosen(name, n).shape for name in {names} for n in {numbers}])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=CHECKOUT, text=True, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(CHECKOUT)}, check=True,
+        [sys.executable, "-c", program],
+        cwd=CHECKOUT,
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(CHECKOUT)},
+        check=True,
     )
     expected = [chosen(name, n).shape for name in names for n in numbers]
     assert done.stdout.splitlines()[-1] == str(expected)

@@ -25,13 +25,27 @@ from praxis_tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
 
 CONTRACT = {
-    "fits": bool, "peak_bytes_per_device": int, "hbm_bytes_per_device": int, "step_seconds": float,
-    "step_seconds_low": float, "step_seconds_high": float, "flops_per_device": int, "mfu": float,
-    "collectives": list, "parameters": int, "compile_seconds": float, "topology": str,
+    "fits": bool,
+    "peak_bytes_per_device": int,
+    "hbm_bytes_per_device": int,
+    "step_seconds": float,
+    "step_seconds_low": float,
+    "step_seconds_high": float,
+    "flops_per_device": int,
+    "mfu": float,
+    "collectives": list,
+    "parameters": int,
+    "compile_seconds": float,
+    "topology": str,
     "num_devices": int,
 }
 ONE = {
-    "kind": str, "axes": list, "layer": str, "count": int, "bytes": int, "exposed_seconds": float,
+    "kind": str,
+    "axes": list,
+    "layer": str,
+    "count": int,
+    "bytes": int,
+    "exposed_seconds": float,
 }
 
 
@@ -42,8 +56,10 @@ def job_of(*settings, exp="lm.Synthetic"):
 @pytest.fixture(scope="module")
 def compiled():
     """The train step of a scanned model with remat, compiled once for eight devices."""
-    job = job_of("task.model.stacked_transformer_tpl.checkpoint_policy=save_nothing",
-                 "SHARDING_PRESET=fsdp+tensor")
+    job = job_of(
+        "task.model.stacked_transformer_tpl.checkpoint_policy=save_nothing",
+        "SHARDING_PRESET=fsdp+tensor",
+    )
     topology = topology_of("cpu:8")
     partitioner = planned_partitioner(job, topology)
     ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])

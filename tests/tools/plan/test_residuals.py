@@ -18,15 +18,35 @@ from tests.support.job_runs import launch
 
 MESH = {"data": 7, "mdl": 3}
 RESIDUAL = Residual(
-    chip="v5e", step="train", axis_sizes=MESH, flops_per_device=1009, predicted_seconds=2.0,
-    measured_seconds=2.2, source="--measure",
+    chip="v5e",
+    step="train",
+    axis_sizes=MESH,
+    flops_per_device=1009,
+    predicted_seconds=2.0,
+    measured_seconds=2.2,
+    source="--measure",
 )
 PLAN = StepPlan(
-    step="train", topology="v5e:3x7", num_devices=21, fits=True, peak_bytes_per_device=1,
-    hbm_bytes_per_device=2, parameters=5, compile_seconds=1.0, step_seconds=3.0,
-    step_seconds_low=2.5, step_seconds_high=3.5, compute_seconds=2.0, memory_seconds=0.5,
-    network_seconds=0.5, exposed_seconds=0.5, flops_per_device=1009, recomputed_flops=0, mfu=0.5,
-    hfu=0.5, tokens_per_second=11.0,
+    step="train",
+    topology="v5e:3x7",
+    num_devices=21,
+    fits=True,
+    peak_bytes_per_device=1,
+    hbm_bytes_per_device=2,
+    parameters=5,
+    compile_seconds=1.0,
+    step_seconds=3.0,
+    step_seconds_low=2.5,
+    step_seconds_high=3.5,
+    compute_seconds=2.0,
+    memory_seconds=0.5,
+    network_seconds=0.5,
+    exposed_seconds=0.5,
+    flops_per_device=1009,
+    recomputed_flops=0,
+    mfu=0.5,
+    hfu=0.5,
+    tokens_per_second=11.0,
 )
 
 
@@ -74,9 +94,12 @@ def test_another_chip_or_kind_of_step_corrects_nothing(tmp_path, field):
 
 
 @pytest.mark.parametrize(
-    "damage", [
-        lambda line: line[:-5], lambda line: line.replace("2.0", "0.0"),
-        lambda line: line.replace('"chip"', '"chips"'), lambda line: "[]",
+    "damage",
+    [
+        lambda line: line[:-5],
+        lambda line: line.replace("2.0", "0.0"),
+        lambda line: line.replace('"chip"', '"chips"'),
+        lambda line: "[]",
     ],
 )
 def test_a_damaged_line_is_named_by_file_and_number(tmp_path, damage):

@@ -99,8 +99,11 @@ def test_a_program_takes_what_its_parts_do(hop_seconds):
 def test_a_permute_over_both_links_takes_half_as_long():
     fitted = dataclasses.replace(FITTED, hop_seconds=0.0)
     item, both = (
-        next(c for c in schedule(TEXT, CHIP, MESH, fitted, both_links=both).collectives.values()
-             if c.kind == "collective-permute").seconds
+        next(
+            c
+            for c in schedule(TEXT, CHIP, MESH, fitted, both_links=both).collectives.values()
+            if c.kind == "collective-permute"
+        ).seconds
         for both in (False, True)
     )
     assert item == pytest.approx(2 * both)
@@ -222,7 +225,8 @@ def test_a_collective_over_more_torus_dims_has_more_links(algorithm, dims):
     text = TEXT.replace("dimensions={0}", algorithm)
     efficiencies = dataclasses.replace(FITTED, hop_seconds=0.0)
     (gather,) = (
-        item for item in schedule(text, chip, MESH, efficiencies).collectives.values()
+        item
+        for item in schedule(text, chip, MESH, efficiencies).collectives.values()
         if item.kind == "all-gather"
     )
     expected = 7 * 1024 / (2 * dims * chip.link_bandwidth * efficiencies.link)
@@ -318,15 +322,18 @@ def test_a_copy_to_the_host_in_an_asynchronous_call_counts_as_one_by_itself():
 }
 
 ENTRY"""
-    called = ON_HOST.replace("\nENTRY", taken).replace(
-        "dynamic-slice-start(%kept, %zero, %zero)",
-        "async-start(%kept, %zero, %zero), calls=%taken",
-    ).replace("dynamic-slice-done(%fetch)", "async-done(%fetch)")
+    called = (
+        ON_HOST.replace("\nENTRY", taken)
+        .replace(
+            "dynamic-slice-start(%kept, %zero, %zero)",
+            "async-start(%kept, %zero, %zero), calls=%taken",
+        )
+        .replace("dynamic-slice-done(%fetch)", "async-done(%fetch)")
+    )
     chip = dataclasses.replace(CHIP, host_bandwidth=1e9)
     actual, expected = schedule(called, chip, MESH), schedule(ON_HOST, chip, MESH)
     assert "calls=%taken" in called and actual.host_copy_seconds == expected.host_copy_seconds
     assert actual.seconds == expected.seconds
-
 
 
 # On a SparseCore of a TPU7x, as its compiler writes it: the core is started, told what to send, and

@@ -41,7 +41,11 @@ def test_every_candidate_fills_the_devices_and_goes_together(found):
         assert 16 % layout.micro_batches == 0
         assert math.isfinite(item.seconds) and item.bytes > 0
     assert {one.preset for one in all_found} >= {
-        "fsdp", "fsdp+tensor", "fsdp+ring", "megatron", "fsdp+context"
+        "fsdp",
+        "fsdp+tensor",
+        "fsdp+ring",
+        "megatron",
+        "fsdp+context",
     }
 
 
@@ -60,7 +64,8 @@ def test_a_pipelines_candidates_are_its_schedules():
     # Four layers on two stages: once or twice round; with fewer microbatches than stages once.
     assert {item.settings[1].split("=")[1] for item in result} == {"1", "2"}
     by_number = {
-        element.settings[0]: element.seconds for element in result
+        element.settings[0]: element.seconds
+        for element in result
         if element.layout.policy == "save_everything" and element.settings[1].endswith("repeat=1")
     }
     path = "task.model.stacked_transformer_tpl.num_microbatches"
@@ -106,7 +111,11 @@ def test_a_search_writes_an_experiment_that_runs(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)  # Another search of this process wrote it.
     command = ["--mode=plan", "--topology=cpu:8"]
     done = launch(
-        *command, "--exp=lm.Synthetic", "--search", "--search_minutes=0.02", "--set",
+        *command,
+        "--exp=lm.Synthetic",
+        "--search",
+        "--search_minutes=0.02",
+        "--set",
         "task.learner.learning_rate=3e-3",
     )
     assert done.code == 0, done.err
@@ -115,7 +124,9 @@ def test_a_search_writes_an_experiment_that_runs(tmp_path, monkeypatch):
     assert records and all(record["topology"] == "cpu:8" for record in records)
     assert Path("plan_search/pareto.png").stat().st_size > 1000
     again = launch(
-        *command, "--packages=plan_search", "--exp=plan_search.best.SyntheticPlanned",
+        *command,
+        "--packages=plan_search",
+        "--exp=plan_search.best.SyntheticPlanned",
         "--json=plan.json",
     )
     assert again.code == 0, again.err

@@ -16,9 +16,7 @@ def test_products_of_attention_are_two_forward_and_five_backward():
     attention, _ = programs()
     # Of the 6 x 6 blocks of 512 those below the diagonal, and on it.
     product = 2 * runs.B * runs.N * runs.T**2 * runs.K * 21 / 36
-    expected = {
-        "splash_mha_fwd_residuals": (2, 2), "splash_mha_dkv_no_residuals": (5, 4)
-    }
+    expected = {"splash_mha_fwd_residuals": (2, 2), "splash_mha_dkv_no_residuals": (5, 4)}
     assert set(attention) == set(expected)
     for name, (products, of_model) in expected.items():
         flops, of_the_model, _ = attention[name]
@@ -32,7 +30,8 @@ def test_products_and_tiles_of_experts_are_those_of_the_rows_that_are_someones()
     # Two tiles of 512 rows and three that two experts share, of which half are someone's; 1,408
     # inputs are two tiles of 1,024, the outputs one of 256.
     expected = {
-        "gmm_megablox": (512, 1024, 256), "gmm_megablox_transpose_rhs": (512, 256, 1024),
+        "gmm_megablox": (512, 1024, 256),
+        "gmm_megablox_transpose_rhs": (512, 256, 1024),
         "tgmm_megablox": (512, 1024, 256),
     }
     assert set(experts) == set(expected)

@@ -23,23 +23,39 @@ pytestmark = [
 COMMANDS = {
     "slice": ["--exp=lm.PyDocs", "--topology=v5e:2x4"],
     "two slices": [
-        "--exp=lm.PyDocs", "--topology=v5e:2x2", "--num_slices=2", "--set",
-        "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)",
+        "--exp=lm.PyDocs",
+        "--topology=v5e:2x2",
+        "--num_slices=2",
+        "--set",
+        "mesh.ici_mesh_shape=(1,2,2)",
+        "mesh.dcn_mesh_shape=(1,2,1)",
     ],
     "no such slice": ["--exp=lm.PyDocs", "--topology=v5e:3x7"],
     "no mesh of slices": [
-        "--exp=lm.PyDocs", "--topology=v5e:2x2", "--num_slices=2", "--set",
+        "--exp=lm.PyDocs",
+        "--topology=v5e:2x2",
+        "--num_slices=2",
+        "--set",
         "mesh.ici_mesh_shape=(1,-1,2)",
     ],
 }
 NIGHTLY_COMMANDS = {
     "too large": [
-        "--exp=lm.PyDocs", "--topology=v5e:1x1", "--set", "mesh.ici_mesh_shape=(1,1,1)",
-        "task.model.model_dims=8192", "task.model.hidden_dims=32768", "task.model.num_heads=64",
-        "task.model.num_layers=16", "task.model.dim_per_head=128",
+        "--exp=lm.PyDocs",
+        "--topology=v5e:1x1",
+        "--set",
+        "mesh.ici_mesh_shape=(1,1,1)",
+        "task.model.model_dims=8192",
+        "task.model.hidden_dims=32768",
+        "task.model.num_heads=64",
+        "task.model.num_layers=16",
+        "task.model.dim_per_head=128",
     ],
     "decoding": [
-        "--exp=lm.Llama", "--topology=v5e:2x4", "--steps=decode", "--batch_sizes=1,64",
+        "--exp=lm.Llama",
+        "--topology=v5e:2x4",
+        "--steps=decode",
+        "--batch_sizes=1,64",
     ],
 }
 # Prints the exit status and the errors of each command, and the text of a program.
@@ -80,13 +96,17 @@ class Planned:
 def planned_by(named, folder):
     """Returns what each command planned, and the program of a gather over 64 devices."""
     files = [folder / f"{number}.json" for number in range(len(named))]
-    commands = [[*words, f"--json={file}"]
-                for words, file in zip(named.values(), files, strict=True)]
+    commands = [
+        [*words, f"--json={file}"] for words, file in zip(named.values(), files, strict=True)
+    ]
     # Neither this suite's choice of a platform nor its flags for CPUs: as a user has it.
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-        cwd=folder, capture_output=True, text=True, timeout=900,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
         env={**environment, "PYTHONPATH": str(CHECKOUT)},
     )
     assert done.returncode == 0, done.stderr

@@ -98,15 +98,21 @@ ENTRY %main (p: f32[8]) -> bf16[8] {
     ("kernels", "expected"),
     [
         # Two fusions run one kernel; a product in two parts after a memset.
-        ("cast_fusion_3 cast_fusion_3 Memset nvjet_a splitKreduce_kernel Memset nvjet_b",
-         "cast_fusion.3 cast_fusion.2 custom-call.1 custom-call.1 custom-call.1 custom-call.2 "
-         "custom-call.2"),
+        (
+            "cast_fusion_3 cast_fusion_3 Memset nvjet_a splitKreduce_kernel Memset nvjet_b",
+            "cast_fusion.3 cast_fusion.2 custom-call.1 custom-call.1 custom-call.1 custom-call.2 "
+            "custom-call.2",
+        ),
         # A graph from the middle; three kernels of a call.
-        ("memcpy128 cudnn::dot cudnn::bprop cudnn::cast add_fusion ncclDevKernel_AllReduce",
-         "copy.4 attend.1 attend.1 attend.1 add_fusion all-reduce.1"),
+        (
+            "memcpy128 cudnn::dot cudnn::bprop cudnn::cast add_fusion ncclDevKernel_AllReduce",
+            "copy.4 attend.1 attend.1 attend.1 add_fusion all-reduce.1",
+        ),
         # Nothing calls cuDNN so early, and a fusion's own name tells it anywhere.
-        ("add_fusion__1 cast_fusion_3 cudnn::bprop cast_fusion_3 nvjet_a nvjet_b memcpy32_post",
-         "add_fusion cast_fusion.3 - cast_fusion.2 custom-call.1 custom-call.2 copy.4"),
+        (
+            "add_fusion__1 cast_fusion_3 cudnn::bprop cast_fusion_3 nvjet_a nvjet_b memcpy32_post",
+            "add_fusion cast_fusion.3 - cast_fusion.2 custom-call.1 custom-call.2 copy.4",
+        ),
         ("cudnn::a ncclDevKernel", "attend.1 all-reduce.1"),
     ],
 )
@@ -123,9 +129,12 @@ def test_a_graphs_kernels_count_once_and_those_without_an_instruction_are_shown(
     lines = {
         "Stream #13(Compute)": [
             # The order of events in a file is not that of time.
-            kernel("nvjet_a", 20, 5, 1), kernel("cast_fusion_3", 10, 2, 1),
-            kernel("cast_fusion_3", 13, 3, 1), kernel("cudnn::bprop", 17, 1, 1),
-            kernel("Memset", 40, 1, 2, "attend.1"), kernel("cudnn::a", 42, 4, 3, "attend.1"),
+            kernel("nvjet_a", 20, 5, 1),
+            kernel("cast_fusion_3", 10, 2, 1),
+            kernel("cast_fusion_3", 13, 3, 1),
+            kernel("cudnn::bprop", 17, 1, 1),
+            kernel("Memset", 40, 1, 2, "attend.1"),
+            kernel("cudnn::a", 42, 4, 3, "attend.1"),
         ],
         "Stream #14(MemcpyD2H)": [("MemcpyD2H", 0, 9, {})],
         "XLA Ops": [kernel("command_buffer_7", 10, 15, 1)],
@@ -136,7 +145,8 @@ def test_a_graphs_kernels_count_once_and_those_without_an_instruction_are_shown(
         "cast_fusion.3": OpTime(1, pytest.approx(2e-6)),
         "cast_fusion.2": OpTime(1, pytest.approx(3e-6)),
         "custom-call.1": OpTime(1, pytest.approx(5e-6)),
-        "attend.1": OpTime(1, pytest.approx(5e-6)), UNNAMED: OpTime(1, pytest.approx(1e-6)),
+        "attend.1": OpTime(1, pytest.approx(5e-6)),
+        UNNAMED: OpTime(1, pytest.approx(1e-6)),
     }
     assert trace.busy_seconds == pytest.approx(16e-6)
     assert trace.span_seconds == pytest.approx(36e-6)

@@ -81,14 +81,21 @@ def folder_with(path, kind="cpu", platform="cpu", **fields):
     (path / profile_facts.HLO_TXT).write_text(TEXT)
     (path / profile_facts.HLO_PROTO).write_bytes(b"")
     facts = ProfileFacts(
-        first_step=5, last_step=6, seconds=0.01, axis_sizes=AXES,
+        first_step=5,
+        last_step=6,
+        seconds=0.01,
+        axis_sizes=AXES,
         devices=[
-            dataclasses.replace(DEVICE, id=id, platform=platform, device_kind=kind)
-            for id in (0, 1)
+            dataclasses.replace(DEVICE, id=id, platform=platform, device_kind=kind) for id in (0, 1)
         ],
         arrays={"mdl_vars/w": 700, "step": 4},
-        step_bytes={"argument": 1000, "output": 704, "temp": 2000, "alias": 704,
-                    "generated_code": 0},
+        step_bytes={
+            "argument": 1000,
+            "output": 704,
+            "temp": 2000,
+            "alias": 704,
+            "generated_code": 0,
+        },
         peak_bytes={},
     )
     facts = dataclasses.replace(facts, **fields)
@@ -245,7 +252,9 @@ def test_a_layer_of_ten_times_the_work_takes_about_ten_times_the_time(tmp_path):
     assert LINE  # Its module writes the experiment that this one starts from.
     (home() / "jobzoo/heavy.py").write_text(EXPERIMENTS)
     done = succeed(
-        "--exp=jobzoo.heavy.Heavy", f"--job_log_dir={tmp_path / 'job'}", "--set",
+        "--exp=jobzoo.heavy.Heavy",
+        f"--job_log_dir={tmp_path / 'job'}",
+        "--set",
         "run.profile.steps=3:13",
     )
     folder = JobDir(tmp_path / "job").profiles / "3"
@@ -266,7 +275,9 @@ def test_a_layer_of_ten_times_the_work_takes_about_ten_times_the_time(tmp_path):
 @pytest.mark.slow
 def test_counts_and_sums_are_those_of_the_program_on_eight_devices(tmp_path):
     succeed(
-        "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path / 'job'}", "--set",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={tmp_path / 'job'}",
+        "--set",
         "run.profile.steps=4:6",
     )
     folder = JobDir(tmp_path / "job").profiles / "4"

@@ -16,16 +16,20 @@ def test_on_cpu_events_name_device_and_run_whatever_their_thread(tmp_path):
     threads = {
         "a": [on_cpu("dot.1", 10, 5, 0, 7), on_cpu("dot.1", 40, 7, 1, 8), ("Rendezvous", 0, 9, {})],
         "b": [
-            on_cpu("while.1", 10, 12, 0, 7), on_cpu("add.1", 13, 9, 0, 7),
-            on_cpu("mul.1", 14, 2, 0, 7), on_cpu("mul.1", 18, 2, 0, 7),
-            on_cpu("dot.1", 100, 1, 0, 9), on_cpu("dot.9", 0, 4, 0, 1, "jit_other"),
+            on_cpu("while.1", 10, 12, 0, 7),
+            on_cpu("add.1", 13, 9, 0, 7),
+            on_cpu("mul.1", 14, 2, 0, 7),
+            on_cpu("mul.1", 18, 2, 0, 7),
+            on_cpu("dot.1", 100, 1, 0, 9),
+            on_cpu("dot.9", 0, 4, 0, 1, "jit_other"),
         ],
     }
     file = write_trace(tmp_path / "a.xplane.pb", {"/host:CPU": threads})
     trace = read_trace(file, "jit_step", ["while.1"])
     assert trace.devices == {0, 1}
     assert trace.ops == {
-        "dot.1": OpTime(3, pytest.approx(13e-6)), "add.1": OpTime(1, pytest.approx(9e-6)),
+        "dot.1": OpTime(3, pytest.approx(13e-6)),
+        "add.1": OpTime(1, pytest.approx(9e-6)),
         "mul.1": OpTime(2, pytest.approx(4e-6)),
     }
     # On device 0 all but the last overlap: 10 to 22, and 100 to 101; on device 1 40 to 47.
@@ -49,18 +53,25 @@ def test_on_gpu_the_plane_is_the_device(tmp_path):
 
 def test_on_tpu_a_line_has_the_instructions_and_another_the_programs_around_them(tmp_path):
     lines = {
-        "XLA Modules": [("jit_step(12)", 0, 10, {}), ("jit_other(3)", 20, 10, {}),
-                        ("jit_step(12)", 40, 10, {})],
+        "XLA Modules": [
+            ("jit_step(12)", 0, 10, {}),
+            ("jit_other(3)", 20, 10, {}),
+            ("jit_step(12)", 40, 10, {}),
+        ],
         "XLA Ops": [
             ("%fusion.1 = bf16[8,128] fusion(%p)", 1, 3, {}),
             ("%while.2 = (s32[]) while(%t)", 4, 6, {}),
-            ("dot.3", 4, 5, {}), ("dot.3", 21, 5, {}), ("dot.3", 41, 2, {}), ("lost", 90, 1, {}),
+            ("dot.3", 4, 5, {}),
+            ("dot.3", 21, 5, {}),
+            ("dot.3", 41, 2, {}),
+            ("lost", 90, 1, {}),
         ],
     }
     file = write_trace(tmp_path / "a.xplane.pb", {"/device:TPU:1": lines, "/host:CPU": {}})
     trace = read_trace(file, "jit_step", ["while.2"])
     assert trace.ops == {
-        "fusion.1": OpTime(1, pytest.approx(3e-6)), "dot.3": OpTime(2, pytest.approx(7e-6)),
+        "fusion.1": OpTime(1, pytest.approx(3e-6)),
+        "dot.3": OpTime(2, pytest.approx(7e-6)),
     }
     assert trace.other_seconds == {"jit_other": pytest.approx(5e-6)}
     assert sorted(trace.run_seconds) == pytest.approx([2e-6, 9e-6])

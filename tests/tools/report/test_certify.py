@@ -145,12 +145,17 @@ def change_certificate(job):
     flip(job.certificates_jsonl, "00005", "00006")
 
 
-@pytest.mark.parametrize("tamper, title", [
-    (change_loss, "losses: steps and losses"), (change_config, "config: config.json"),
-    (change_examples, "examples: on record"), (change_hands, "changes of hands: elastic.jsonl"),
-    (change_certificate, "certificates in flight: certificates.jsonl"),
-    (damage_checkpoint, "checkpoints: step 29"),
-])
+@pytest.mark.parametrize(
+    "tamper, title",
+    [
+        (change_loss, "losses: steps and losses"),
+        (change_config, "config: config.json"),
+        (change_examples, "examples: on record"),
+        (change_hands, "changes of hands: elastic.jsonl"),
+        (change_certificate, "certificates in flight: certificates.jsonl"),
+        (damage_checkpoint, "checkpoints: step 29"),
+    ],
+)
 def test_what_was_changed_differs(original, job, tamper, title):
     tamper(job)
     status, verdicts, out = verify(original, job)
@@ -254,12 +259,16 @@ def test_a_job_with_all_evidence_is_the_same_elsewhere_and_when_it_was_evaluated
     assert status == 0 and "DIFFERS" not in out, out
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "--mode=report JOB"), (["{job}", "--exp=lm.PyDocs"], "--exp"),
-    (["{job}", "--verify={file}", "--json=x.json"], "--verify cannot be combined"),
-    (["{job}", "{job}/nowhere", "--verify={file}"], "certifies 1 jobs, but 2 are given"),
-    (["--verify={job}/config.json"], "is not a certificate"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--mode=report JOB"),
+        (["{job}", "--exp=lm.PyDocs"], "--exp"),
+        (["{job}", "--verify={file}", "--json=x.json"], "--verify cannot be combined"),
+        (["{job}", "{job}/nowhere", "--verify={file}"], "certifies 1 jobs, but 2 are given"),
+        (["--verify={job}/config.json"], "is not a certificate"),
+    ],
+)
 def test_errors_say_what_to_change(original, argv, words):
     job, file, *_ = original
     status, _, err = certify(*(item.format(job=job.path, file=file) for item in argv))

@@ -41,10 +41,13 @@ def test_the_mean_and_the_extremes_of_each_bucket_are_those_of_a_loop(most):
     for start, end in zip(buckets.starts, buckets.ends, strict=True):
         numbers = [value for value in values[start : end + 1] if not math.isnan(value)]
         finite = [value for value in numbers if math.isfinite(value)]
-        expected.append((
-            sum(finite) / len(finite) if finite else math.nan,
-            min(numbers, default=math.nan), max(numbers, default=math.nan),
-        ))
+        expected.append(
+            (
+                sum(finite) / len(finite) if finite else math.nan,
+                min(numbers, default=math.nan),
+                max(numbers, default=math.nan),
+            )
+        )
     np.testing.assert_allclose(actual, np.array(expected).T, rtol=1e-12)
 
 

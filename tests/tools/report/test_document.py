@@ -59,8 +59,10 @@ def lines_of(job):
 
 
 def test_a_short_jobs_curves_are_its_files_numbers_bit_for_bit(tmp_path):
-    jobs = {name: written_job(tmp_path / name, training_lines(37, seed))
-            for seed, name in enumerate("ab")}
+    jobs = {
+        name: written_job(tmp_path / name, training_lines(37, seed))
+        for seed, name in enumerate("ab")
+    }
     actual = document_of(jobs)
     assert actual["metrics"][0] == "loss"
     for name, of_job in zip(jobs, actual["jobs"], strict=True):
@@ -81,7 +83,12 @@ def test_a_short_jobs_curves_are_its_files_numbers_bit_for_bit(tmp_path):
         seconds = columns["step_time"] + columns["save_time"] + columns["evaluation_time"]
         np.testing.assert_allclose(axes["hours"], np.cumsum(seconds) / 3600, rtol=1e-12)
     assert set(actual["metrics"]) == {
-        "loss", "accuracy", "grad_norm", "learning_rate", "step_time", "tokens_per_second",
+        "loss",
+        "accuracy",
+        "grad_norm",
+        "learning_rate",
+        "step_time",
+        "tokens_per_second",
     }
 
 
@@ -117,7 +124,8 @@ def test_a_page_of_very_many_jobs_has_fewer_points_of_each(tmp_path):
 def test_evaluations_stand_where_the_job_was_at_their_steps(tmp_path):
     evaluations = [
         {"step": step, "dataset": dataset, "loss": step / 7, "accuracy": 0.5}
-        for step in (13, 26, 37) for dataset in ("heldout", "code")
+        for step in (13, 26, 37)
+        for dataset in ("heldout", "code")
     ]
     evaluations[2]["loss"] = math.nan
     job = written_job(tmp_path / "job", training_lines(37), evaluations=evaluations)
@@ -128,9 +136,9 @@ def test_evaluations_stand_where_the_job_was_at_their_steps(tmp_path):
         numbers(points["values"]), np.array([13 / 7, math.nan, 37 / 7], "f4")
     )
     np.testing.assert_array_equal(numbers(points["axes"]["steps"], "<f8"), [13, 26, 37])
-    np.testing.assert_array_equal(numbers(points["axes"]["tokens"], "<f8"), 512 * np.array(
-        [13, 26, 37]
-    ))
+    np.testing.assert_array_equal(
+        numbers(points["axes"]["tokens"], "<f8"), 512 * np.array([13, 26, 37])
+    )
 
 
 def test_a_users_rate_is_no_axis(tmp_path):
@@ -147,10 +155,12 @@ def test_a_users_rate_is_no_axis(tmp_path):
 def test_many_evaluations_keep_the_page_small(tmp_path):
     evaluations = [
         {"step": step, "dataset": f"set {number}", **{f"m{i}": step / (i + 1) for i in range(12)}}
-        for number in range(5) for step in range(1, 701)
+        for number in range(5)
+        for step in range(1, 701)
     ]
-    (state,) = read({"job": written_job(tmp_path / "job", training_lines(7),
-                                        evaluations=evaluations)})
+    (state,) = read(
+        {"job": written_job(tmp_path / "job", training_lines(7), evaluations=evaluations)}
+    )
     made = document(5 * [state], written=NOW, reload_seconds=None)
     assert len(Report(5 * [state], NOW).page().encode()) < 5_000_000
     points = made["jobs"][4]["evaluations"]["set 4"]["m11"]
@@ -165,7 +175,9 @@ def test_differing_settings_are_shown_and_equal_ones_counted(tmp_path):
     }
     config = document_of(jobs)["config"]
     assert config["rows"] == [
-        ["lr", ["1", "2", "2"]], ["a.b", ["x=y", "x=y", "z"]], ["more", [None, "3", None]],
+        ["lr", ["1", "2", "2"]],
+        ["a.b", ["x=y", "x=y", "z"]],
+        ["more", [None, "3", None]],
     ]
     assert config["num_equal"] == 3  # run.seed, task.model, same.
 
@@ -176,8 +188,9 @@ def test_skipped_steps_and_loss_spikes_are_marked(tmp_path):
     for step, in_a_row in ((11, 1), (12, 2), (23, 1)):
         lines[step - 1] |= {"num_skipped_in_a_row": in_a_row, "loss": math.nan}
     (of_job,) = document_of({"job": written_job(tmp_path / "job", lines)})["jobs"]
-    steps = {kind: numbers(marks["steps"], "<f8").tolist()
-             for kind, marks in of_job["marks"].items()}
+    steps = {
+        kind: numbers(marks["steps"], "<f8").tolist() for kind, marks in of_job["marks"].items()
+    }
     assert steps == {"skipped": [11, 12, 23], "spikes": [7]}
     assert of_job["last"]["loss"] == pytest.approx(lines[-1]["loss"])
 
@@ -185,8 +198,13 @@ def test_skipped_steps_and_loss_spikes_are_marked(tmp_path):
 def test_where_the_time_went_is_what_the_jobs_goodput_says(tmp_path):
     seconds = [{"import": 3.5, "compile": 10, "step": 60, "save": 2}, {"import": 4, "step": 30}]
     timeline = [
-        {"launch": 1e9 + 100 * number, "first_step": 7 * number, "last_step": 7 * number + 7,
-         "seconds": of_launch, "ended_by": ["SIGTERM", "the end"][number]}
+        {
+            "launch": 1e9 + 100 * number,
+            "first_step": 7 * number,
+            "last_step": 7 * number + 7,
+            "seconds": of_launch,
+            "ended_by": ["SIGTERM", "the end"][number],
+        }
         for number, of_launch in enumerate(seconds)
     ]
     job = written_job(tmp_path / "job", training_lines(14), timeline=timeline)
@@ -202,26 +220,40 @@ def test_where_the_time_went_is_what_the_jobs_goodput_says(tmp_path):
 def test_a_job_that_stopped_early_has_ended_and_one_that_was_killed_was_stopped(tmp_path):
     states = {}
     for ended_by in ("the end", "SIGTERM", None):
-        launch = {"launch": 1e9, "first_step": 0, "last_step": 7, "seconds": {"step": 3},
-                  "ended_by": ended_by}
-        job = written_job(tmp_path / str(ended_by), training_lines(7), timeline=[launch],
-                          settings=["run.num_train_steps=13"])
+        launch = {
+            "launch": 1e9,
+            "first_step": 0,
+            "last_step": 7,
+            "seconds": {"step": 3},
+            "ended_by": ended_by,
+        }
+        job = written_job(
+            tmp_path / str(ended_by),
+            training_lines(7),
+            timeline=[launch],
+            settings=["run.num_train_steps=13"],
+        )
         states[ended_by] = read({"job": job})[0].state
     assert states == {"the end": "has ended", "SIGTERM": "was stopped", None: "was stopped"}
 
 
 def test_samples_are_there_by_step_and_what_has_no_room_is_said(tmp_path):
-    records = [{"prompt": f"prompt {number}", "continuation": "word " * number}
-               for number in range(23)]
-    samples = {"prompts/7": records, "prompts/14": [{"prompt": "p", "continuation": "q"}],
-               "command_line/7": records}
+    records = [
+        {"prompt": f"prompt {number}", "continuation": "word " * number} for number in range(23)
+    ]
+    samples = {
+        "prompts/7": records,
+        "prompts/14": [{"prompt": "p", "continuation": "q"}],
+        "command_line/7": records,
+    }
     job = written_job(tmp_path / "job", samples=samples)
     (job.path / "decode/prompts/7.jsonl.1").write_text("former records")
     (job.path / "decode/prompts/21.jsonl").write_text('{"prompt": "cut", "conti')
     (of_job,) = document_of({"job": job})["jobs"]
     pairs = [[record["prompt"], record["continuation"]] for record in records]
     assert of_job["samples"] == {
-        "prompts": {"7": pairs[:20], "14": [["p", "q"]]}, "command_line": {"7": pairs[-20:]},
+        "prompts": {"7": pairs[:20], "14": [["p", "q"]]},
+        "command_line": {"7": pairs[-20:]},
     }
     state = JobReader("job", job).read(max_chars=100)
     assert state.samples == {"prompts": {14: [("p", "q")]}}
@@ -232,7 +264,8 @@ def test_the_arrays_of_the_layout_are_those_of_layout_json(tmp_path):
     (of_job,) = document_of({"job": written_job(tmp_path / "job")})["jobs"]
     assert of_job["layout"]["num_arrays"] == 3
     assert of_job["layout"]["largest"][:2] == [
-        LAYOUT["arrays"][1], LAYOUT["arrays"][2],
+        LAYOUT["arrays"][1],
+        LAYOUT["arrays"][2],
     ]
     assert of_job["layout"]["totals"].startswith("2 weights with 104 parameters;")
 
@@ -245,9 +278,7 @@ def test_profiles_are_shown_as_their_hook_wrote_them(tmp_path):
         (folder / PROFILE_TXT).write_text(f"table of {step}{HOSTILE}\n")
     (job.profiles / "no step").mkdir()
     (of_job,) = document_of({"job": job})["jobs"]
-    assert of_job["profiles"] == {
-        str(step): f"table of {step}{HOSTILE}\n" for step in (5, 20, 100)
-    }
+    assert of_job["profiles"] == {str(step): f"table of {step}{HOSTILE}\n" for step in (5, 20, 100)}
 
 
 def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path):
@@ -278,11 +309,13 @@ def test_files_of_nonsense_end_no_report(tmp_path, seed):
 def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
     array = LAYOUT["arrays"][0] | {"path": HOSTILE, "spec": HOSTILE}
     job = written_job(
-        tmp_path / "job", training_lines(7, **{HOSTILE: 1.5}),
+        tmp_path / "job",
+        training_lines(7, **{HOSTILE: 1.5}),
         evaluations=[{"step": 7, "dataset": HOSTILE, "loss": 2.0, HOSTILE: 3.0}],
-        settings=[f"a={HOSTILE}"], samples={"prompts/7": [{"prompt": HOSTILE,
-                                                           "continuation": HOSTILE}]},
-        experiment=HOSTILE, layout={"totals": HOSTILE, "arrays": [array]},
+        settings=[f"a={HOSTILE}"],
+        samples={"prompts/7": [{"prompt": HOSTILE, "continuation": HOSTILE}]},
+        experiment=HOSTILE,
+        layout={"totals": HOSTILE, "arrays": [array]},
     )
     states = read({HOSTILE: job})
     text = Report(states, NOW).page()
@@ -307,9 +340,11 @@ def test_the_page_is_among_the_files_that_an_installation_copies():
 
 
 ELASTIC = [
-    change_line(1, "start", 0, 8), change_line(2, "died", 11, 7),
+    change_line(1, "start", 0, 8),
+    change_line(2, "died", 11, 7),
     {**change_line(3, "failed", 13, 7), "reached": False, "from_step": None, "mesh": None},
-    change_line(4, "left", 7, 5), change_line(5, "came", 23, 8),
+    change_line(4, "left", 7, 5),
+    change_line(5, "came", 23, 8),
 ]
 DIFFERENCE = {"cause": "device", "device": "device 3", "layer": "w", "leaf": "mdl_vars/params/w/a"}
 
@@ -320,13 +355,14 @@ def test_changes_of_hands_and_certificates_stand_over_the_curve_and_in_the_text(
         for k, step in enumerate((0, 11, 7, 23))
     ]
     job = written_job(
-        tmp_path / "job", training_lines(37), elastic=ELASTIC, timeline=timeline,
+        tmp_path / "job",
+        training_lines(37),
+        elastic=ELASTIC,
+        timeline=timeline,
         certificates=[certificate_line(5), certificate_line(10), certificate_line(15, DIFFERENCE)],
     )
     (of_job,) = document_of({"job": job})["jobs"]
-    marks = {
-        kind: numbers(mark["steps"], "<f8").tolist() for kind, mark in of_job["marks"].items()
-    }
+    marks = {kind: numbers(mark["steps"], "<f8").tolist() for kind, mark in of_job["marks"].items()}
     assert marks == {"hands": [11, 7, 23], "certified": [5, 10], "differences": [15]}
     # Steps 8 to 11 of seven devices were lost: five made them for good.
     assert numbers(of_job["devices"]["axes"]["steps"], "<f8").tolist() == [0, 7, 23]

@@ -73,17 +73,20 @@ def _umask():
     return mask
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "--mode=report JOB"),
-    (["{jobs}/wram"], "Did you mean warm, in {jobs}."),
-    (["{jobs}"], "{jobs}/cold, {jobs}/warm"),
-    (["{jobs}/warm", "--every=3"], "--every=3 requires --follow"),
-    (["{jobs}/warm", "--follow", "--every=0"], "0 is not a number of seconds from 0.1"),
-    (["{jobs}/warm", "--html={jobs}"], "{jobs} is a directory"),
-    (["{jobs}/warm", "--exp=lm.PyDocs"], "--exp"),
-    (["{jobs}/warm", "--htlm=x"], "Did you mean --html?"),
-    (["gs://bucket/job"], "gs://bucket/job is a URL"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--mode=report JOB"),
+        (["{jobs}/wram"], "Did you mean warm, in {jobs}."),
+        (["{jobs}"], "{jobs}/cold, {jobs}/warm"),
+        (["{jobs}/warm", "--every=3"], "--every=3 requires --follow"),
+        (["{jobs}/warm", "--follow", "--every=0"], "0 is not a number of seconds from 0.1"),
+        (["{jobs}/warm", "--html={jobs}"], "{jobs} is a directory"),
+        (["{jobs}/warm", "--exp=lm.PyDocs"], "--exp"),
+        (["{jobs}/warm", "--htlm=x"], "Did you mean --html?"),
+        (["gs://bucket/job"], "gs://bucket/job is a URL"),
+    ],
+)
 def test_errors_say_what_to_change(jobs, argv, words):
     folder = jobs[0].parent
     status, _, err = launched(*(item.format(jobs=folder) for item in argv))
@@ -133,8 +136,11 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
     rest = [""]
     with lock:
         print_reports(
-            ReportReader({"job": JobDir(job.path)}), html=html, follow_seconds=3.0,
-            write_line=told.append, sleep=sleep,
+            ReportReader({"job": JobDir(job.path)}),
+            html=html,
+            follow_seconds=3.0,
+            write_line=told.append,
+            sleep=sleep,
         )
     assert [shown["jobs"][0]["last_step"] for shown in seen] == [7, 13, 20, 27]
     assert [shown["jobs"][0]["state"] for shown in seen] == ["trains"] * 4
@@ -152,14 +158,15 @@ def test_nothing_is_followed_that_does_not_train(jobs, tmp_path):
         raise AssertionError
 
     print_reports(
-        ReportReader(named_jobs(list(map(str, jobs)))), html=None, follow_seconds=3.0,
-        write_line=lambda _: None, sleep=sleep,
+        ReportReader(named_jobs(list(map(str, jobs)))),
+        html=None,
+        follow_seconds=3.0,
+        write_line=lambda _: None,
+        sleep=sleep,
     )
 
 
-def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_commands(
-    jobs, tmp_path
-):
+def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_commands(jobs, tmp_path):
     html = tmp_path / "report.html"
     _, out, _ = launched(*jobs, f"--html={html}")
     report = praxis_lite.report(*jobs)
@@ -173,8 +180,13 @@ def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_comma
 def test_a_real_training_is_followed_to_its_end(tmp_path):
     job, html = tmp_path / "job", tmp_path / "report.html"
     command = [
-        sys.executable, CHECKOUT / "main.py", "--packages=jobzoo", line_jobs.LINE,
-        f"--job_log_dir={job}", "--set", "run.num_train_steps=97",
+        sys.executable,
+        CHECKOUT / "main.py",
+        "--packages=jobzoo",
+        line_jobs.LINE,
+        f"--job_log_dir={job}",
+        "--set",
+        "run.num_train_steps=97",
         "run.loss_spikes.action=report",
     ]
     env = {**os.environ, "PYTHONPATH": str(home()), "JAX_NUM_CPU_DEVICES": "2"}

@@ -20,11 +20,19 @@ from tests.support.written_jobs import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER), pytest.mark.slow,
+    pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER),
+    pytest.mark.slow,
 ]
 HOSTILE = "</script><script>document.title='stolen'</script><img src=http://evil.test/ onerror=a>"
-TIMELINE = [{"launch": 1e9, "first_step": 0, "last_step": 37, "ended_by": HOSTILE,
-             "seconds": {"import": 3.5, "compile": 10, "step": 60, "save": 2}}]
+TIMELINE = [
+    {
+        "launch": 1e9,
+        "first_step": 0,
+        "last_step": 37,
+        "ended_by": HOSTILE,
+        "seconds": {"import": 3.5, "compile": 10, "step": 60, "save": 2},
+    }
+]
 
 
 def page_of(jobs, reload_seconds=None):
@@ -42,10 +50,14 @@ def jobs(tmp_path_factory):
         lines[23] |= {"num_skipped_in_a_row": 1, "loss": float("nan")}
         lines[24]["loss"] = float("inf")
         jobs[name] = written_job(
-            folder / str(seed), lines, timeline=TIMELINE, experiment=HOSTILE,
+            folder / str(seed),
+            lines,
+            timeline=TIMELINE,
+            experiment=HOSTILE,
             evaluations=[
                 {"step": step, "dataset": dataset, "loss": 2 + seed + step / 37}
-                for step in (13, 37) for dataset in ("heldout", HOSTILE)
+                for step in (13, 37)
+                for dataset in ("heldout", HOSTILE)
             ],
             settings=[f"task.model.{'deeply.' * 9}lr={seed}", f"a={HOSTILE}{seed}"],
             samples={
@@ -126,6 +138,7 @@ DRAWN = """
 
 def line_through(ticks, place):
     """Returns the scale of an axis, from the first and the last of its ticks."""
+
     def value(text):
         return float(text.replace("k", "e3"))
 
@@ -136,9 +149,9 @@ def line_through(ticks, place):
 
 def test_a_curve_is_drawn_where_its_numbers_are(browser, jobs):
     lines = training_lines(31, seed=5)
-    item = browser(of=page_of({"job": written_job(
-        jobs["empty"].path.parent / "straight", lines, layout=None
-    )}))
+    item = browser(
+        of=page_of({"job": written_job(jobs["empty"].path.parent / "straight", lines, layout=None)})
+    )
     drawn = item.run(DRAWN)
     x_ticks = [tick for tick in drawn["ticks"] if tick["isX"]][:-1]
     y_ticks = [{**tick, "y": tick["y"] - 4} for tick in drawn["ticks"] if not tick["isX"]]
@@ -276,7 +289,9 @@ def test_a_change_of_hands_is_told_where_the_curve_is_pointed_at(browser, tmp_pa
     elastic = [change_line(1, "start", 0, 8), change_line(2, "died", 11, 7)]
     elastic[1]["why"] = HOSTILE
     job = written_job(
-        tmp_path / "job", training_lines(37), elastic=elastic,
+        tmp_path / "job",
+        training_lines(37),
+        elastic=elastic,
         certificates=[certificate_line(5), certificate_line(15, {"cause": HOSTILE})],
     )
     item = browser(of=page_of({"job": job}))

@@ -44,11 +44,17 @@ def server(monkeypatch):
     monkeypatch.setattr(connections, "_LAST_SECONDS", 1.0)
     monkeypatch.setattr(connections, "_CHECK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
-        server = uvicorn.Server(uvicorn.Config(
-            app, http=connections.limited(0.5, 0.5), lifespan="off", ws="none",
-            log_level="critical",
-            timeout_graceful_shutdown=1, limit_concurrency=connections.MAX_WAITING_CONNECTIONS + 9,
-        ))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=connections.limited(0.5, 0.5),
+                lifespan="off",
+                ws="none",
+                log_level="critical",
+                timeout_graceful_shutdown=1,
+                limit_concurrency=connections.MAX_WAITING_CONNECTIONS + 9,
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         server.port = listening.getsockname()[1]
@@ -117,9 +123,15 @@ def test_slow_clients_are_closed_at_their_deadlines_and_not_before(server):
         assert is_answered(server)
 
 
-@pytest.mark.parametrize("hosts, status", [
-    (["localhost"], 200), ([], 403), (["localhost", "evil.com"], 403), (["evil.com"], 403),
-])
+@pytest.mark.parametrize(
+    "hosts, status",
+    [
+        (["localhost"], 200),
+        ([], 403),
+        (["localhost", "evil.com"], 403),
+        (["evil.com"], 403),
+    ],
+)
 def test_a_host_header_that_is_not_an_own_name_is_refused(hosts, status):
     model = types.SimpleNamespace(name="toy", max_length=7)
     served = application(
@@ -134,9 +146,15 @@ def test_a_host_header_that_is_not_an_own_name_is_refused(hosts, status):
         return {"type": "http.request", "body": b"", "more_body": False}
 
     scope = {
-        "type": "http", "method": "GET", "path": "/health", "query_string": b"", "root_path": "",
-        "headers": [(b"host", host.encode()) for host in hosts], "server": ("127.0.0.1", 80),
-        "scheme": "http", "http_version": "1.1",
+        "type": "http",
+        "method": "GET",
+        "path": "/health",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", host.encode()) for host in hosts],
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+        "http_version": "1.1",
     }
     asyncio.run(served(scope, receive, send))
     assert messages[0]["status"] == status

@@ -36,7 +36,8 @@ def completion(client, prompt="a", **settings):
 def test_a_completion_is_the_likeliest_text_to_its_end(client):
     answer = completion(client, ["a", "w"])
     assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
-        (0, AFTER_A, "stop"), (1, "xyz", "stop")
+        (0, AFTER_A, "stop"),
+        (1, "xyz", "stop"),
     ]
     # A prompt begins with the end of a text, and an answer ends with it.
     num_new = len(AFTER_A.encode()) + 1 + 4
@@ -80,9 +81,11 @@ def test_a_chat_is_answered_by_its_template_whole_and_streamed(client):
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len("s?ua")
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    chunks = list(client.chat.completions.create(
-        model=NAME, messages=parts, temperature=0, stream=True, max_completion_tokens=7
-    ))
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME, messages=parts, temperature=0, stream=True, max_completion_tokens=7
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "bc\u00e9\u20ac"
     assert chunks[-1].choices[0].finish_reason == "length"
@@ -92,8 +95,7 @@ def test_draws_are_those_of_the_seed_alone_whatever_else_is_asked(client):
     settings = {"temperature": 1.4, "top_p": 0.8}
     answer = completion(client, ["a", "b"], **settings, n=3, seed=11, max_tokens=L - 2)
     expected = [
-        ids for prompt in ("a", "b")
-        for ids in alone(prompt, 11, 3, temperature=1.4, p=0.8)
+        ids for prompt in ("a", "b") for ids in alone(prompt, 11, 3, temperature=1.4, p=0.8)
     ]
     decode = Bytes().decode
     assert [c.text for c in answer.choices] == [decode(ids, True) for ids in expected]
@@ -120,12 +122,23 @@ def test_log_probs_are_the_models(client):
     expected = [rows[ord(a), ord(b)] for a, b in ("de", "ef")]
     np.testing.assert_allclose(answer.token_logprobs, expected, atol=1e-5)
     assert answer.text_offset == [0, 1] and answer.top_logprobs is None
-    chunks = list(client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": "d"}], temperature=0, logprobs=True,
-        max_tokens=2, stream=True, top_logprobs=3,
-    ))
-    told = [token for chunk in chunks if chunk.choices[0].logprobs
-            for token in chunk.choices[0].logprobs.content]
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "d"}],
+            temperature=0,
+            logprobs=True,
+            max_tokens=2,
+            stream=True,
+            top_logprobs=3,
+        )
+    )
+    told = [
+        token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ]
     assert [(token.token, token.bytes) for token in told] == [("e", [101]), ("f", [102])]
     np.testing.assert_allclose([token.logprob for token in told], expected, atol=1e-5)
     for byte, token in zip(b"de", told, strict=True):

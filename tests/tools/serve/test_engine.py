@@ -131,6 +131,7 @@ def test_limits_as_a_client_sees_them():
     model, engine = model_and_engine(max_waiting=1)
     given = {"seconds": 0.3, "api_key": "secret", "hosts": frozenset({"127.0.0.1"})}
     with serving(engine, model, **given) as running:
+
         def answer(url=running.url, key="secret", **settings):
             body = json.dumps({"model": NAME, "prompt": "a", "n": 1} | settings).encode()
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}

@@ -23,7 +23,9 @@ def answers(decoder):
         num_layers=2, vocab_size=101, model_dims=32, hidden_dims=64, num_heads=2, dim_per_head=16
     )
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm)), Learner(optax.sgd, 1.0), decoder=decoder,
+        fdl.build(set_sharding_params(lm)),
+        Learner(optax.sgd, 1.0),
+        decoder=decoder,
         tokenizer=GOLDENS / "lm_eval/llama",
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
@@ -33,15 +35,23 @@ def answers(decoder):
         partitioner, mdl_vars, "tiny", max_length=128, num_rows=4, max_waiting=20
     )
     with (
-        serving(engine, model) as running, decoding(engine),
+        serving(engine, model) as running,
+        decoding(engine),
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
     ):
         before = num_compiled()
         result = [
-            [choice.text for choice in client.completions.create(
-                model="tiny", prompt=PROMPTS, max_tokens=9, seed=4, temperature=temperature,
-                logprobs=2,
-            ).choices]
+            [
+                choice.text
+                for choice in client.completions.create(
+                    model="tiny",
+                    prompt=PROMPTS,
+                    max_tokens=9,
+                    seed=4,
+                    temperature=temperature,
+                    logprobs=2,
+                ).choices
+            ]
             for temperature in (0, 1, 1.3)
         ]
         assert num_compiled() == before

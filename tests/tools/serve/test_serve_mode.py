@@ -67,8 +67,11 @@ def requests(count):
         prompt = " ".join(rng.choice(WORDS, rng.integers(1, 16)))
         temperature, top_p = ((0.0, 1.0), (0.7, 0.8), (1.2, 1.0))[number % 3]
         yield {
-            "prompt": prompt, "temperature": temperature, "seed": 1000 + number,
-            "top_p": top_p, "max_tokens": int(rng.integers(1, 40)),
+            "prompt": prompt,
+            "temperature": temperature,
+            "seed": 1000 + number,
+            "top_p": top_p,
+            "max_tokens": int(rng.integers(1, 40)),
         }
 
 
@@ -90,8 +93,11 @@ def alone(model, given):
     if str(decoder) not in PROGRAMS:
         PROGRAMS[str(decoder)] = jax.jit(partitioner.with_mdl_vars(decoded))
     outputs = PROGRAMS[str(decoder)](
-        model.mdl_vars, np.pad(ids, (0, 64 - len(ids)))[None], np.asarray([len(ids)]),
-        jax.random.key(given["seed"])[None], np.asarray([given["max_tokens"]]),
+        model.mdl_vars,
+        np.pad(ids, (0, 64 - len(ids)))[None],
+        np.asarray([len(ids)]),
+        jax.random.key(given["seed"])[None],
+        np.asarray([given["max_tokens"]]),
     )
     new = outputs["output_ids"][0, 0, : int(outputs["decode_lengths"][0, 0])]
     return tokenizer.decode(np.asarray(new), skip_special_tokens=True)
@@ -105,6 +111,7 @@ async def answers_of(url, asked, num_leaving):
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
     ) as client:
+
         async def whole(given):
             answer = await client.completions.create(model="tiny", **given)
             return answer.choices[0].text
@@ -136,14 +143,20 @@ def served(directory):
     """A server that is asked by a hundred clients and then ended; what they saw of it."""
     asked = list(requests(100))
     with (
-        server(f"--hf={directory}", "--model_name=tiny", f"--max_length={LENGTH}", "--num_rows=7")
-        as (process, url, lines),
+        server(
+            f"--hf={directory}", "--model_name=tiny", f"--max_length={LENGTH}", "--num_rows=7"
+        ) as (process, url, lines),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         answers = asyncio.run(answers_of(url, asked, num_leaving=20))
         again = client.completions.create(model="tiny", **asked[4]).choices[0].text
         pieces = client.completions.create(
-            model="tiny", prompt="the", max_tokens=80, temperature=2.0, stream=True, n=NUM_LAST,
+            model="tiny",
+            prompt="the",
+            max_tokens=80,
+            temperature=2.0,
+            stream=True,
+            n=NUM_LAST,
             seed=3,
         )
         chunks = [next(pieces)]
@@ -155,8 +168,13 @@ def served(directory):
         chunks += pieces
         status = process.wait(60)
     return types.SimpleNamespace(
-        asked=asked, answers=answers[:100], again=again, chunks=chunks, lines=lines,
-        refused=error.value.status_code, status=status,
+        asked=asked,
+        answers=answers[:100],
+        again=again,
+        chunks=chunks,
+        lines=lines,
+        refused=error.value.status_code,
+        status=status,
     )
 
 
@@ -179,8 +197,12 @@ def test_a_jobs_model_is_served_as_it_decodes(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     decoded = launch("--mode=decode", f"--job_log_dir={job.path}", "--prompt", "The ")
     options = (
-        f"--job_log_dir={job.path}", "--packages=jobzoo", "--max_length=40", "--num_rows=2",
-        "--set", "task.decoder.num_speculative_tokens=3",
+        f"--job_log_dir={job.path}",
+        "--packages=jobzoo",
+        "--max_length=40",
+        "--num_rows=2",
+        "--set",
+        "task.decoder.num_speculative_tokens=3",
     )
     with (
         server(*options) as (_, url, _),

@@ -38,8 +38,13 @@ class Bytes(ByteTokenizer):
 
 @functools.cache
 def batching():
-    decoder = SampleByRow(max_decode_steps=L - 1, seqlen=L, eos_id=END, num_likeliest=5,
-                          num_kept_steps=STEPS_BETWEEN_CHECKS)
+    decoder = SampleByRow(
+        max_decode_steps=L - 1,
+        seqlen=L,
+        eos_id=END,
+        num_likeliest=5,
+        num_kept_steps=STEPS_BETWEEN_CHECKS,
+    )
     return ContinuousBatching(decoder, lambda mdl_vars: MODEL, R, (32, L))
 
 
@@ -73,10 +78,16 @@ def decoding(engine):
 def alone(prompt, seed, n=1, **settings):
     """Returns the tokens of each sample of a prompt, by Sample in a batch of that prompt alone."""
     ids = Bytes().encode_prompt(prompt)
-    outputs = _program(Sample(
-        max_decode_steps=L - len(ids), eos_id=END, k=0, num_samples=n, sort_samples=False,
-        **settings,
-    ))(ids[None], jax.random.key(seed)[None])
+    outputs = _program(
+        Sample(
+            max_decode_steps=L - len(ids),
+            eos_id=END,
+            k=0,
+            num_samples=n,
+            sort_samples=False,
+            **settings,
+        )
+    )(ids[None], jax.random.key(seed)[None])
     return [
         outputs["output_ids"][0, sample, : outputs["decode_lengths"][0, sample]].tolist()
         for sample in range(n)

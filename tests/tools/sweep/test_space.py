@@ -31,46 +31,70 @@ RATE, MESH = "task.learner.learning_rate", "mesh.ici_mesh_shape"
 FILES = "datasets.train.corpus.files"
 
 
-@pytest.mark.parametrize("settings, searched", [
-    ([f"{RATE}=1e-3,3e-3, 1e-2"], {RATE: values("1e-3", "3e-3", "1e-2")}),
-    # A sequence's items are parted by commas, as always; several of them stand in brackets.
-    ([f"{MESH}=1,3,2", f"{RATE}=1,2"], {RATE: values("1", "2")}),
-    ([f"{MESH}=(1,3,2),(1,2,2)"], {MESH: values("(1,3,2)", "(1,2,2)")}),
-    (["task.learner.optimizer=adam,lion,optax.sgd"],
-     {"task.learner.optimizer": values("adam", "lion", "optax.sgd")}),
-    # A later setting's field is there once an earlier one is set.
-    ([f"{RATE}=cosine_decay_schedule()", f"{RATE}.init_value=1e-3,1e-2", f"{RATE}.decay_steps=7"],
-     {f"{RATE}.init_value": values("1e-3", "1e-2")}),
-    (["PRESET=a,b"], {"PRESET": values("a", "b")}),
-    ([f"{FILES}='a/*','b,c'"], {FILES: values("'a/*'", "'b,c'")}),
-    (["PRESET='a,b'", f"{RATE}=1,2"], {RATE: values("1", "2")}),
-    (["run.log_every_steps=none,7"], {"run.log_every_steps": values("none", "7")}),
-    ([f"{RATE}=1e-4..1e-2"], {RATE: optuna.distributions.FloatDistribution(1e-4, 1e-2, log=True)}),
-    ([f"{RATE}=0.1..0.5"], {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=False)}),
-    ([f"{RATE}=0.1..0.5:log"], {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=True)}),
-    ([f"{RATE}=0..1"], {RATE: optuna.distributions.FloatDistribution(0.0, 1.0, log=False)}),
-    (["datasets.train.batch_size=8..64:linear"],
-     {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 64, log=False)}),
-    (["datasets.train.batch_size=8..512"],
-     {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 512, log=True)}),
-])
+@pytest.mark.parametrize(
+    "settings, searched",
+    [
+        ([f"{RATE}=1e-3,3e-3, 1e-2"], {RATE: values("1e-3", "3e-3", "1e-2")}),
+        # A sequence's items are parted by commas, as always; several of them stand in brackets.
+        ([f"{MESH}=1,3,2", f"{RATE}=1,2"], {RATE: values("1", "2")}),
+        ([f"{MESH}=(1,3,2),(1,2,2)"], {MESH: values("(1,3,2)", "(1,2,2)")}),
+        (
+            ["task.learner.optimizer=adam,lion,optax.sgd"],
+            {"task.learner.optimizer": values("adam", "lion", "optax.sgd")},
+        ),
+        # A later setting's field is there once an earlier one is set.
+        (
+            [
+                f"{RATE}=cosine_decay_schedule()",
+                f"{RATE}.init_value=1e-3,1e-2",
+                f"{RATE}.decay_steps=7",
+            ],
+            {f"{RATE}.init_value": values("1e-3", "1e-2")},
+        ),
+        (["PRESET=a,b"], {"PRESET": values("a", "b")}),
+        ([f"{FILES}='a/*','b,c'"], {FILES: values("'a/*'", "'b,c'")}),
+        (["PRESET='a,b'", f"{RATE}=1,2"], {RATE: values("1", "2")}),
+        (["run.log_every_steps=none,7"], {"run.log_every_steps": values("none", "7")}),
+        (
+            [f"{RATE}=1e-4..1e-2"],
+            {RATE: optuna.distributions.FloatDistribution(1e-4, 1e-2, log=True)},
+        ),
+        ([f"{RATE}=0.1..0.5"], {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=False)}),
+        (
+            [f"{RATE}=0.1..0.5:log"],
+            {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=True)},
+        ),
+        ([f"{RATE}=0..1"], {RATE: optuna.distributions.FloatDistribution(0.0, 1.0, log=False)}),
+        (
+            ["datasets.train.batch_size=8..64:linear"],
+            {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 64, log=False)},
+        ),
+        (
+            ["datasets.train.batch_size=8..512"],
+            {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 512, log=True)},
+        ),
+    ],
+)
 def test_values_are_told_from_sequences_by_the_field(settings, searched):
     actual = space(*settings)
     assert actual.searched == searched
     assert list(actual.fixed) == [x for x in settings if x.partition("=")[0] not in searched]
 
 
-@pytest.mark.parametrize("settings, words", [
-    ([f"{RATE}=0.1"], "no setting to search"),
-    ([f"{RATE}=1e-3,fast"], "found 'fast'"),
-    (["task.learner.learning_rat=1,2"], "task.learner.learning_rate"),
-    ([f"{MESH}=(1,3,2),(1,2,x)"], "1,2,x"),
-    # A text with a comma, or two texts?
-    ([f"{FILES}=a/*,b"], rf"'{FILES}=\"a/\*,b\"' .* '{FILES}=\"a/\*\",\"b\"' "),
-    ([f"{RATE}=1e-2..1e-3"], "0.01; expected a number below the upper end 0.001"),
-    ([f"{RATE}=0..1:log"], "above 0"),
-    ([f"{RATE}=1,2", f"{RATE}=3"], "is given 2 times"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ([f"{RATE}=0.1"], "no setting to search"),
+        ([f"{RATE}=1e-3,fast"], "found 'fast'"),
+        (["task.learner.learning_rat=1,2"], "task.learner.learning_rate"),
+        ([f"{MESH}=(1,3,2),(1,2,x)"], "1,2,x"),
+        # A text with a comma, or two texts?
+        ([f"{FILES}=a/*,b"], rf"'{FILES}=\"a/\*,b\"' .* '{FILES}=\"a/\*\",\"b\"' "),
+        ([f"{RATE}=1e-2..1e-3"], "0.01; expected a number below the upper end 0.001"),
+        ([f"{RATE}=0..1:log"], "above 0"),
+        ([f"{RATE}=1,2", f"{RATE}=3"], "is given 2 times"),
+    ],
+)
 def test_what_is_ambiguous_or_no_value_is_refused_by_name(settings, words):
     with pytest.raises(ConfigError, match=words):
         space(*settings)
@@ -88,18 +112,31 @@ def test_a_field_that_holds_both_a_value_and_a_sequence_of_them_is_ambiguous():
 def test_a_grid_has_each_combination_in_order_and_no_range():
     given = Space(("a=1",), {"b": values("2", "3"), "c": values("x", "y")})
     assert [given.settings(values) for values in given.combinations()] == [
-        ["a=1", "b=2", "c=x"], ["a=1", "b=2", "c=y"], ["a=1", "b=3", "c=x"], ["a=1", "b=3", "c=y"],
+        ["a=1", "b=2", "c=x"],
+        ["a=1", "b=2", "c=y"],
+        ["a=1", "b=3", "c=x"],
+        ["a=1", "b=3", "c=y"],
     ]
     assert list(given.to_check()) == [
-        ["a=1", "b=2", "c=x"], ["a=1", "b=3", "c=x"], ["a=1", "b=2", "c=x"], ["a=1", "b=2", "c=y"],
+        ["a=1", "b=2", "c=x"],
+        ["a=1", "b=3", "c=x"],
+        ["a=1", "b=2", "c=x"],
+        ["a=1", "b=2", "c=y"],
     ]
     with pytest.raises(ConfigError, match="--search=random"):
         list(Space((), {"b": optuna.distributions.IntDistribution(1, 2)}).combinations())
 
 
-@pytest.mark.parametrize("text, items", [
-    ("1", ["1"]), ("1,", ["1"]), ("a, b", ["a", "b"]), ("(1,2),[3,(4,5)]", ["(1,2)", "[3,(4,5)]"]),
-    ("'a,b',\"c,'d\"", ["'a,b'", "\"c,'d\""]), ("{'a': (1,2)},x", ["{'a': (1,2)}", "x"]),
-])
+@pytest.mark.parametrize(
+    "text, items",
+    [
+        ("1", ["1"]),
+        ("1,", ["1"]),
+        ("a, b", ["a", "b"]),
+        ("(1,2),[3,(4,5)]", ["(1,2)", "[3,(4,5)]"]),
+        ("'a,b',\"c,'d\"", ["'a,b'", '"c,\'d"']),
+        ("{'a': (1,2)},x", ["{'a': (1,2)}", "x"]),
+    ],
+)
 def test_commas_in_brackets_and_quotes_part_nothing(text, items):
     assert items_of(text) == items

@@ -37,7 +37,8 @@ def quick(monkeypatch):
     home()
     command = TrialJob.command
     monkeypatch.setattr(
-        TrialJob, "command",
+        TrialJob,
+        "command",
         lambda job: [sys.executable, "-S", quick_trial.__file__, *command(job)[3:]],
     )
     monkeypatch.setattr(running, "_POLL_SECONDS", 0.01)
@@ -61,9 +62,7 @@ def loss_at(rate):
     return 1 + (quick_trial.math.log10(rate) + 2) ** 2
 
 
-def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
-    tmp_path, quick, capsys
-):
+def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(tmp_path, quick, capsys):
     rates = f"{RATE}=1e-1,1e-2"
     sizes = "datasets.train.batch_size=13,26"
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
@@ -77,17 +76,28 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     out = capsys.readouterr().out
     (line,) = [text for text in out.splitlines() if text.startswith("    --exp=")]
     assert shlex.split(line) == [
-        SWEPT, "--set", "run.seed=3", f"{RATE}=1e-2", "datasets.train.batch_size=13",
+        SWEPT,
+        "--set",
+        "run.seed=3",
+        f"{RATE}=1e-2",
+        "datasets.train.batch_size=13",
     ]
     assert f"best trial: 2, heldout/loss 1: {tmp_path}/s/trials/0002\n" in out
     assert (tmp_path / "s/sweep.png").read_bytes().startswith(b"\x89PNG")
     # Finished: nothing is run, the table is printed; without --exp too.
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
     again = capsys.readouterr().out
-    table = out[out.index("   trial"):]
+    table = out[out.index("   trial") :]
     assert again.endswith(table) and "starts" not in again and "resumes" not in again
-    sweep(CommandLine(mode="sweep"), str(tmp_path / "s"), parallel=1, prints=False,
-          num_trials=None, metric=None, **CHOSEN)
+    sweep(
+        CommandLine(mode="sweep"),
+        str(tmp_path / "s"),
+        parallel=1,
+        prints=False,
+        num_trials=None,
+        metric=None,
+        **CHOSEN,
+    )
     assert capsys.readouterr().out == table
     # A full disk tore the line of the journal with the end of the last trial.
     journal = tmp_path / "s/sweep.journal"
@@ -142,8 +152,7 @@ def test_a_search_with_a_seed_makes_the_same_trials_also_if_it_was_cut_in_two(
 
     def values(name):
         return [
-            (record.values, record.status, record.value)
-            for record in records_in(tmp_path / name)
+            (record.values, record.status, record.value) for record in records_in(tmp_path / name)
         ]
 
     quick(tmp_path / "whole", *space, num_trials=14, **given)
@@ -245,8 +254,11 @@ def test_what_is_wrong_is_refused_before_a_trial_begins(tmp_path, quick):
         ((rates,), {"metric": "helt/loss"}, "Did you mean heldout/loss"),
         ((rates,), {"better": "most"}, "--better"),
         ((rates,), {"parallel": 0}, "--parallel"),
-        ((rates, "run.evaluation.by_follower=true", "run.evaluation.every_steps=none"), {},
-         "by_follower"),
+        (
+            (rates, "run.evaluation.by_follower=true", "run.evaluation.every_steps=none"),
+            {},
+            "by_follower",
+        ),
         ((f"{RATE}=1e-3..1e-2",), {}, "--search=random"),
     ]:
         with pytest.raises(ConfigError) as error:
@@ -280,17 +292,26 @@ def test_the_loss_of_training_is_judged_without_evaluations(tmp_path, quick):
     quick(tmp_path / "s", f"{RATE}=1e-3,1e-2", metric="loss")
     records = records_in(tmp_path / "s")
     assert [(record.step, record.value) for record in records] == [
-        (20, loss_at(1e-3)), (20, loss_at(1e-2)),
+        (20, loss_at(1e-3)),
+        (20, loss_at(1e-2)),
     ]
 
 
 def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
     texts = (r"$\frac$", "b" * 40)
     space = Space((), {"a.b": optuna.distributions.CategoricalDistribution(texts)})
-    study = Study(tmp_path / "sweep.journal", SweepSettings(
-        experiment="zoo.Lm", packages=(), space=space, metric="loss", num_trials=2, num_steps=7,
-        **CHOSEN,
-    ))
+    study = Study(
+        tmp_path / "sweep.journal",
+        SweepSettings(
+            experiment="zoo.Lm",
+            packages=(),
+            space=space,
+            metric="loss",
+            num_trials=2,
+            num_steps=7,
+            **CHOSEN,
+        ),
+    )
     for value in (1.0, 2.0):
         study.next().completed(7, value)
     study.draw(tmp_path / "sweep.png")

@@ -31,8 +31,13 @@ def is_alive(pid):
 def killed(tmp_path_factory):
     """A sweep that was killed in its second trial and launched again, and what both printed."""
     folder = tmp_path_factory.mktemp("killed")
-    argv = ["--mode=sweep", SWEPT, f"--job_log_dir={folder}/s", "--set",
-            f"task.learner.learning_rate={','.join(RATES)}"]
+    argv = [
+        "--mode=sweep",
+        SWEPT,
+        f"--job_log_dir={folder}/s",
+        "--set",
+        f"task.learner.learning_rate={','.join(RATES)}",
+    ]
     slow = {"SWEPT_SECONDS": "0.2"}
     first = start_process(*argv, cwd=folder, env=slow)
     second_job = JobDir(folder / "s/trials/0001")
@@ -79,9 +84,16 @@ def test_its_losses_are_those_of_jobs_by_hand_bit_for_bit(killed):
 
 @pytest.mark.nightly
 def test_a_state_that_does_not_fit_is_refused_and_lines_for_a_scheduler_run(tmp_path):
-    argv = ["--mode=sweep", "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}/s", "--set",
-            "run.num_train_steps=2", "run.evaluation.max_batches=1", "mesh.ici_mesh_shape=1,2,1",
-            "task.model.max_seq_length=400_000_000_000,50"]
+    argv = [
+        "--mode=sweep",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={tmp_path}/s",
+        "--set",
+        "run.num_train_steps=2",
+        "run.evaluation.max_batches=1",
+        "mesh.ici_mesh_shape=1,2,1",
+        "task.model.max_seq_length=400_000_000_000,50",
+    ]
     (done,) = ended([start_process(*argv, cwd=tmp_path)])
     assert done.code == 0, done
     assert re.search(r"trial 0 refused: The state of training takes [\d.]+ [TP]iB", done.out)

@@ -128,12 +128,17 @@ def test_convolutions_count_as_in_the_compiled_program(stride):
 def test_each_device_of_a_shard_map_counts_its_part():
     mesh = jax.make_mesh((4, 2), ("data", "mdl"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = jax.shard_map(
-        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P(None, "mdl")),
+        lambda x, w: x @ w,
+        mesh=mesh,
+        in_specs=(P("data"), P(None, "mdl")),
         out_specs=P("data", "mdl"),
     )
     assert flops(split, (8, 7), (7, 6)).flops == 2 * 8 * 7 * 6
     partly = jax.shard_map(
-        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+        lambda x, w: x @ w,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
         axis_names={"data"},
     )
     assert flops(jax.jit(partly), (8, 7), (7, 6)).flops == 2 * 8 * 7 * 6

@@ -22,7 +22,9 @@ NUM_FFN = 2  # Matmuls of a feed-forward layer.
 def test_each_line_has_both_shares_and_the_first_line_says_how_they_count(tmp_path, monkeypatch):
     monkeypatch.setattr(hook, "attached_chip", lambda job: CHIPS["h100"])
     done = succeed(
-        "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}", "--set",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={tmp_path}",
+        "--set",
         "task.model.stacked_transformer_tpl.checkpoint_policy=save_nothing",
     )
     lines = read_json_lines(JobDir(tmp_path).metrics_jsonl)
@@ -57,6 +59,7 @@ def test_a_model_counts_alike_on_every_mesh_and_as_compiled_for_one_device():
     assert split == whole and not whole.at_least
     sites = executed(parse(partitioners[1].train_step.lower(spec).compile()))
     assert whole.flops == sum(
-        site.count * hlo_matmuls.matmul_flops(site.instruction, site.computation) for site in sites
+        site.count * hlo_matmuls.matmul_flops(site.instruction, site.computation)
+        for site in sites
         if "remat" not in op_name_of(site.instruction)
     )

@@ -37,13 +37,15 @@ LOSSES = {
     "smooth": lambda z, y: optax.softmax_cross_entropy(
         z, optax.smooth_labels(jax.nn.one_hot(y, CLASSES), 0.1)
     ),
-    "take_along_axis": lambda z, y: -jnp.take_along_axis(
-        jax.nn.log_softmax(z), y[:, None].astype(jnp.int32), axis=1
-    )[:, 0],
+    "take_along_axis": lambda z, y: (
+        -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None].astype(jnp.int32), axis=1)[:, 0]
+    ),
     "a row at a time": lambda z, y: -jax.vmap(lambda z, y: z[y])(jax.nn.log_softmax(z), y),
-    "a slice at a time": lambda z, y: -jax.vmap(
-        lambda z, y: jax.lax.dynamic_index_in_dim(z, y, keepdims=False)
-    )(jax.nn.log_softmax(z), y),
+    "a slice at a time": lambda z, y: (
+        -jax.vmap(lambda z, y: jax.lax.dynamic_index_in_dim(z, y, keepdims=False))(
+            jax.nn.log_softmax(z), y
+        )
+    ),
     "two indices": lambda z, y: -jax.nn.log_softmax(z)[jnp.arange(3), y],
 }
 
@@ -63,8 +65,11 @@ def test_labels_and_tokens_of_plain_functions(name):
 @pytest.mark.parametrize(
     "safe",
     [
-        lambda y: jnp.where(y < 0, 0, y), lambda y: y % CLASSES, lambda y: jnp.clip(y, 0, 6),
-        lambda y: jnp.minimum(y, 6), lambda y: y - 1,
+        lambda y: jnp.where(y < 0, 0, y),
+        lambda y: y % CLASSES,
+        lambda y: jnp.clip(y, 0, 6),
+        lambda y: jnp.minimum(y, 6),
+        lambda y: y - 1,
     ],
 )
 def test_numbers_that_a_loss_changes_first_are_its_own_affair(safe):

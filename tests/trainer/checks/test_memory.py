@@ -202,6 +202,7 @@ def test_a_program_fits_if_its_outputs_and_temporaries_do(donates, monkeypatch):
         with pytest.raises(OutOfMemory, match="23.3.*MiB"):
             host_memory.check_program_fits(compiled, devices, "It", "Do.", num_processes=2)
 
+
 def test_a_program_is_looked_at_once_for_each_key_and_again_if_it_was_refused(monkeypatch):
     looks = []
 
@@ -228,9 +229,14 @@ def large_program(number, monkeypatch):
     def memory_analysis(self):
         temp = 1 << 52 if next(looks) == number else 0
         return types.SimpleNamespace(
-            argument_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0,
-            temp_size_in_bytes=temp, host_argument_size_in_bytes=0, host_output_size_in_bytes=0,
-            host_alias_size_in_bytes=0, host_temp_size_in_bytes=0,
+            argument_size_in_bytes=0,
+            output_size_in_bytes=0,
+            alias_size_in_bytes=0,
+            temp_size_in_bytes=temp,
+            host_argument_size_in_bytes=0,
+            host_output_size_in_bytes=0,
+            host_alias_size_in_bytes=0,
+            host_temp_size_in_bytes=0,
         )
 
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", memory_analysis)
@@ -311,8 +317,11 @@ def test_a_limit_of_the_shell_ends_a_job_in_a_paragraph(kilobytes, words, tmp_pa
 
 
 MEMORY_ENDS = [
-    MemoryError(), MemoryError("std::bad_alloc"), OSError(errno.ENOMEM, "Cannot allocate memory"),
-    RuntimeError("can't start new thread"), ValueError("RESOURCE_EXHAUSTED: 77 bytes"),
+    MemoryError(),
+    MemoryError("std::bad_alloc"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("can't start new thread"),
+    ValueError("RESOURCE_EXHAUSTED: 77 bytes"),
     jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
     type("ResourceExhaustedError", (Exception,), {})("OOM when allocating tensor"),
 ]

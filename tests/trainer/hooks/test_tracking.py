@@ -24,10 +24,15 @@ def test_a_tracker_is_set_by_name_and_taken_away_and_the_config_keeps_it():
     apply_overrides(root, ["run.trackers.mlflow=MLflow()"])
     assert load_config(dump_config(root, "zoo.Tiny"), packages=["zoo"]).config == root
     assert fdl.build(config).trackers == {"tensorboard": TensorBoard(), "mlflow": MLflow()}
-    apply_overrides(root, [
-        "run.trackers.wandb=WeightsAndBiases()", "run.trackers.wandb.tags=a,b",
-        "run.trackers.tensorboard.every=3", "run.trackers.text=PrometheusTextfile()",
-    ])
+    apply_overrides(
+        root,
+        [
+            "run.trackers.wandb=WeightsAndBiases()",
+            "run.trackers.wandb.tags=a,b",
+            "run.trackers.tensorboard.every=3",
+            "run.trackers.text=PrometheusTextfile()",
+        ],
+    )
     built = fdl.build(config)
     assert built.trackers["wandb"] == WeightsAndBiases(tags=("a", "b"))
     assert built.trackers["tensorboard"] == TensorBoard(every=3)
@@ -104,8 +109,13 @@ def test_a_job_trains_as_ever_though_one_tracker_hangs_and_one_fails(tmp_path, m
     monkeypatch.setattr(tracking, "END_SECONDS", 0.5)
     zoo = "tests.support.tracked_runs"
     done = launch(
-        "--packages=jobzoo,tests", "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}/job",
-        "--metrics_port=0", "--set", "run.num_train_steps=4", f"run.trackers.hangs={zoo}.Hangs()",
+        "--packages=jobzoo,tests",
+        "--exp=jobzoo.experiments.Tiny",
+        f"--job_log_dir={tmp_path}/job",
+        "--metrics_port=0",
+        "--set",
+        "run.num_train_steps=4",
+        f"run.trackers.hangs={zoo}.Hangs()",
         f"run.trackers.raises={zoo}.Raises()",
     )
     Hangs.let_go.set()

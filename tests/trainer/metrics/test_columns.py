@@ -26,10 +26,15 @@ def random_lines(num_lines, seed=0):
     def number():
         value = float(rng.normal() * 10.0 ** rng.integers(-30, 30))
         forms = (
-            lambda: value, lambda: float(np.float32(value)), lambda: int(rng.integers(-9, 10**9)),
-            lambda: float(rng.integers(0, 3)), lambda: round(float(rng.normal()), 3),
-            lambda: float(rng.choice([math.nan, math.inf, -math.inf])), lambda: 10**30,
-            lambda: float(np.float32(rng.random())), lambda: 2.0**53 + 2,
+            lambda: value,
+            lambda: float(np.float32(value)),
+            lambda: int(rng.integers(-9, 10**9)),
+            lambda: float(rng.integers(0, 3)),
+            lambda: round(float(rng.normal()), 3),
+            lambda: float(rng.choice([math.nan, math.inf, -math.inf])),
+            lambda: 10**30,
+            lambda: float(np.float32(rng.random())),
+            lambda: 2.0**53 + 2,
         )
         return forms[rng.integers(len(forms))]()
 

@@ -83,10 +83,20 @@ def test_non_finite_numbers_are_strict_json_and_come_back(tmp_path):
 def test_arrays_become_plain_numbers(tmp_path):
     jnp = pytest.importorskip("jax.numpy")
     with JsonLinesWriter(tmp_path / "m.jsonl", -1) as writer:
-        writer.write({"step": np.int64(3), "a": jnp.asarray(1.5, jnp.bfloat16), "b": jnp.asarray(7),
-                      "c": np.bool_(True), "d": {"e": np.float16(0.5)}, "f": None, "g": "text"})
+        writer.write(
+            {
+                "step": np.int64(3),
+                "a": jnp.asarray(1.5, jnp.bfloat16),
+                "b": jnp.asarray(7),
+                "c": np.bool_(True),
+                "d": {"e": np.float16(0.5)},
+                "f": None,
+                "g": "text",
+            }
+        )
     assert read_json_lines(tmp_path / "m.jsonl") == [
-        {"step": 3, "a": 1.5, "b": 7, "c": True, "d": {"e": 0.5}, "f": None, "g": "text"}]
+        {"step": 3, "a": 1.5, "b": 7, "c": True, "d": {"e": 0.5}, "f": None, "g": "text"}
+    ]
 
 
 def test_an_interrupted_run_leaves_the_bytes_of_an_uninterrupted_one(tmp_path):
@@ -132,10 +142,15 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, bad):
     assert path.read_text().count("\n") == 3
 
 
-@pytest.mark.parametrize("bad", [
-    '{"step": 2}', '{"step": 2, "dataset": ["x"]}', '{"step": 2, "dataset": "x", "loss": "low"}',
-    '{"step": 2, "dataset": "x", "loss": null}',
-])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"step": 2}',
+        '{"step": 2, "dataset": ["x"]}',
+        '{"step": 2, "dataset": "x", "loss": "low"}',
+        '{"step": 2, "dataset": "x", "loss": null}',
+    ],
+)
 def test_an_evaluation_without_a_dataset_or_numbers_is_named(tmp_path, bad):
     path = tmp_path / "eval_metrics.jsonl"
     good = '{"step": 1, "dataset": "x", "loss": "NaN"}\n'
@@ -207,9 +222,14 @@ def test_lines_of_other_processes_stay_among_lost_ones(tmp_path):
     assert steps_in(tmp_path / "eval_metrics.lost.jsonl") == [10, 15, 10]
 
 
-@pytest.mark.parametrize("tail, steps", [
-    (b'{"step": 3, "lo', [1, 2, 7]), (b'{"step": 3}', [1, 2, 3, 7]), (b"", [1, 2, 7]),
-])
+@pytest.mark.parametrize(
+    "tail, steps",
+    [
+        (b'{"step": 3, "lo', [1, 2, 7]),
+        (b'{"step": 3}', [1, 2, 3, 7]),
+        (b"", [1, 2, 7]),
+    ],
+)
 def test_a_guest_adds_lines_behind_a_writer_that_was_killed(tmp_path, tail, steps):
     path = tmp_path / "eval_metrics.jsonl"
     write_steps(path, [1, 2])
@@ -253,8 +273,9 @@ def test_a_missing_file_is_an_error_of_the_user(tmp_path):
         read_json_lines(tmp_path / "m.jsonl")
 
 
-@pytest.mark.parametrize("line", [{"loss": 1.0}, {"step": 1, "loss": np.ones(3)},
-                                  {"step": 1, "loss": object()}])
+@pytest.mark.parametrize(
+    "line", [{"loss": 1.0}, {"step": 1, "loss": np.ones(3)}, {"step": 1, "loss": object()}]
+)
 def test_a_line_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, line):
     with JsonLinesWriter(tmp_path / "m.jsonl", -1) as writer, pytest.raises(ValueError):
         writer.write(line)

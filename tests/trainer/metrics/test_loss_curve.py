@@ -28,8 +28,8 @@ def test_smoothing_is_the_mean_of_the_neighbours_and_a_line_through_them_at_the_
     values[[0, 3, 101, 102]] = [9.0, math.nan, math.nan, math.inf]
     want = []
     for index in range(257):
-        low, high = max(index - 5, 0), index + 6          # 2% of 257; cut off at both ends
-        near, steps = values[low:high], np.arange(low, 257)[:high - low]
+        low, high = max(index - 5, 0), index + 6  # 2% of 257; cut off at both ends
+        near, steps = values[low:high], np.arange(low, 257)[: high - low]
         finite = np.isfinite(near)
         line = np.polyfit(steps[finite], near[finite], 1 if index < 5 else 0)
         want.append(np.polyval(line, index))
@@ -48,27 +48,40 @@ def test_nothing_finite_stays_nan():
     assert np.isnan(smoothed(np.full(7, math.nan))).all()
 
 
-@pytest.mark.parametrize("lines", [
-    [{"step": 1, "loss": 2.0}],
-    [{"step": step, "loss": math.nan, "learning_rate": 0.0} for step in range(1, 8)],
-    [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in range(1, 38)],
-], ids=["one step", "nothing finite", "constant rate"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 1, "loss": 2.0}],
+        [{"step": step, "loss": math.nan, "learning_rate": 0.0} for step in range(1, 8)],
+        [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in range(1, 38)],
+    ],
+    ids=["one step", "nothing finite", "constant rate"],
+)
 def test_any_run_can_be_drawn(tmp_path, lines):
     write_lines(tmp_path / "m.jsonl", lines)
-    plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png", tmp_path / "absent.jsonl",
-                    r"no formula: $\frac$")
+    plot_loss_curve(
+        tmp_path / "m.jsonl",
+        tmp_path / "loss.png",
+        tmp_path / "absent.jsonl",
+        r"no formula: $\frac$",
+    )
     assert pixels_of(tmp_path / "loss.png").std() > 0
 
 
 def test_evaluations_and_learning_rate_are_drawn(tmp_path):
     steps = range(1, 38)
     bare = write_lines(tmp_path / "bare.jsonl", [{"step": s, "loss": 5 / s} for s in steps])
-    full = write_lines(tmp_path / "full.jsonl",
-                       [{"step": s, "loss": 5 / s, "learning_rate": 1e-3 * s} for s in steps])
-    evals = write_lines(tmp_path / "evals.jsonl", [
-        {"step": s, "dataset": r"$\frac$", "loss": 6 / s, "bits_per_byte": 8 / s}
-        for s in (13, 37)
-    ])
+    full = write_lines(
+        tmp_path / "full.jsonl",
+        [{"step": s, "loss": 5 / s, "learning_rate": 1e-3 * s} for s in steps],
+    )
+    evals = write_lines(
+        tmp_path / "evals.jsonl",
+        [
+            {"step": s, "dataset": r"$\frac$", "loss": 6 / s, "bits_per_byte": 8 / s}
+            for s in (13, 37)
+        ],
+    )
     plot_loss_curve(bare, tmp_path / "bare.png")
     plot_loss_curve(bare, tmp_path / "evals.png", evals)
     plot_loss_curve(full, tmp_path / "full.png")

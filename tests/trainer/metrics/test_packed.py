@@ -9,11 +9,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.trainer.metrics.packed import pack_scalars
 
 SCALARS = {
-    "float32": np.float32(1 / 3), "nan": np.float32("nan"), "-inf": np.float32("-inf"),
-    "float16": np.float16(1 / 3), "bfloat16": jnp.bfloat16(1 / 3),
+    "float32": np.float32(1 / 3),
+    "nan": np.float32("nan"),
+    "-inf": np.float32("-inf"),
+    "float16": np.float16(1 / 3),
+    "bfloat16": jnp.bfloat16(1 / 3),
     # Neither is a float32.
-    "int32": np.int32(2**24 + 1), "uint32": np.uint32(2**32 - 1),
-    "int8": np.int8(-7), "uint8": np.uint8(255), "true": np.bool_(True), "false": np.bool_(False),
+    "int32": np.int32(2**24 + 1),
+    "uint32": np.uint32(2**32 - 1),
+    "int8": np.int8(-7),
+    "uint8": np.uint8(255),
+    "true": np.bool_(True),
+    "false": np.bool_(False),
 }
 
 

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
         for written in self.getvalue().split("\n"):
             row = ""
             for part in written.split("\r"):
-                row = part + row[len(part):]
+                row = part + row[len(part) :]
             rows.append(row.rstrip())
         return rows
 
@@ -110,13 +110,14 @@ def test_a_run_that_stops_early_shows_its_last_step_once(stream_class):
 
 
 def test_a_terminal_shows_one_line_redrawn_at_most_five_times_a_second():
-    terminal = run(Terminal(), 1000)       # ten seconds
+    terminal = run(Terminal(), 1000)  # ten seconds
     assert 40 <= terminal.getvalue().count("\r") <= 55
     # Both speeds are of the last 50 steps of 10 ms: seven of them with tokens.
     num_tokens = 7 * 504.6 * 4 / 0.5
     assert f"{num_tokens / 1e3:.1f}k" == "28.3k"
     assert terminal.screen() == [
-        "step 1000/1000  loss 0.0050  28.3k tokens/s/device  waits for input 0%", "",
+        "step 1000/1000  loss 0.0050  28.3k tokens/s/device  waits for input 0%",
+        "",
     ]
 
 
@@ -233,8 +234,13 @@ def test_all_numbers_are_right_straight_after_evaluations_and_saves():
     assert lines[8].endswith("  46s left")
     # At step 11 89 steps and nine evaluations; at 26 74, eight, and three saves; at 51 49, five,
     # two; at 90, before its evaluation begins, 10, two, one.
-    for step, seconds in ((11, 44.5 + 180), (26, 37 + 160 + 9), (51, 24.5 + 100 + 6),
-                          (90, 5 + 40 + 3), (99, 0.5 + 20 + 3)):
+    for step, seconds in (
+        (11, 44.5 + 180),
+        (26, 37 + 160 + 9),
+        (51, 24.5 + 100 + 6),
+        (90, 5 + 40 + 3),
+        (99, 0.5 + 20 + 3),
+    ):
         minutes = re.search(r"(?:(\d+)m)?(\d+)s left$", lines[step])
         assert int(minutes[1] or 0) * 60 + int(minutes[2]) == pytest.approx(seconds, abs=0.5)
 
@@ -260,8 +266,13 @@ def test_saves_by_time_and_hooks_that_wait_count_for_the_time_left():
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [(2.34567, "2.3457"), (558740361714736954343424.0, "5.5874e+23"), (math.nan, "nan"),
-     (-math.inf, "-inf"), (123456.0, "123456.0000")],
+    [
+        (2.34567, "2.3457"),
+        (558740361714736954343424.0, "5.5874e+23"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (123456.0, "123456.0000"),
+    ],
 )
 def test_a_number_is_as_long_as_it_says_something(loss, text):
     assert metric_text(loss) == text

@@ -129,7 +129,10 @@ def reduce_partial(x: jax.Array) -> jax.Array:
 
 
 def check_even_split(
-    shape: Sequence[int], spec: PartitionSpec, what: str, mesh: Mesh | AbstractMesh,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    what: str,
+    mesh: Mesh | AbstractMesh,
     explicit_axes: Sequence[str],
 ) -> None:
     """Checks that an array is split evenly over Explicit axes, so that JAX has a type for it.
@@ -156,7 +159,9 @@ def check_even_split(
 
 
 def untyped(
-    function: Callable[..., Any], *args: PyTree, out: PartitionSpec | Callable[[PyTree], PyTree],
+    function: Callable[..., Any],
+    *args: PyTree,
+    out: PartitionSpec | Callable[[PyTree], PyTree],
 ) -> Any:
     """Calls a function over Auto axes, and reshards its results to types over Explicit axes.
 
@@ -185,9 +190,14 @@ def is_type_error(error: Exception) -> bool:
     """Returns whether JAX raised `error` because a result has no type over Explicit axes."""
     # JAX does not export the class of this error, and loops raise other errors for their carry.
     words = ("should be replicated", "aval mesh", "shard", "equal types")
-    return isinstance(error, UnevenType) or type(error).__name__ == "ShardingTypeError" or (
-        isinstance(error, ValueError | TypeError | AssertionError)
-        and any(word in str(error) for word in words) and not isinstance(error, ConfigError)
+    return (
+        isinstance(error, UnevenType)
+        or type(error).__name__ == "ShardingTypeError"
+        or (
+            isinstance(error, ValueError | TypeError | AssertionError)
+            and any(word in str(error) for word in words)
+            and not isinstance(error, ConfigError)
+        )
     )
 
 

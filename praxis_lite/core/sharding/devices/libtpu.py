@@ -18,8 +18,10 @@ log = logging.getLogger(__name__)
 # These settings keep libtpu from querying Google's metadata server, logging errors, and locking a
 # file.
 WITHOUT_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 

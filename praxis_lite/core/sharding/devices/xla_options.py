@@ -33,8 +33,13 @@ REMOVED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         f"xla_gpu_enable_async_{kind}": (_IS_ASYNC, ("xla_gpu_disable_async_collectives",))
         for kind in (
-            "all_gather", "all_reduce", "all_to_all", "collective_broadcast", "collective_permute",
-            "collectives", "reduce_scatter",
+            "all_gather",
+            "all_reduce",
+            "all_to_all",
+            "collective_broadcast",
+            "collective_permute",
+            "collectives",
+            "reduce_scatter",
         )
     },
     "xla_gpu_graph_level": (
@@ -42,7 +47,8 @@ REMOVED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("xla_gpu_enable_command_buffer",),
     ),
     "xla_detailed_logging_and_dumping": (
-        "is now {}", ("xla_detailed_logging", "xla_enable_dumping")
+        "is now {}",
+        ("xla_detailed_logging", "xla_enable_dumping"),
     ),
     "xla_gpu_deterministic_reductions": ("is now part of {}", ("xla_gpu_deterministic_ops",)),
     "xla_use_shardy": ("is now the setting jax_use_shardy_partitioner of jax.config", ()),

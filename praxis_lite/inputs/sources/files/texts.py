@@ -10,8 +10,10 @@ from praxis_lite.inputs.sources.faults import BadExample
 
 # Byte order marks of other encodings. UTF-32 is first, because its mark starts with UTF-16's mark.
 _FOREIGN_BOMS = {
-    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
 }
 
 
@@ -65,11 +67,12 @@ def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
         # Python represents undecodable bytes of the command line or the terminal as surrogates.
         is_byte = 0xDC80 <= code <= 0xDCFF
         found = (
-            f"the byte 0x{code - 0xDC00:02x}" if is_byte
-            else f"the unpaired surrogate \\u{code:x}"
+            f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the unpaired surrogate \\u{code:x}"
         )
         raise BadExample(
-            "not_utf8", where, f"has a {what} that is not UTF-8: it contains {found}",
+            "not_utf8",
+            where,
+            f"has a {what} that is not UTF-8: it contains {found}",
             "Write it as valid UTF-8.",
         ) from None
     return text

@@ -23,8 +23,14 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def blocked_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, block_size: int, sinks_N: jax.Array | None = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    block_size: int,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention outputs [B, T, N, K].
 

@@ -37,15 +37,29 @@ from praxis_lite.layers.stochastics import Dropout
 
 _ALL = frozenset(
     {
-        "atten_dropout_prob", "atten_logit_cap", "atten_mask", "attention_extra_logit",
-        "attention_sinks", "cache", "float32_logits=False", "num_kv_heads", "paddings",
-        "relative_bias_tpl", "segment_ids", "window", "window without is_causal",
+        "atten_dropout_prob",
+        "atten_logit_cap",
+        "atten_mask",
+        "attention_extra_logit",
+        "attention_sinks",
+        "cache",
+        "float32_logits=False",
+        "num_kv_heads",
+        "paddings",
+        "relative_bias_tpl",
+        "segment_ids",
+        "window",
+        "window without is_causal",
         "zero_fully_masked",
     }
 )
 _SPLASH = frozenset(
     {
-        "atten_logit_cap", "num_kv_heads", "paddings", "segment_ids", "window",
+        "atten_logit_cap",
+        "num_kv_heads",
+        "paddings",
+        "segment_ids",
+        "window",
         "window without is_causal",
     }
 )
@@ -54,15 +68,23 @@ KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
     "dot_product": _ALL
     - {
-        "atten_dropout_prob", "atten_logit_cap", "atten_mask", "attention_extra_logit",
-        "attention_sinks", "float32_logits=False", "zero_fully_masked",
+        "atten_dropout_prob",
+        "atten_logit_cap",
+        "atten_mask",
+        "attention_extra_logit",
+        "attention_sinks",
+        "float32_logits=False",
+        "zero_fully_masked",
     },
     "cudnn": frozenset({"num_kv_heads", "window"}),
     "splash": _SPLASH,
     "tokamax": _SPLASH,
     "chunked": _ALL
     - {
-        "atten_dropout_prob", "atten_mask", "float32_logits=False", "relative_bias_tpl",
+        "atten_dropout_prob",
+        "atten_mask",
+        "float32_logits=False",
+        "relative_bias_tpl",
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
@@ -251,8 +273,17 @@ def attend(
             attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
         )
         encoded_BTNK = context_parallel_attention(
-            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, local_kernel,
-            atten_kernel=setting, chunk_size=chunk_size, split=split, sinks_N=sinks_N,
+            context_parallel,
+            q_BTNK,
+            k_BSGK,
+            v_BSGK,
+            mask,
+            options,
+            local_kernel,
+            atten_kernel=setting,
+            chunk_size=chunk_size,
+            split=split,
+            sinks_N=sinks_N,
             residual_name=residual_name,
         )
         return finish(encoded_BTNK, is_named=True)
@@ -277,7 +308,12 @@ def attend(
     args = q_BTNK, k_BSGK, v_BSGK, mask
     if name == "einsum":
         encoded_BTNK = einsum_attention(
-            *args, options, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key,
+            *args,
+            options,
+            bias=bias,
+            atten_mask=atten_mask,
+            dropout=dropout,
+            key=key,
             sinks_N=sinks_N,
         )
         return finish(encoded_BTNK)
@@ -285,12 +321,16 @@ def attend(
     def kernel(*args: Any) -> jax.Array:
         q, k, v, mask, bias, sinks_N = args
         if name == "blocked":
-            return blocked_attention(
-                q, k, v, mask, options, block_size=chunk_size, sinks_N=sinks_N
-            )
+            return blocked_attention(q, k, v, mask, options, block_size=chunk_size, sinks_N=sinks_N)
         if name == "chunked":
             return chunked_attention(
-                q, k, v, mask, options, chunk_size=chunk_size, sinks_N=sinks_N,
+                q,
+                k,
+                v,
+                mask,
+                options,
+                chunk_size=chunk_size,
+                sinks_N=sinks_N,
                 residual_name=residual_name,
             )
         if name == "dot_product":
@@ -298,7 +338,14 @@ def attend(
         if name == "cudnn":
             return cudnn_attention(q, k, v, mask, options, split=split)
         return splash_attention(
-            q, k, v, mask, options, name=name, split=split, interpret=work.platform != "tpu",
+            q,
+            k,
+            v,
+            mask,
+            options,
+            name=name,
+            split=split,
+            interpret=work.platform != "tpu",
             residual_name=residual_name,
         )
 

@@ -20,8 +20,14 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def chunked_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    chunk_size: int,
+    sinks_N: jax.Array | None = None,
     residual_name: str | None = None,
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with one chunk of the logits in memory at a time.
@@ -58,7 +64,10 @@ def chunked_attention(
 
 
 def apply_sinks(
-    encoded: jax.Array, log_sums: jax.Array, options: LogitOptions, sinks_N: jax.Array | None,
+    encoded: jax.Array,
+    log_sums: jax.Array,
+    options: LogitOptions,
+    sinks_N: jax.Array | None,
     mean_BGK: jax.Array | None,
 ) -> jax.Array:
     """Adds sinks to the softmax over keys, and returns attention outputs [B, T, N, K].
@@ -109,9 +118,12 @@ class _Chunks:
         self.q, self.k, self.v = rows(q), columns(k), columns(v)
         self.q_index = rows(mask.q_index(T), mode="edge")
         self.mask = dataclasses.replace(
-            mask, q_index_BT=None, kv_index_BS=columns(mask.kv_index_BS),
+            mask,
+            q_index_BT=None,
+            kv_index_BS=columns(mask.kv_index_BS),
             q_segments_BT=rows(mask.q_segments_BT),
-            kv_segments_BS=columns(mask.kv_segments_BS), kv_visible_BS=columns(mask.kv_visible_BS),
+            kv_segments_BS=columns(mask.kv_segments_BS),
+            kv_visible_BS=columns(mask.kv_visible_BS),
         )
 
     @property
@@ -172,8 +184,13 @@ def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
 
 
 def attend_in_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
-    chunk_size: int, dtype: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    chunk_size: int,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention outputs, and the logsumexp of each query's logits.
 
@@ -254,8 +271,16 @@ def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
 
 
 def gradients_in_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
-    chunk_size: int, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array, dtype: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    chunk_size: int,
+    log_sums: jax.Array,
+    inner: jax.Array,
+    d_encoded: jax.Array,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients with respect to q, k and v; those of k and v are float32.
 
@@ -309,7 +334,8 @@ def gradients_in_chunks(
         return dq, dk, dv
 
     start = (
-        jnp.zeros(chunks.q.shape, dtype), jnp.zeros(chunks.k.shape, jnp.float32),
+        jnp.zeros(chunks.q.shape, dtype),
+        jnp.zeros(chunks.k.shape, jnp.float32),
         jnp.zeros(chunks.v.shape, jnp.float32),
     )
     start = varying_alike(start, (chunks.arrays, d_encoded))

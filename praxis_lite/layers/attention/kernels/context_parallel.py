@@ -100,8 +100,15 @@ def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str 
 
 
 def _block_attention(
-    how: str, atten_kernel: str, why: str, mask: AttentionMask, options: LogitOptions,
-    chunk_size: int, ring: Ring, num_queries: int, num_keys: int,
+    how: str,
+    atten_kernel: str,
+    why: str,
+    mask: AttentionMask,
+    options: LogitOptions,
+    chunk_size: int,
+    ring: Ring,
+    num_queries: int,
+    num_keys: int,
 ) -> BlockAttention:
     """Chooses the attention to one group's keys: splash if set or on TPU, otherwise chunked.
 
@@ -133,9 +140,19 @@ def is_context_parallel(how: str | None, split: SplitDims) -> bool:
 
 
 def context_parallel_attention(
-    how: str, q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, kernel: Kernel, *, atten_kernel: str, chunk_size: int, split: SplitDims,
-    sinks_N: jax.Array | None = None, residual_name: str | None = None,
+    how: str,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    kernel: Kernel,
+    *,
+    atten_kernel: str,
+    chunk_size: int,
+    split: SplitDims,
+    sinks_N: jax.Array | None = None,
+    residual_name: str | None = None,
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] if time is split over mesh axes.
 
@@ -187,13 +204,19 @@ def context_parallel_attention(
 
     def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
         local_mask = AttentionMask(
-            mask.left_context, mask.right_context, is_to_itself=mask.is_to_itself,
+            mask.left_context,
+            mask.right_context,
+            is_to_itself=mask.is_to_itself,
             **dict(zip(arrays, rest[len(sinks) :], strict=True)),
         )
         q, k, v = map(ring.by_heads, (q, k, v))
         if not is_by_time:
             outputs = kernel(
-                q[:, :T], k[:, :S], v[:, :S], _without_padding(local_mask, T, S), options,
+                q[:, :T],
+                k[:, :S],
+                v[:, :S],
+                _without_padding(local_mask, T, S),
+                options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
             return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
@@ -215,7 +238,8 @@ def context_parallel_attention(
 
     spec = PartitionSpec(rows, time, heads, None)
     outputs = without_vma(
-        on_a_device, (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
+        on_a_device,
+        (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
         (PartitionSpec(rows),) * len(arrays),
         (spec, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
         set(mesh.axis_names) - set(mesh.manual_axes),
@@ -246,7 +270,8 @@ def _mask_arrays(
     A causal mask needs none, because padding keys come last and no query sees them.
     """
     arrays = {
-        "q_segments_BT": mask.q_segments_BT, "kv_segments_BS": mask.kv_segments_BS,
+        "q_segments_BT": mask.q_segments_BT,
+        "kv_segments_BS": mask.kv_segments_BS,
         "kv_visible_BS": mask.kv_visible_BS,
     }
     if padded_length > num_keys and mask.right_context != 0 and mask.kv_visible_BS is None:
@@ -256,11 +281,13 @@ def _mask_arrays(
 
 def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
     """Truncates the mask of complete sequences to remove the padding at their ends."""
+
     def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]
 
     return dataclasses.replace(
-        mask, q_segments_BT=truncate(mask.q_segments_BT, num_queries),
+        mask,
+        q_segments_BT=truncate(mask.q_segments_BT, num_queries),
         kv_segments_BS=truncate(mask.kv_segments_BS, num_keys),
         kv_visible_BS=truncate(mask.kv_visible_BS, num_keys),
     )

@@ -55,9 +55,17 @@ class LogitOptions:
 
 
 def einsum_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, bias: jax.Array | None = None, atten_mask: jax.Array | None = None,
-    dropout: Dropout | None = None, key: jax.Array | None = None, sinks_N: jax.Array | None = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    bias: jax.Array | None = None,
+    atten_mask: jax.Array | None = None,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention outputs [B, T, N, K].
 

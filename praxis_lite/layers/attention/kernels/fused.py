@@ -18,8 +18,13 @@ from praxis_lite.layers.base.foreign_kernels import without_vma
 
 
 def dot_product_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, bias: jax.Array | None = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with XLA's `jax.nn.dot_product_attention`."""
     visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
@@ -36,8 +41,13 @@ def dot_product_attention(
 
 
 def cudnn_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, split: SplitDims = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    split: SplitDims = None,
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with cuDNN's flash attention (arXiv:2307.08691).
 
@@ -49,16 +59,25 @@ def cudnn_attention(
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
-            q, k, v, scale=options.scale, is_causal=mask.right_context == 0,
-            local_window_size=window, implementation="cudnn",
+            q,
+            k,
+            v,
+            scale=options.scale,
+            is_causal=mask.right_context == 0,
+            local_window_size=window,
+            implementation="cudnn",
         )
 
     return per_device(on_one_device, q_BTNK, k_BSGK, v_BSGK, (), split)
 
 
 def per_device(
-    attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
-    rest: tuple[jax.Array, ...], split: SplitDims,
+    attend: Callable[..., jax.Array],
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    rest: tuple[jax.Array, ...],
+    split: SplitDims,
 ) -> jax.Array:
     """Runs `attend(q, k, v, *rest)` on each device's rows and heads with `shard_map`.
 

@@ -31,15 +31,28 @@ class BlockAttention(Protocol):
     """
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, ring: Ring,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: AttentionMask,
+        ring: Ring,
         step: int | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns float32 [B, T, G, R, K] and [B, G, R, T], like `attend_in_chunks`."""
         ...
 
     def gradients(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, ring: Ring,
-        step: int | jax.Array, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: AttentionMask,
+        ring: Ring,
+        step: int | jax.Array,
+        log_sums: jax.Array,
+        inner: jax.Array,
+        d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns float32 gradients of q, k and v, like `gradients_in_chunks`."""
         ...
@@ -99,9 +112,7 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
     num_steps = _num_steps(ring, mask, k.shape[1])
 
     def gradients(step: Any, kv: Any) -> tuple[jax.Array, tuple]:
-        dq, *d_kv = block_attention.gradients(
-            q, *kv, mask, ring, step, log_sums, inner, d_encoded
-        )
+        dq, *d_kv = block_attention.gradients(q, *kv, mask, ring, step, log_sums, inner, d_encoded)
         return dq, tuple(d_kv)
 
     def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
@@ -134,16 +145,23 @@ class ChunkedBlocks(NamedTuple):
     chunk_size: int
 
     def attend(self, q, k, v, mask, ring, step):
-        return merge_by_logsumexp(*(
-            attend_in_chunks(q, *kv, piece_mask, *self, jnp.float32)
-            for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
-        ))
+        return merge_by_logsumexp(
+            *(
+                attend_in_chunks(q, *kv, piece_mask, *self, jnp.float32)
+                for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
+            )
+        )
 
     def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
-        dq, dk, dv = zip(*(
-            gradients_in_chunks(q, *kv, piece_mask, *self, log_sums, inner, d_encoded, jnp.float32)
-            for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
-        ), strict=True)
+        dq, dk, dv = zip(
+            *(
+                gradients_in_chunks(
+                    q, *kv, piece_mask, *self, log_sums, inner, d_encoded, jnp.float32
+                )
+                for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
+            ),
+            strict=True,
+        )
         return sum(dq), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
 
 

@@ -61,13 +61,13 @@ class Ring(NamedTuple):
         """Receives the arrays of the group `step` positions before this one."""
         pairs = [
             (device, self.groups[(i + step) % self.num_groups][rank])
-            for i, group in enumerate(self.groups) for rank, device in enumerate(group)
+            for i, group in enumerate(self.groups)
+            for rank, device in enumerate(group)
         ]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def by_heads(self, x: jax.Array) -> jax.Array:
-        """Swaps all heads of a device's tokens [B, T, N, ...] for some heads of its group's tokens.
-        """
+        """Swaps all heads of a device's tokens [B, T, N, ...] for some heads of its group's."""
         return self._all_to_all(x, 2, 1)
 
     def by_time(self, x: jax.Array) -> jax.Array:
@@ -78,9 +78,7 @@ class Ring(NamedTuple):
         if self.group_size == 1:
             return x
         groups = None if self.num_groups == 1 else self.groups
-        return jax.lax.all_to_all(
-            x, self.axes, split, concat, axis_index_groups=groups, tiled=True
-        )
+        return jax.lax.all_to_all(x, self.axes, split, concat, axis_index_groups=groups, tiled=True)
 
     def heads_of(self, x_N: jax.Array) -> jax.Array:
         """Returns this device's part of a per-head array; the ring must have only one group."""
@@ -107,10 +105,13 @@ class Ring(NamedTuple):
         if not self.is_zigzag or self.is_paired:
             return x
         parts = self._swapped_if_odd(*jnp.split(x, 2, axis=1))
-        return jnp.concatenate([
-            self._moved(part, [(end, start) for start, end in self._ways(parity)])
-            for parity, part in enumerate(parts)
-        ], axis=1)
+        return jnp.concatenate(
+            [
+                self._moved(part, [(end, start) for start, end in self._ways(parity)])
+                for parity, part in enumerate(parts)
+            ],
+            axis=1,
+        )
 
     def _ways(self, parity: int) -> list[tuple[int, int]]:
         """Returns the (source, target) groups for all even or all odd pieces."""
@@ -124,7 +125,8 @@ class Ring(NamedTuple):
 
     def _moved(self, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
         pairs = [
-            pair for start, end in ways
+            pair
+            for start, end in ways
             for pair in zip(self.groups[start], self.groups[end], strict=True)
         ]
         return jax.lax.ppermute(x, self.axes, pairs)

@@ -64,8 +64,14 @@ class SplashBlocks(NamedTuple):
 
         def for_later_group() -> tuple[jax.Array, ...]:
             dq, dk, dv = self._gradients(
-                q[:, half:], k, v, _parts(segments, half, 0), log_sums[..., half:],
-                inner[..., half:], d_encoded[:, half:], is_causal=False,
+                q[:, half:],
+                k,
+                v,
+                _parts(segments, half, 0),
+                log_sums[..., half:],
+                inner[..., half:],
+                d_encoded[:, half:],
+                is_causal=False,
             )
             return _with_zeros_before(dq, half, 1), dk, dv
 
@@ -85,9 +91,7 @@ class SplashBlocks(NamedTuple):
         """Returns the kernels for all heads of one row."""
         mask = AttentionMask(right_context=0 if is_causal else None)
         num_heads = q.shape[2] * q.shape[3]
-        return self.splash(
-            (q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret
-        )
+        return self.splash((q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret)
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, is_causal: bool
@@ -105,15 +109,28 @@ class SplashBlocks(NamedTuple):
         )
 
     def _gradients(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, log_sums: jax.Array,
-        inner: jax.Array, d_encoded: jax.Array, *, is_causal: bool,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: Segments,
+        log_sums: jax.Array,
+        inner: jax.Array,
+        d_encoded: jax.Array,
+        *,
+        is_causal: bool,
     ) -> tuple[jax.Array, ...]:
         shape = (q.shape[0], -1, q.shape[1])
         # The logits of queries that see no key equal their logsumexp, but their softmax must be 0.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
         dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
-            _rows(q * self.options.scale), _rows(k), _rows(v), segments, sums.reshape(shape),
-            inner.reshape(shape), _rows(d_encoded),
+            _rows(q * self.options.scale),
+            _rows(k),
+            _rows(v),
+            segments,
+            sums.reshape(shape),
+            inner.reshape(shape),
+            _rows(d_encoded),
         )
         return (
             _to_query_layout(dq, q.shape) * self.options.scale,

@@ -50,9 +50,16 @@ def require_splash(name: str) -> None:
 
 
 def splash_attention(
-    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, name: str = "splash", split: SplitDims = None,
-    interpret: bool = False, residual_name: str | None = None,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    name: str = "splash",
+    split: SplitDims = None,
+    interpret: bool = False,
+    residual_name: str | None = None,
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with splash attention for TPU.
 

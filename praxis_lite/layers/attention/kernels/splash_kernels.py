@@ -52,8 +52,14 @@ class RowSplash(abc.ABC):
 
     @abc.abstractmethod
     def gradients(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
-        inner: jax.Array, d_encoded: jax.Array,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        ids: Ids,
+        log_sums: jax.Array,
+        inner: jax.Array,
+        d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients with respect to q, k and v for a softmax over more keys than k.
 
@@ -122,8 +128,14 @@ class JaxSplash(RowSplash):
         return encoded, log_sums
 
     def gradients(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
-        inner: jax.Array, d_encoded: jax.Array,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        ids: Ids,
+        log_sums: jax.Array,
+        inner: jax.Array,
+        d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # The kernel's own gradient assumes a softmax over k. These private functions accept the
         # logsumexp over all keys.
@@ -132,19 +144,32 @@ class JaxSplash(RowSplash):
         kernel = self.kernel(save_residuals=True)
         sizes = kernel.kwargs["block_sizes"]
         common = {
-            name: kernel.kwargs[name] for name in
-            ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+            name: kernel.kwargs[name]
+            for name in (
+                "is_mqa",
+                "mask_value",
+                "attn_logits_soft_cap",
+                "mask_function",
+                "interpret",
+            )
         } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
         arrays = q, k, v, self.segments(ids), None, log_sums, d_encoded, inner
         with self.annotated():
             _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
-                *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
-                bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
-                use_fused_bwd_kernel=False, **common,
+                *arrays,
+                bq=sizes.block_q_dkv,
+                bkv=sizes.block_kv_dkv,
+                bkv_compute=sizes.block_kv_dkv_compute,
+                mask_info=kernel.dkv_mask_info,
+                use_fused_bwd_kernel=False,
+                **common,
             )
             dq = splash_attention_kernel._splash_attention_bwd_dq(
-                *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq,
-                mask_info=kernel.dq_mask_info, **common,
+                *arrays,
+                bq=sizes.block_q_dq,
+                bkv=sizes.block_kv_dq,
+                mask_info=kernel.dq_mask_info,
+                **common,
             )
         return dq, dk, dv
 
@@ -157,14 +182,23 @@ class JaxSplash(RowSplash):
 
         block_q, block_kv = self.block_sizes
         sizes = splash.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
-            block_q_dq=block_q, block_kv_dq=block_kv,
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
         )
         mask = masks.MultiHeadMask([self.mask_of_head(masks)] * self.num_heads)
         return splash.make_splash_mha(
-            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1,
-            attn_logits_soft_cap=self.options.cap or None, interpret=self.interpret,
-            save_residuals=save_residuals, residual_checkpoint_name=self.residual_name,
+            mask,
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=self.options.cap or None,
+            interpret=self.interpret,
+            save_residuals=save_residuals,
+            residual_checkpoint_name=self.residual_name,
         )
 
     def segments(self, ids: Ids) -> Any:
@@ -193,16 +227,31 @@ class TokamaxSplash(RowSplash):
         return encoded, sums["logsumexp"]
 
     def gradients(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
-        inner: jax.Array, d_encoded: jax.Array,
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        ids: Ids,
+        log_sums: jax.Array,
+        inner: jax.Array,
+        d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         kernel = self.kernel()
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
         with self.annotated():
             return splash_kernels()._splash_attention_bwd_dkv(
-                q, k, v, self.segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
-                bkv_compute=block_kv, mask_info=kernel.dkv_mask_info,
+                q,
+                k,
+                v,
+                self.segments(ids),
+                log_sums,
+                d_encoded,
+                inner,
+                bq=block_q,
+                bkv=block_kv,
+                bkv_compute=block_kv,
+                mask_info=kernel.dkv_mask_info,
                 **{name: kernel.kwargs[name] for name in shared},
             )
 
@@ -213,13 +262,20 @@ class TokamaxSplash(RowSplash):
         # not support this.
         adds_up = self.lengths[1] // block_kv > _MAX_SEPARATE_DQ and self.interpret is not True
         config = splash.SplashConfig(
-            block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
-            attn_logits_soft_cap=self.options.cap or None, use_base2_exp=False,
-            dq_reduction_steps=3 if adds_up else None, interpret=self.interpret,
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            attn_logits_soft_cap=self.options.cap or None,
+            use_base2_exp=False,
+            dq_reduction_steps=3 if adds_up else None,
+            interpret=self.interpret,
             residual_checkpoint_name=self.residual_name,
         )
         return splash.make_splash_mha(
-            self.mask_of_head(splash_masks()), config=config, q_seq_shards=1,
+            self.mask_of_head(splash_masks()),
+            config=config,
+            q_seq_shards=1,
             save_residuals=save_residuals,
         )
 

@@ -191,9 +191,7 @@ class HandoverGradient:
 
     def start(self) -> tuple[jax.Array, Any]:
         """Returns the gradients with respect to (x_S, stored) after the last tick."""
-        return self._vjp(
-            lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs
-        )
+        return self._vjp(lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs)
 
     def leave(self, grad_arrived_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
         """Returns the gradients of the stages' outputs, [S, rows, ...], and of the buffers."""

@@ -75,7 +75,8 @@ class InterleavedTicks:
         carry = self.start()
         for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
             carry, _ = jax.lax.scan(
-                functools.partial(self.tick, does_forward, does_inputs, does_weights), carry,
+                functools.partial(self.tick, does_forward, does_inputs, does_weights),
+                carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
         grad_floats = [
@@ -100,7 +101,9 @@ class InterleavedTicks:
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, grad_values)
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
-            x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
+            x_S,
+            jnp.zeros_like(x_S),
+            self.work.layout.constrain(kept_SK, row_dim=2),
             [
                 jnp.zeros((num_stages, self.schedule.num_residuals, *a.shape[1:]), a.dtype)
                 for a in residuals
@@ -110,7 +113,8 @@ class InterleavedTicks:
                 for i in self.floats
             ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), grad_ends),
-            values, grad_values,
+            values,
+            grad_values,
             jax.tree.map(lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype), reported),
             jnp.zeros(num_microbatches, jnp.float32),
         )
@@ -143,7 +147,12 @@ class InterleavedTicks:
         kept_SK = self.work.layout.constrain(kept_SK, row_dim=2)
 
         def work(
-            arrays: list, values: Values, stage: Any, microbatch: Any, repeat: Any, is_valid: Any,
+            arrays: list,
+            values: Values,
+            stage: Any,
+            microbatch: Any,
+            repeat: Any,
+            is_valid: Any,
             x: Any,
         ) -> tuple[jax.Array, Values]:
             y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
@@ -203,12 +212,17 @@ class InterleavedTicks:
             for kept, new in zip(carry.residuals, residuals, strict=True)
         ]
         return carry._replace(
-            grad_x_S=self.constrain_activations(shift(grad_x_S, -1)), residuals=residuals,
+            grad_x_S=self.constrain_activations(shift(grad_x_S, -1)),
+            residuals=residuals,
             grad_ends=grad_ends,
         )
 
     def by_inputs(
-        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, grad_y_S: jax.Array,
+        self,
+        microbatch: jax.Array,
+        repeat: jax.Array,
+        x_S: jax.Array,
+        grad_y_S: jax.Array,
         grad_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients with respect to all stages' inputs, and residuals for weights."""
@@ -231,7 +245,13 @@ class InterleavedTicks:
         counts = is_valid & (carry.weight_M[microbatch] != 0)
 
         def second(
-            arrays: list, totals: list, residuals: list, stage: Any, since: Any, m: Any, r: Any,
+            arrays: list,
+            totals: list,
+            residuals: list,
+            stage: Any,
+            since: Any,
+            m: Any,
+            r: Any,
             counts: Any,
         ) -> list:
             place = (t - since) % self.schedule.num_residuals
@@ -245,12 +265,20 @@ class InterleavedTicks:
         grad_floats = self.work.vmap(
             second, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
         )(
-            self.arrays, carry.grad_floats, carry.residuals, stages, since, microbatch, repeat,
+            self.arrays,
+            carry.grad_floats,
+            carry.residuals,
+            stages,
+            since,
+            microbatch,
+            repeat,
             counts,
         )
-        return carry._replace(grad_floats=jax.tree.map(
-            lambda total: self.work.layout.constrain(total, dim=1), grad_floats
-        ))
+        return carry._replace(
+            grad_floats=jax.tree.map(
+                lambda total: self.work.layout.constrain(total, dim=1), grad_floats
+            )
+        )
 
     @functools.cached_property
     def split(self) -> Any:

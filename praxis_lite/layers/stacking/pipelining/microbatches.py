@@ -28,7 +28,10 @@ def check_microbatches(
 
 
 def num_microbatches_of(
-    num_rows: int, num_microbatches: int | None, microbatch_size: int | None, *,
+    num_rows: int,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    *,
     must_divide: bool = False,
 ) -> int:
     """Returns the number of microbatches for a batch.

@@ -47,9 +47,7 @@ class OneForwardOneBackward:
     complete batch gives the same results as well.
     """
 
-    def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
-    ) -> Gradients:
+    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
@@ -76,7 +74,8 @@ def _pipeline_of(task: Task) -> Pipeline:
             "Pipeline."
         )
     updated = {
-        str(path[-1]) for path, node in nnx.compat.iter_graph(module)
+        str(path[-1])
+        for path, node in nnx.compat.iter_graph(module)
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | nnx.Intermediate)
     }
     if updated:
@@ -112,13 +111,20 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 
 
 def _value_and_grad(
-    pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
-    non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, **settings: Any,
+    pipeline: Pipeline,
+    loss_fn: accumulation.LossFn,
+    fixed: PyTree,
+    params: PyTree,
+    non_trainable: PyTree,
+    inputs: accumulation.Batch,
+    key: jax.Array,
+    **settings: Any,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `accumulation.value_and_grad` over all microbatches.
 
     The ticks run with Auto axes, because the computation of a stage cannot be typed in JAX.
     """
+
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: PartitionSpec(), results[0])
         return replicated, *jax.tree.map(type_spec, (non_trainable, params))
@@ -129,9 +135,16 @@ def _value_and_grad(
 
 
 def _grads_in_ticks(
-    pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
-    non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, *,
-    num_micro_batches: int = 1, inputs_split_mapping: Any = None,
+    pipeline: Pipeline,
+    loss_fn: accumulation.LossFn,
+    fixed: PyTree,
+    params: PyTree,
+    non_trainable: PyTree,
+    inputs: accumulation.Batch,
+    key: jax.Array,
+    *,
+    num_micro_batches: int = 1,
+    inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `_value_and_grad`, without types."""
@@ -140,8 +153,14 @@ def _grads_in_ticks(
     if not pipeline.is_in_ticks:
         with in_one_microbatch():
             return accumulation.value_and_grad(
-                loss_fn, fixed, params, non_trainable, inputs, key,
-                num_micro_batches=num_microbatches, inputs_split_mapping=inputs_split_mapping,
+                loss_fn,
+                fixed,
+                params,
+                non_trainable,
+                inputs,
+                key,
+                num_micro_batches=num_microbatches,
+                inputs_split_mapping=inputs_split_mapping,
                 lay_out=lay_out,
             )
     batches = accumulation.cut(inputs, num_microbatches)
@@ -166,7 +185,8 @@ def _grads_in_ticks(
     grad_floats, grad_ends = jax.tree.map(lambda g: g / divisor, (grad_floats, grad_ends))
     grads = model.grad_params(dict(zip(ticks.floats, grad_floats, strict=True)), grad_ends)
     metrics = {
-        name: jax.tree.map(lambda a: a[0], pairs) if num_microbatches == 1
+        name: jax.tree.map(lambda a: a[0], pairs)
+        if num_microbatches == 1
         else accumulation.weighted_mean(*pairs)
         for name, pairs in metrics_M.items()
     }

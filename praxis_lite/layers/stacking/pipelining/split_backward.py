@@ -60,9 +60,11 @@ def split_program(
     again = jaxpr.invars[: len(jax.tree.leaves(list(args[:num_again])))]
     known = {*again, *constants, *(var for eqn in second_eqns for var in eqn.outvars)}
     used = [*(atom for eqn in second_eqns for atom in eqn.invars), *second_outvars]
-    residuals = list(dict.fromkeys(
-        atom for atom in used if not isinstance(atom, core.Literal) and atom not in known
-    ))
+    residuals = list(
+        dict.fromkeys(
+            atom for atom in used if not isinstance(atom, core.Literal) and atom not in known
+        )
+    )
     first_tree, second_tree = map(jax.tree.structure, results)
 
     def first(*args: PyTree) -> tuple[PyTree, list[jax.Array]]:

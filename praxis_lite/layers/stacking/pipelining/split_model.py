@@ -49,9 +49,11 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
     """Makes Pipelines process all rows of a call as one microbatch inside the `with` block."""
-    return cutting(lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
-        x, 1, key=key, cache=None, **inputs
-    )[0])
+    return cutting(
+        lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
+            x, 1, key=key, cache=None, **inputs
+        )[0]
+    )
 
 
 class SplitModel:
@@ -99,8 +101,13 @@ class SplitModel:
         )
         pipeline, inputs, inputs_form = self._call["pipeline"], *jax.tree.flatten(inputs_M)
         work = StageWork(
-            self._call["form"], len(leaves), inputs_form, self._call["others"],
-            pipeline.num_stages, pipeline.num_layers // pipeline.circular_repeat, pipeline.layout,
+            self._call["form"],
+            len(leaves),
+            inputs_form,
+            self._call["others"],
+            pipeline.num_stages,
+            pipeline.num_layers // pipeline.circular_repeat,
+            pipeline.layout,
         )
         return work, self, work.arrays(leaves, inputs), keys_M
 
@@ -198,9 +205,7 @@ class SplitModel:
         """Returns the arguments (x, inputs, key) that the model passes to the pipeline."""
         _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
         arrays, others = arrays_of(inputs, x.shape[0])
-        scalars = {
-            name: value for name, value in others.items() if isinstance(value, jax.Array)
-        }
+        scalars = {name: value for name, value in others.items() if isinstance(value, jax.Array)}
         self._call |= dict(
             pipeline=pipeline,
             others={name: value for name, value in others.items() if name not in scalars},

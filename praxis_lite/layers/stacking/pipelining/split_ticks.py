@@ -29,8 +29,16 @@ PyTree = Any
 
 
 def run_split_ticks(
-    blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
-    *, schedule: Schedule, num_layers: int, stream_io: bool, layout: StageLayout,
+    blocks: Any,
+    x_M: jax.Array,
+    inputs_M: PyTree,
+    others: dict[str, Any],
+    key: jax.Array | None,
+    *,
+    schedule: Schedule,
+    num_layers: int,
+    stream_io: bool,
+    layout: StageLayout,
 ) -> tuple[jax.Array, Values]:
     """Runs all ticks; returns x_M after all blocks, and the assigned values.
 
@@ -40,7 +48,8 @@ def run_split_ticks(
     """
     # A custom_vjp needs all arrays as arguments. Arrays without rows get a row dim.
     scalars = {
-        name: jax.tree.map(lambda a: a[None], value) for name, value in others.items()
+        name: jax.tree.map(lambda a: a[None], value)
+        for name, value in others.items()
         if jax.tree.leaves(value)
         and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     }
@@ -110,14 +119,20 @@ class _Ticks:
         grad_outputs, grad_values = gradients
         grad_values = {
             path: grad_value / self.schedule.num_microbatches
-            for path, grad_value in grad_values.items() if grad_value.dtype != jax.dtypes.float0
+            for path, grad_value in grad_values.items()
+            if grad_value.dtype != jax.dtypes.float0
         }
         split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
         handed = HandoverGradient(self.handover, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
         def first(
-            arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any, grad_y: Any,
+            arrays: list,
+            stage: Any,
+            microbatch: Any,
+            repeat: Any,
+            x: Any,
+            grad_y: Any,
             grad_values: Any,
         ) -> tuple:
             grad_values = {path: pick(a, repeat) for path, a in grad_values.items()}
@@ -162,7 +177,9 @@ class _Ticks:
                 jax.tree.map(
                     lambda total, part, i=i: added(
                         total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
-                    ), totals, parts,
+                    ),
+                    totals,
+                    parts,
                 )
                 for i, totals, parts in zip(floats, grad_floats, new, strict=True)
             ]
@@ -177,9 +194,10 @@ class _Ticks:
             ((*handed.start(), room), totals), (leaves, grad_outputs)
         )
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
-        before, after = (jax.tree.map(lambda a, part=part: a[part], ticks) for part in (
-            slice(num_stages - 1), slice(num_stages - 1, None)
-        ))
+        before, after = (
+            jax.tree.map(lambda a, part=part: a[part], ticks)
+            for part in (slice(num_stages - 1), slice(num_stages - 1, None))
+        )
         if num_stages > 1:
             carry, _ = jax.lax.scan(by_inputs, carry, before)
         (carry, grad_floats), _ = jax.lax.scan(with_weights, (carry, grad_floats), after)

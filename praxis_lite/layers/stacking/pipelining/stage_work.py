@@ -90,8 +90,13 @@ class StageWork:
         return repeat if number < self.num_leaves else microbatch
 
     def work(
-        self, arrays: Sequence[jax.Array], key: Any, stage: jax.Array, microbatch: jax.Array,
-        repeat: jax.Array, x: jax.Array,
+        self,
+        arrays: Sequence[jax.Array],
+        key: Any,
+        stage: jax.Array,
+        microbatch: jax.Array,
+        repeat: jax.Array,
+        x: jax.Array,
     ) -> tuple[jax.Array, Values]:
         """Runs a stage on `picked` arrays; returns (x, assigned values [P, ...]).
 
@@ -103,10 +108,17 @@ class StageWork:
         for index in range(num_layers_here):
             block = jax.tree.unflatten(self.form, [leaf[index] for leaf in leaves_P])
             x, _, values = apply_layer_at(
-                block, x, stage * num_layers_here + index, repeat, microbatch,
+                block,
+                x,
+                stage * num_layers_here + index,
+                repeat,
+                microbatch,
                 num_layers=self.num_layers,
                 has_padding_layers=num_layers_here * self.num_stages > self.num_layers,
-                key=key, cache=None, **inputs, **self.others,
+                key=key,
+                cache=None,
+                **inputs,
+                **self.others,
             )
             values_P.append(values)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
@@ -150,9 +162,7 @@ class StageWork:
 
             def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
                 given = dict(enumerate(arrays)) | dict(zip(floats, values, strict=True))
-                y, assigned = self.work(
-                    list(given.values()), key, stage, microbatch, repeat, x
-                )
+                y, assigned = self.work(list(given.values()), key, stage, microbatch, repeat, x)
                 return y, {path: assigned[path] for path in grad_values}
 
             _, pull = jax.vjp(work, [self.apart(i, arrays[i], 0) for i in floats], x)

@@ -92,7 +92,8 @@ class StageLayout:
         entries[dim] = axis
         if row_dim is not None and self.row_split is not None:
             rows = to_partition_spec(
-                tuple(self.row_split)[:rank], mesh.axis_names,
+                tuple(self.row_split)[:rank],
+                mesh.axis_names,
                 path="Pipeline.activation_split_dims_mapping",
             )
             rows = without_axes(rows, mesh.manual_axes)
@@ -101,8 +102,14 @@ class StageLayout:
 
 
 def apply_layer(
-    block: Any, x: jax.Array, layer: jax.Array, microbatch: jax.Array | int, *,
-    key: jax.Array | None, cache: PyTree, **inputs: Any,
+    block: Any,
+    x: jax.Array,
+    layer: jax.Array,
+    microbatch: jax.Array | int,
+    *,
+    key: jax.Array | None,
+    cache: PyTree,
+    **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Applies a block with the key of this layer and microbatch.
 
@@ -116,9 +123,18 @@ def apply_layer(
 
 
 def run_ticks(
-    blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
-    cache: PyTree, *, schedule: Schedule, num_layers: int, stream_io: bool,
-    rematerialized: Callable[..., AbstractContextManager[Any]], layout: StageLayout,
+    blocks: Any,
+    x_M: jax.Array,
+    inputs_M: PyTree,
+    others: dict[str, Any],
+    key: jax.Array | None,
+    cache: PyTree,
+    *,
+    schedule: Schedule,
+    num_layers: int,
+    stream_io: bool,
+    rematerialized: Callable[..., AbstractContextManager[Any]],
+    layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Runs all ticks; returns x_M after all blocks, the cache, and the assigned values.
 
@@ -139,8 +155,14 @@ def run_ticks(
     stages = jnp.arange(num_stages)
 
     def work(
-        x: jax.Array, blocks_RP: Any, cache_RP: PyTree, inputs_M: PyTree,
-        stage: jax.Array, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array,
+        x: jax.Array,
+        blocks_RP: Any,
+        cache_RP: PyTree,
+        inputs_M: PyTree,
+        stage: jax.Array,
+        microbatch: jax.Array,
+        repeat: jax.Array,
+        is_valid: jax.Array,
     ) -> tuple[jax.Array, PyTree, Values]:
         """Runs one stage in one tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
@@ -153,9 +175,17 @@ def run_ticks(
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, place, cache = layer
             x, cache, values = apply_layer_at(
-                block, x, place, repeat, microbatch, num_layers=num_layers,
+                block,
+                x,
+                place,
+                repeat,
+                microbatch,
+                num_layers=num_layers,
                 has_padding_layers=num_layers_here * num_stages > num_layers,
-                key=key, cache=cache, **inputs, **others,
+                key=key,
+                cache=cache,
+                **inputs,
+                **others,
             )
             return x, (cache, values)
 
@@ -165,7 +195,9 @@ def run_ticks(
             lambda all_R, old, new: jax.lax.dynamic_update_index_in_dim(
                 all_R, jnp.where(is_valid, new, old), repeat, axis=0
             ),
-            cache_RP, cache_P, new_cache_P,
+            cache_RP,
+            cache_P,
+            new_cache_P,
         )
         return x, cache_RP, values_P
 
@@ -189,18 +221,26 @@ def run_ticks(
     ticks = jnp.arange(schedule.num_ticks)
     with rematerialized(work) as work:
         work_S = vmap_over(
-            layout.vmapped_axes(num_stages), work, in_axes=(0, 1, 1, 0, 0, 0, 0, 0),
+            layout.vmapped_axes(num_stages),
+            work,
+            in_axes=(0, 1, 1, 0, 0, 0, 0, 0),
             out_axes=(0, 1, 0),
         )
-        (_, stored, cache, values), _ = jax.lax.scan(
-            functools.partial(tick, work_S), carry, ticks
-        )
+        (_, stored, cache, values), _ = jax.lax.scan(functools.partial(tick, work_S), carry, ticks)
     return handover.outputs(stored), cache, values
 
 
 def apply_layer_at(
-    block: Any, x: jax.Array, place: jax.Array, repeat: jax.Array, microbatch: jax.Array, *,
-    num_layers: int, has_padding_layers: bool, cache: PyTree, **inputs: Any,
+    block: Any,
+    x: jax.Array,
+    place: jax.Array,
+    repeat: jax.Array,
+    microbatch: jax.Array,
+    *,
+    num_layers: int,
+    has_padding_layers: bool,
+    cache: PyTree,
+    **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Applies layer `place` of a repeat, or returns x unchanged if `place` is a padding layer."""
     layer = repeat * num_layers + place
@@ -244,8 +284,13 @@ def of_each_stage(
 
 
 def gathered(
-    values: Values, old_values: Values, new_values: Values, repeat: jax.Array,
-    is_valid: jax.Array, schedule: Schedule, layout: StageLayout,
+    values: Values,
+    old_values: Values,
+    new_values: Values,
+    repeat: jax.Array,
+    is_valid: jax.Array,
+    schedule: Schedule,
+    layout: StageLayout,
 ) -> Values:
     """Adds a tick to the running `mean_update` of the assigned variables, [R, S, P, ...].
 
@@ -277,7 +322,10 @@ def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:
 
 
 def _gathered(
-    value_RSP: jax.Array, old_RSP: jax.Array, new_SP: jax.Array, is_worked_RS: jax.Array,
+    value_RSP: jax.Array,
+    old_RSP: jax.Array,
+    new_SP: jax.Array,
+    is_worked_RS: jax.Array,
     num_microbatches: int,
 ) -> jax.Array:
     """Returns the running `mean_update` of one variable."""

@@ -34,9 +34,10 @@ def calls_of_jax(file):
     tree = ast.parse(source)
     imported = {
         name.asname or name.name
-        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-        and (node.module or "").split(".")[0] == "jax"
-        for name in node.names if name.name in CONSTRUCTORS
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax"
+        for name in node.names
+        if name.name in CONSTRUCTORS
     }
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):

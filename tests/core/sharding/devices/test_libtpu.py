@@ -50,13 +50,13 @@ def test_beside_a_plugin_libtpu_is_told_that_there_is_no_tpu(told, monkeypatch):
 @pytest.mark.parametrize(
     "installed, requirement, wanted",
     [
-        ("0.0.52", "libtpu==0.0.42.*; extra == \"tpu\"", "0.0.42"),
-        ("0.0.4", "libtpu==0.0.42.*; extra == \"tpu\"", "0.0.42"),
+        ("0.0.52", 'libtpu==0.0.42.*; extra == "tpu"', "0.0.42"),
+        ("0.0.4", 'libtpu==0.0.42.*; extra == "tpu"', "0.0.42"),
         ("0.0.421", "libtpu==0.0.42.*; extra == 'tpu'", "0.0.42"),
-        ("0.0.42", "libtpu==0.0.42.*; extra == \"tpu\"", None),
-        ("0.0.42.1", "libtpu==0.0.42.*; extra == \"tpu\"", None),
-        ("0.0.50", "libtpu==0.0.50; extra == \"tpu\"", None),
-        ("0.0.50", "kubernetes; extra == \"k8s\"", None),
+        ("0.0.42", 'libtpu==0.0.42.*; extra == "tpu"', None),
+        ("0.0.42.1", 'libtpu==0.0.42.*; extra == "tpu"', None),
+        ("0.0.50", 'libtpu==0.0.50; extra == "tpu"', None),
+        ("0.0.50", 'kubernetes; extra == "k8s"', None),
     ],
 )
 def test_a_libtpu_of_another_jax_is_named_with_the_right_one(
@@ -71,9 +71,7 @@ def test_a_libtpu_of_another_jax_is_named_with_the_right_one(
         assert f"pip install 'libtpu=={wanted}.*'" in actual
 
 
-def test_a_job_on_a_tpu_says_at_its_start_that_libtpu_is_not_that_of_jax(
-    told, monkeypatch, caplog
-):
+def test_a_job_on_a_tpu_says_at_its_start_that_libtpu_is_not_that_of_jax(told, monkeypatch, caplog):
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.0.1" if name == "libtpu" else "1"
     )

@@ -55,14 +55,21 @@ def test_each_program_has_a_report_in_the_index():
         assert "praxis_lite" not in (FOLDER / f"{name}.py").read_text()
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name == "scatter" else pytest.mark.nightly)
-    for name in PROGRAMS
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "scatter" else pytest.mark.nightly)
+        for name in PROGRAMS
+    ],
+)
 def test_a_program_alone_prints_what_is_expected_and_computed(name):
     run = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, check=False,
-        cwd="/", env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        [sys.executable, FOLDER / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     )
     if name == "sum_over_one_device" and run.returncode:
         assert "Cross-partition allreduce must be in (partial) manual" in run.stderr

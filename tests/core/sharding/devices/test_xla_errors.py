@@ -46,9 +46,7 @@ def test_filler_is_not_scattered(operation, mesh_of, partitioner):
         in_a_branch = jax.lax.cond(
             ids[0] == 1, lambda i: one(i, ids, updates), lambda i: jnp.zeros(5), initial[0]
         )
-        in_remat = jax.checkpoint(functools.partial(scattered, operation))(
-            initial[0], ids, updates
-        )
+        in_remat = jax.checkpoint(functools.partial(scattered, operation))(initial[0], ids, updates)
         return in_a_loop, in_a_branch, in_remat
 
     with jax.set_mesh(mesh_of(1, 3, 2)):
@@ -84,7 +82,9 @@ def test_a_foreign_embedding_has_the_gradient_of_one_device_for_rows_that_do_not
         "labels": rng.integers(0, 5, (7, 3)).astype(np.int32),
     }
     task = LossTask(
-        Tagger, mean_loss, Learner(optax.sgd, 1.0),
+        Tagger,
+        mean_loss,
+        Learner(optax.sgd, 1.0),
         weight_sharding=WeightSharding(strategy=[("embed/embedding", 'shard_dim("mdl", 0)')]),
         inputs_split_mapping={"map_2d": (("replica", "data"), None)},
     )
@@ -133,8 +133,12 @@ def windowed_by_hand():
         [around[:, i : i + 7, j : j + 4] for i in range(3) for j in range(3)]
     )
     return {
-        "cummax": np.maximum.accumulate(x, 1), "cumsum": np.cumsum(x, 1),
-        "cumprod": np.cumprod(x, 1), "max": maxima, "sum": sums, "convolution": sums,
+        "cummax": np.maximum.accumulate(x, 1),
+        "cumsum": np.cumsum(x, 1),
+        "cumprod": np.cumprod(x, 1),
+        "max": maxima,
+        "sum": sums,
+        "convolution": sums,
     }
 
 
@@ -167,8 +171,13 @@ def convolved(settings, inputs, weights):
     def total(x, w):
         x, w = constrain(2.0 * x, of_images), constrain(0.1 * w, of_weights)
         y = jax.lax.conv_general_dilated(
-            x, w, (stride, 1), ((1, 1), (0, 2)), rhs_dilation=(1, dilation),
-            feature_group_count=groups, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            x,
+            w,
+            (stride, 1),
+            ((1, 1), (0, 2)),
+            rhs_dilation=(1, dilation),
+            feature_group_count=groups,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         y = constrain(y, of_images)
         return jnp.sum(jnp.sin(y)), y
@@ -211,7 +220,8 @@ def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of
     """Of 7 images and of 8; with strides, dilations, groups."""
     arrays = {
         f"{name}: {rows}": images_and_filters(rows, settings[0])
-        for name, settings in CONVOLUTIONS.items() for rows in (7, 8)
+        for name, settings in CONVOLUTIONS.items()
+        for rows in (7, 8)
     }
 
     def run(arrays):

@@ -39,7 +39,8 @@ def test_todays_names_of_former_options_are_options():
 
 def test_former_options_are_none_any_more():
     names = [
-        name for name in REMOVED_OPTIONS
+        name
+        for name in REMOVED_OPTIONS
         if SINCE_0_12 or not name.startswith("xla_gpu_enable_pipelined_")
     ]
     assert [name for name in names if takes(name)] == []
@@ -99,8 +100,11 @@ def test_wrong_options_in_the_environment_are_refused(monkeypatch):
 def test_xla_itself_ends_a_process_for_those_options_alone():
     for flags, survives in ((KNOWN, True), (WRONG, False)):
         run = subprocess.run(
-            [sys.executable, "-c", "import jax; jax.devices()"], capture_output=True, text=True,
-            check=False, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            [sys.executable, "-c", "import jax; jax.devices()"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         )
         assert (run.returncode == 0) == survives
     for name in ("xla_gpu_graph_level", "xla_cpu_fast_math"):

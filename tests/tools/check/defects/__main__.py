@@ -46,8 +46,10 @@ def main() -> int:
                 actual = defect.certificate().first_difference
                 missed = defect.missed(actual)
                 num_missed += bool(missed)
-                message, layer, axis = ("", "", "") if actual is None else (
-                    f"{actual.what}, {actual.leaf}", actual.layer, actual.axis
+                message, layer, axis = (
+                    ("", "", "")
+                    if actual is None
+                    else (f"{actual.what}, {actual.leaf}", actual.layer, actual.axis)
                 )
                 if missed:
                     message = f"{missed.upper()} {message}".rstrip()

@@ -77,10 +77,13 @@ CHANGES = {
         "dropped": _dropped_gather,
         "on the other axis": lambda old, x, axis, **named: old(x, OTHER[axis], **named),
         "in another order": lambda old, x, axis, along: jnp.roll(
-            old(x, axis, along), x.shape[along], along),
+            old(x, axis, along), x.shape[along], along
+        ),
         "without a gradient": lambda old, x, axis, along: (
-            old(x, axis, along) if jax.lax.axis_size(axis) == 1
-            else jax.lax.stop_gradient(old(x, axis, along))),
+            old(x, axis, along)
+            if jax.lax.axis_size(axis) == 1
+            else jax.lax.stop_gradient(old(x, axis, along))
+        ),
     },
     "psum_scatter": {
         "dropped": _dropped_scatter,
@@ -88,23 +91,32 @@ CHANGES = {
         "on the other axis": lambda old, x, axis, **named: old(x, OTHER[axis], **named),
         "doubled": lambda old, x, axis, **named: old(jax.lax.psum(x, axis), axis, **named),
         "scattered to the wrong device": lambda old, x, axis, **named: jax.lax.ppermute(
-            old(x, axis, **named), axis, [(0, 1), (1, 0)] if jax.lax.axis_size(axis) > 1
-            else [(0, 0)]),
+            old(x, axis, **named),
+            axis,
+            [(0, 1), (1, 0)] if jax.lax.axis_size(axis) > 1 else [(0, 0)],
+        ),
     },
     "ppermute": {
         "dropped": lambda old, x, axis, pairs: x,
         "to the wrong device": _rolled,
-        "on the other axis": lambda old, x, axis, pairs: old(x, OTHER[axis], [
-            (i, (i + 1) % jax.lax.axis_size(OTHER[axis]))
-            for i in range(jax.lax.axis_size(OTHER[axis]))]),
+        "on the other axis": lambda old, x, axis, pairs: old(
+            x,
+            OTHER[axis],
+            [
+                (i, (i + 1) % jax.lax.axis_size(OTHER[axis]))
+                for i in range(jax.lax.axis_size(OTHER[axis]))
+            ],
+        ),
         "one-sided": lambda old, x, axis, pairs: old(x, axis, pairs[:-1] or pairs),
     },
     "all_to_all": {
         "dropped": _swapped_all_to_all,
         "on the other axis": lambda old, x, axis, **named: old(x, OTHER[axis], **named),
         "with blocks exchanged": lambda old, x, axis, **named: jax.lax.ppermute(
-            old(x, axis, **named), axis, [(0, 1), (1, 0)] if jax.lax.axis_size(axis) > 1
-            else [(0, 0)]),
+            old(x, axis, **named),
+            axis,
+            [(0, 1), (1, 0)] if jax.lax.axis_size(axis) > 1 else [(0, 0)],
+        ),
     },
 }
 
@@ -120,9 +132,13 @@ INDICES = {
 }
 DEFECTS = [
     Defect(
-        f"{name} {how}", tiny.Collectives, _in_place(name, change), (2, 2),
+        f"{name} {how}",
+        tiny.Collectives,
+        _in_place(name, change),
+        (2, 2),
     )
-    for name, changes in CHANGES.items() for how, change in changes.items()
+    for name, changes in CHANGES.items()
+    for how, change in changes.items()
 ] + [
     Defect(f"axis_index {how}", tiny.Collectives, _index(change), (2, 2))
     for how, change in INDICES.items()

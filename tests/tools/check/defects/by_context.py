@@ -39,6 +39,7 @@ class ByHeads(Round):
 
 def _sent(change):
     """Returns a planter of `change(old, ring, tree, step)`."""
+
     def new(old):
         return lambda self, tree, step: change(old, self, tree, step)
 
@@ -47,6 +48,7 @@ def _sent(change):
 
 def _pieces(change):
     """Returns a planter of other arguments of the masks of a group's pieces."""
+
     def new(old):
         return lambda mask, ring, step, *arrays: old(*change(mask, ring, step), *arrays)
 
@@ -85,40 +87,52 @@ def _first_log_sums(joined, *parts):
 
 IN_A_RING = {
     "blocks are not sent on": _sent(
-        lambda old, ring, tree, step: tree if step == 1 else old(ring, tree, step)),
+        lambda old, ring, tree, step: tree if step == 1 else old(ring, tree, step)
+    ),
     "blocks are sent the other way": _sent(lambda old, ring, tree, step: old(ring, tree, -step)),
     "blocks are sent one too far": _sent(
-        lambda old, ring, tree, step: old(ring, tree, step + (step > 0))),
+        lambda old, ring, tree, step: old(ring, tree, step + (step > 0))
+    ),
     "gradients of keys do not come home": _sent(
-        lambda old, ring, tree, step: tree if step < 0 else old(ring, tree, step)),
+        lambda old, ring, tree, step: tree if step < 0 else old(ring, tree, step)
+    ),
     "gradients of keys come home one too early": _sent(
-        lambda old, ring, tree, step: old(ring, tree, step + (step < 0))),
+        lambda old, ring, tree, step: old(ring, tree, step + (step < 0))
+    ),
     "the last station is left out": after(
-        f"{KERNELS}.ring_attention:_num_steps", lambda x, *_: max(x - 1, 1)),
+        f"{KERNELS}.ring_attention:_num_steps", lambda x, *_: max(x - 1, 1)
+    ),
     "the mask is lost after the first station": _pieces(
         lambda mask, ring, step: (
-            (mask, ring, step) if isinstance(step, int) and step == 0
-            else _without(right_context=None)(mask, ring, step))),
+            (mask, ring, step)
+            if isinstance(step, int) and step == 0
+            else _without(right_context=None)(mask, ring, step)
+        )
+    ),
     "the mask is that of the station itself": _pieces(lambda mask, ring, step: (mask, ring, 0)),
     "the mask is that of another station": _pieces(lambda mask, ring, step: (mask, ring, step + 1)),
     "a window is begun": _pieces(_without(left_context=3)),
     "positions begin anew on each device": _starts(lambda ring, start, length: start * 0),
     "positions are one device off": _starts(
-        lambda ring, start, length: (start + length) % (length * ring.num_groups)),
+        lambda ring, start, length: (start + length) % (length * ring.num_groups)
+    ),
     "pieces of the zig-zag are exchanged": replaced(
-        f"{RING}._swapped_if_odd", lambda old: lambda self, x, y: (x, y)),
+        f"{RING}._swapped_if_odd", lambda old: lambda self, x, y: (x, y)
+    ),
     "the zig-zag is not undone": replaced(f"{RING}.from_zigzag", lambda old: lambda self, x: x),
     "parts are joined with equal shares": replaced(
-        f"{KERNELS}.ring_attention:merge_by_logsumexp", lambda old: lambda *parts: (
-            sum(x for x, _ in parts) / len(parts), old(*parts)[1])),
+        f"{KERNELS}.ring_attention:merge_by_logsumexp",
+        lambda old: lambda *parts: (sum(x for x, _ in parts) / len(parts), old(*parts)[1]),
+    ),
     "log sums are of the first part": after(
-        f"{KERNELS}.ring_attention:merge_by_logsumexp", _first_log_sums),
+        f"{KERNELS}.ring_attention:merge_by_logsumexp", _first_log_sums
+    ),
     "the softmax's derivative is of a device's own keys": after(
-        f"{KERNELS}.ring_attention:inner_products", lambda x, *_: x / num_devices("mdl")),
+        f"{KERNELS}.ring_attention:inner_products", lambda x, *_: x / num_devices("mdl")
+    ),
 }
 DEFECTS = [
-    Defect(f"ring: {what}", Round, planted, MESH, axis="mdl")
-    for what, planted in IN_A_RING.items()
+    Defect(f"ring: {what}", Round, planted, MESH, axis="mdl") for what, planted in IN_A_RING.items()
 ]
 DEFECTS += [
     Defect(f"gathered keys: {what}", Gathered, planted, MESH, axis="mdl")
@@ -127,8 +141,10 @@ DEFECTS += [
         "the zig-zag is not undone": IN_A_RING["the zig-zag is not undone"],
         "the mask is lost": replaced(
             f"{KERNELS}.context_parallel:mask_of_queries",
-            lambda old: lambda mask, *rest: _without(right_context=None)(
-                old(mask, *rest), None, None)[0]),
+            lambda old: (
+                lambda mask, *rest: _without(right_context=None)(old(mask, *rest), None, None)[0]
+            ),
+        ),
     }.items()
 ]
 DEFECTS += [
@@ -137,6 +153,7 @@ DEFECTS += [
         "outputs go to the next device": _exchanged("by_time", _next_device),
         "heads are of the next device": _exchanged("by_heads", _next_device),
         "time is in another order": _exchanged(
-            "by_heads", lambda old, ring, x: jnp.flip(old(ring, x), 1)),
+            "by_heads", lambda old, ring, x: jnp.flip(old(ring, x), 1)
+        ),
     }.items()
 ]

@@ -34,8 +34,11 @@ def _planted(target, change, axis):
 
 DEFECTS = [
     Defect(
-        f"{layer}: {what} {axis}", tiny.Lm, _planted(target, change, axis),
-        (1, 2, 1) if axis == "data" else (1, 1, 2), axis=axis,
+        f"{layer}: {what} {axis}",
+        tiny.Lm,
+        _planted(target, change, axis),
+        (1, 2, 1) if axis == "data" else (1, 1, 2),
+        axis=axis,
     )
     for layer, target in OUTPUTS.items()
     for what, change in CHANGES.items()
@@ -54,10 +57,9 @@ def _other_rows(x, *args):
 
 DEFECTS += [
     Defect(f"{layer}: {what}", tiny.Lm, after(target, change), (1, 2, 1), axis="data")
-    for layer, target in (
-        ("embedding", OUTPUTS["embedding"]), ("attention", OUTPUTS["attention"])
-    )
+    for layer, target in (("embedding", OUTPUTS["embedding"]), ("attention", OUTPUTS["attention"]))
     for what, change in (
-        ("rows of the other devices lost", _dropped_rows), ("another device's rows", _other_rows)
+        ("rows of the other devices lost", _dropped_rows),
+        ("another device's rows", _other_rows),
     )
 ]

@@ -45,22 +45,31 @@ def _of_the_layer_before(tree, *_):
 
 
 CHANGES = {
-    "a slot left there": (f"{LEARNER}:BoundLearner._updates", _if_split(
-        lambda actual, self, grads, norms, slots, weights, loss: (actual[0], slots))),
-    "an average left there": (f"{LEARNER}:moving_average", _if_split(
-        lambda average, old, params, decay, n: old)),
+    "a slot left there": (
+        f"{LEARNER}:BoundLearner._updates",
+        _if_split(lambda actual, self, grads, norms, slots, weights, loss: (actual[0], slots)),
+    ),
+    "an average left there": (
+        f"{LEARNER}:moving_average",
+        _if_split(lambda average, old, params, decay, n: old),
+    ),
     "weights fetched for the layer before": (
         "praxis_lite.core.partitioner.train_state:StateLayout.wrap_host_weights",
-        _if_split(_of_the_layer_before)),
+        _if_split(_of_the_layer_before),
+    ),
     "weights fetched in part": (FETCHED, _if_split(lambda x, *_: first_part(x, 2))),
-    "gradients of weights left there": (FETCHED, _if_split(
-        lambda x, *_: jax.lax.stop_gradient(x))),
+    "gradients of weights left there": (FETCHED, _if_split(lambda x, *_: jax.lax.stop_gradient(x))),
 }
 DEFECTS = [
     Defect(f"on the host: {what}", Offloaded, after(target, change), (1, 2, 2))
     for what, (target, change) in CHANGES.items()
 ] + [
     # What a program rounds is compared as it is trained, in float32.
-    Defect("on the host: weights rounded on the way", Offloaded, after(FETCHED, _if_split(
-        lambda x, *_: x.astype(jnp.bfloat16).astype(x.dtype))), (1, 2, 2), ("as trained",)),
+    Defect(
+        "on the host: weights rounded on the way",
+        Offloaded,
+        after(FETCHED, _if_split(lambda x, *_: x.astype(jnp.bfloat16).astype(x.dtype))),
+        (1, 2, 2),
+        ("as trained",),
+    ),
 ]

@@ -15,6 +15,7 @@ BY_HAND = ("update by hand",)
 
 def _updates(change):
     """Returns a planter of `change(updates, slots, weights)` behind the optimizers."""
+
     def made(actual, self, grads, norms, slots, weights, loss):
         return change(*actual, weights)
 
@@ -39,29 +40,43 @@ ALWAYS = {
     "goes uphill": _updates(_map(lambda u, w: -u)),
     "leaves vectors out": _updates(_map(lambda u, w: u if u.ndim > 1 else u * 0)),
     "updates the first layer of a stack alone": _updates(
-        _map(lambda u, w: u.at[1:].set(0) if u.ndim == 3 else u)),
+        _map(lambda u, w: u.at[1:].set(0) if u.ndim == 3 else u)
+    ),
     "updates each layer with the first one's": _updates(
-        _map(lambda u, w: jnp.broadcast_to(u[:1], u.shape) if u.ndim == 3 else u)),
+        _map(lambda u, w: jnp.broadcast_to(u[:1], u.shape) if u.ndim == 3 else u)
+    ),
     "loses its slots": _updates(_slots(lambda x: x * 0 if _is_float(x) else x)),
     "counts updates twice": _updates(_slots(lambda x: x if _is_float(x) else x + 1)),
     "rounds slots to bfloat16": _updates(
-        _slots(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 1.001
-               if _is_float(x) else x)),
+        _slots(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 1.001 if _is_float(x) else x)
+    ),
     "clips each weight by its own norm": after(
-        f"{LEARNER}:global_norm", lambda norm, grads: jnp.sqrt(jnp.sum(
-            jnp.square(jax.tree.leaves(grads)[0])))),
+        f"{LEARNER}:global_norm",
+        lambda norm, grads: jnp.sqrt(jnp.sum(jnp.square(jax.tree.leaves(grads)[0]))),
+    ),
     "clips by a norm without the largest gradient": after(
-        f"{LEARNER}:global_norm", lambda norm, grads: jnp.sqrt(
-            jnp.maximum(norm**2 - max(
-                (jnp.sum(g * g) for g in jax.tree.leaves(grads)), key=lambda x: id(x)), 1e-6))),
+        f"{LEARNER}:global_norm",
+        lambda norm, grads: jnp.sqrt(
+            jnp.maximum(
+                norm**2
+                - max((jnp.sum(g * g) for g in jax.tree.leaves(grads)), key=lambda x: id(x)),
+                1e-6,
+            )
+        ),
+    ),
     "averages the weights after the update": after(
-        f"{LEARNER}:moving_average", lambda average, old, params, decay, n: jax.tree.map(
-            lambda a, p: a + 0.01 * (p - a), average, params)),
+        f"{LEARNER}:moving_average",
+        lambda average, old, params, decay, n: jax.tree.map(
+            lambda a, p: a + 0.01 * (p - a), average, params
+        ),
+    ),
     "averages with a decay of its own": replaced(
-        f"{LEARNER}:moving_average", lambda old: lambda average, params, decay, n: old(
-            average, params, 0.5 * decay, n)),
+        f"{LEARNER}:moving_average",
+        lambda old: lambda average, params, decay, n: old(average, params, 0.5 * decay, n),
+    ),
     "keeps its first average": after(
-        f"{LEARNER}:moving_average", lambda average, old, params, decay, n: old),
+        f"{LEARNER}:moving_average", lambda average, old, params, decay, n: old
+    ),
 }
 DEFECTS = [
     # A decay is not at its limit before the eighth step.
@@ -129,10 +144,10 @@ ON_A_MESH = {
     "decays weights per device": _on_mesh(_map(lambda u, w: u - 0.001 * num_devices() * w)),
     "takes the rate of each device": _on_mesh(_map(lambda u, w: u * num_devices())),
     "gives slots to other leaves": _on_mesh(_swapped),
-    "loses second moments": _on_mesh(
-        _slots(lambda x: x * 0 if x.ndim > 1 else x)),
-    "leaves the last row of a weight out": _on_mesh(_map(
-        lambda u, w: u.at[-1].set(0) if u.ndim > 1 else u)),
+    "loses second moments": _on_mesh(_slots(lambda x: x * 0 if x.ndim > 1 else x)),
+    "leaves the last row of a weight out": _on_mesh(
+        _map(lambda u, w: u.at[-1].set(0) if u.ndim > 1 else u)
+    ),
     "clips by a device's norm": after(f"{LEARNER}:global_norm", _scaled_norm),
     "clips by a norm of matrices alone": after(f"{LEARNER}:global_norm", _norm_of_whole_weights),
     "counts whole weights once per device": after(f"{LEARNER}:global_norm", _counted_per_device),

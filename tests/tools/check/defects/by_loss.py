@@ -52,56 +52,84 @@ def _of_true_rows(x, w):
 
 def _centred(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(
-        logits - jnp.mean(logits, axis=0)[None], labels)
+        logits - jnp.mean(logits, axis=0)[None], labels
+    )
 
 
 # (logits, xent, is_right, weights, inputs, model) -> metrics.
 LOSSES = {
     "a mean over rows, filler among them": lambda z, x, r, w, i, m: _both(
-        _plain_mean(x, w), _mean(r, w)),
+        _plain_mean(x, w), _mean(r, w)
+    ),
     "a mean over rows, weighed by the weights": lambda z, x, r, w, i, m: _both(
-        (jnp.mean(x), jnp.sum(w)), _mean(r, w)),
+        (jnp.mean(x), jnp.sum(w)), _mean(r, w)
+    ),
     "a mean of true rows, weighed by the weights": lambda z, x, r, w, i, m: _both(
-        _of_true_rows(x, w), _mean(r, w)),
+        _of_true_rows(x, w), _mean(r, w)
+    ),
     "a weight of one": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w)[0], jnp.float32(1)), _mean(r, w)),
+        (_mean(x, w)[0], jnp.float32(1)), _mean(r, w)
+    ),
     "a weight of rows": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w)[0], jnp.float32(x.shape[0])), _mean(r, w)),
+        (_mean(x, w)[0], jnp.float32(x.shape[0])), _mean(r, w)
+    ),
     "a weight per device": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w)[0], jnp.sum(w) / num_devices()), _mean(r, w)),
+        (_mean(x, w)[0], jnp.sum(w) / num_devices()), _mean(r, w)
+    ),
     "a mean of means": lambda z, x, r, w, i, m: _both(_of_halves(x, w), _mean(r, w)),
     "a sum with a mean's weight": lambda z, x, r, w, i, m: _both(
-        (jnp.sum(x * w), jnp.sum(w)), _mean(r, w)),
+        (jnp.sum(x * w), jnp.sum(w)), _mean(r, w)
+    ),
     "divided by the devices": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w)[0] / num_devices(), jnp.sum(w)), _mean(r, w)),
+        (_mean(x, w)[0] / num_devices(), jnp.sum(w)), _mean(r, w)
+    ),
     "divided by the rows": lambda z, x, r, w, i, m: _both(
-        (jnp.sum(x * w) / x.shape[0], jnp.sum(w)), _mean(r, w)),
+        (jnp.sum(x * w) / x.shape[0], jnp.sum(w)), _mean(r, w)
+    ),
     "the largest of the rows": lambda z, x, r, w, i, m: _both(
-        (jnp.max(x * (w != 0)), jnp.sum(w)), _mean(r, w)),
+        (jnp.max(x * (w != 0)), jnp.sum(w)), _mean(r, w)
+    ),
     "a root of a mean": lambda z, x, r, w, i, m: _both(
-        (jnp.sqrt(_mean(x * x, w)[0]), jnp.sum(w)), _mean(r, w)),
+        (jnp.sqrt(_mean(x * x, w)[0]), jnp.sum(w)), _mean(r, w)
+    ),
     "weights squared": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w * w)[0], jnp.sum(w)), _mean(r, w)),
+        (_mean(x, w * w)[0], jnp.sum(w)), _mean(r, w)
+    ),
     "logits centred over the batch": lambda z, x, r, w, i, m: _both(
-        _mean(_centred(z, i["labels"]), w), _mean(r, w)),
+        _mean(_centred(z, i["labels"]), w), _mean(r, w)
+    ),
     "logits normed over the batch": lambda z, x, r, w, i, m: _both(
-        _mean(optax.softmax_cross_entropy_with_integer_labels(
-            z / jnp.sqrt(jnp.mean(z * z, axis=0) + 1e-3)[None], i["labels"]), w), _mean(r, w)),
+        _mean(
+            optax.softmax_cross_entropy_with_integer_labels(
+                z / jnp.sqrt(jnp.mean(z * z, axis=0) + 1e-3)[None], i["labels"]
+            ),
+            w,
+        ),
+        _mean(r, w),
+    ),
     "the weight of the row before": lambda z, x, r, w, i, m: _both(
-        _mean(x, jnp.roll(w, 1)), _mean(r, w)),
+        _mean(x, jnp.roll(w, 1)), _mean(r, w)
+    ),
     "accuracy without weights": lambda z, x, r, w, i, m: _both(
-        _mean(x, w), (jnp.mean(r), jnp.sum(w))),
+        _mean(x, w), (jnp.mean(r), jnp.sum(w))
+    ),
     "accuracy of the first rows": lambda z, x, r, w, i, m: _both(
-        _mean(x, w), (_mean(r[:4], w[:4])[0], jnp.sum(w))),
+        _mean(x, w), (_mean(r[:4], w[:4])[0], jnp.sum(w))
+    ),
     "accuracy that counts filler as right": lambda z, x, r, w, i, m: _both(
-        _mean(x, w), (jnp.mean(jnp.where(w == 0, 1.0, r)), jnp.sum(w))),
+        _mean(x, w), (jnp.mean(jnp.where(w == 0, 1.0, r)), jnp.sum(w))
+    ),
     "perplexity as a mean": lambda z, x, r, w, i, m: {
-        **_both(_mean(x, w), _mean(r, w)), "perplexity": (jnp.exp(_mean(x, w)[0]), jnp.sum(w))},
+        **_both(_mean(x, w), _mean(r, w)),
+        "perplexity": (jnp.exp(_mean(x, w)[0]), jnp.sum(w)),
+    },
     "a penalty on the logits of all rows": lambda z, x, r, w, i, m: _both(
-        (_mean(x, w)[0] + 1e-2 * jnp.mean(z * z), jnp.sum(w)), _mean(r, w)),
+        (_mean(x, w)[0] + 1e-2 * jnp.mean(z * z), jnp.sum(w)), _mean(r, w)
+    ),
     "a penalty per device": lambda z, x, r, w, i, m: _both(
         (_mean(x, w)[0] + 1e-2 * num_devices("data") * jnp.sum(m["last"]["w"] ** 2), jnp.sum(w)),
-        _mean(r, w)),
+        _mean(r, w),
+    ),
 }
 DEFECTS = [
     Defect(f"loss: {what}", tiny.Points, _with(make), (2, 2), PARTS)

@@ -13,6 +13,7 @@ MASK = "praxis_lite.layers.attention.masks:AttentionMask"
 
 def _with(change, *axes):
     """Returns a planter of a change of the mask's fields, where these axes are split."""
+
     def new(old):
         def visible_at(self, q_index_BT, kv_index_BS):
             if axes and num_devices(*axes) == 1:
@@ -39,16 +40,19 @@ CHANGES = {
 }
 DEFECTS = [
     Defect(
-        f"mask on a split {axis} {what}", tiny.Lm, _with(change, axis),
-        (1, 2, 1) if axis == "data" else (1, 1, 2), axis=axis, layer="transformer",
+        f"mask on a split {axis} {what}",
+        tiny.Lm,
+        _with(change, axis),
+        (1, 2, 1) if axis == "data" else (1, 1, 2),
+        axis=axis,
+        layer="transformer",
     )
-    for axis in ("data", "mdl") for what, change in CHANGES.items()
+    for axis in ("data", "mdl")
+    for what, change in CHANGES.items()
 ]
 # The same on one device too: whole rows and single tokens then differ.
 DEFECTS += [
-    Defect(
-        f"mask everywhere {what}", tiny.Lm, _with(CHANGES[what]), (1, 2, 2), ("token by token",)
-    )
+    Defect(f"mask everywhere {what}", tiny.Lm, _with(CHANGES[what]), (1, 2, 2), ("token by token",))
     for what in ("sees the next token", "is lost", "is that of a place further on")
 ]
 
@@ -92,15 +96,21 @@ def _appended(change):
 CACHES = {
     "is never written": lambda old, cache, given, start: cache,
     "has stale keys": lambda old, cache, given, start: {
-        **old(cache, given, start), "key": cache["key"]},
+        **old(cache, given, start),
+        "key": cache["key"],
+    },
     "has stale values": lambda old, cache, given, start: {
-        **old(cache, given, start), "value": cache["value"]},
+        **old(cache, given, start),
+        "value": cache["value"],
+    },
     "is written a place further on": lambda old, cache, given, start: old(cache, given, start + 1),
     "is written at the first place": lambda old, cache, given, start: old(cache, given, start * 0),
     "has the row before": lambda old, cache, given, start: old(
-        cache, {k: jnp.roll(x, 1, axis=0) for k, x in given.items()}, start),
+        cache, {k: jnp.roll(x, 1, axis=0) for k, x in given.items()}, start
+    ),
     "has keys for values": lambda old, cache, given, start: old(
-        cache, {"key": given["value"], "value": given["key"]}, start),
+        cache, {"key": given["value"], "value": given["key"]}, start
+    ),
 }
 DEFECTS += [
     Defect(f"cache {what}", tiny.Lm, _appended(change), (1, 2, 2), ("token by token",))
@@ -118,8 +128,13 @@ def _on_mesh(change):
 
 
 DEFECTS += [
-    Defect(f"cache on a mesh {what}", tiny.Lm, _appended(_on_mesh(CACHES[what])), (1, 2, 2),
-           ("decoding",))
+    Defect(
+        f"cache on a mesh {what}",
+        tiny.Lm,
+        _appended(_on_mesh(CACHES[what])),
+        (1, 2, 2),
+        ("decoding",),
+    )
     for what in ("is never written", "is written a place further on", "has the row before")
 ]
 
@@ -130,8 +145,10 @@ def _positions(change):
     def new(old):
         @functools.wraps(old)
         def call(self, inputs, *args, **named):
-            named = {k: change(x) if k.startswith("position") and x is not None else x
-                     for k, x in named.items()}
+            named = {
+                k: change(x) if k.startswith("position") and x is not None else x
+                for k, x in named.items()
+            }
             args = tuple(change(x) if x is not None else x for x in args)
             return old(self, inputs, *args, **named)
 
@@ -141,10 +158,25 @@ def _positions(change):
 
 
 DEFECTS += [
-    Defect("rotary positions on a mesh restart", tiny.Lm, _positions(
-        lambda x: x % 4 if num_devices() > 1 else x), (1, 2, 2), ("decoding", "packed segments")),
-    Defect("rotary positions of tokens one by one are those of the first", tiny.Lm, _positions(
-        lambda x: x * 0 if x.shape[-1] == 1 else x), (1, 2, 2), ("token by token",)),
-    Defect("rotary positions of tokens one by one are one off", tiny.Lm, _positions(
-        lambda x: x + (x > 2) if x.shape[-1] == 1 else x), (1, 2, 2), ("token by token",)),
+    Defect(
+        "rotary positions on a mesh restart",
+        tiny.Lm,
+        _positions(lambda x: x % 4 if num_devices() > 1 else x),
+        (1, 2, 2),
+        ("decoding", "packed segments"),
+    ),
+    Defect(
+        "rotary positions of tokens one by one are those of the first",
+        tiny.Lm,
+        _positions(lambda x: x * 0 if x.shape[-1] == 1 else x),
+        (1, 2, 2),
+        ("token by token",),
+    ),
+    Defect(
+        "rotary positions of tokens one by one are one off",
+        tiny.Lm,
+        _positions(lambda x: x + (x > 2) if x.shape[-1] == 1 else x),
+        (1, 2, 2),
+        ("token by token",),
+    ),
 ]

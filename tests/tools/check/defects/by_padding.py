@@ -24,6 +24,7 @@ def _where_padded(pattern, change, true, padded):
 
     `pattern` is of their paths.
     """
+
     def one(path, x, filled):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if x.shape == filled.shape or not re.search(pattern, name):
@@ -36,6 +37,7 @@ def _where_padded(pattern, change, true, padded):
 
 def _leaks(pattern):
     """Returns a planter of a defect: the first place of a leaf has the padding added."""
+
     def add(x, padded, is_padding):
         return x.at[(0,) * x.ndim].add(jnp.sum(jnp.where(is_padding, padded, 0.0)))
 
@@ -89,18 +91,33 @@ def _weights_of_filler(inputs, batch, *_):
 
 ROWS = "praxis_lite.core.partitioner.task_on_mesh:drop_padding_rows"
 DEFECTS += [
-    Defect("rows of padding enter the batch", tiny.Points, replaced(ROWS, lambda _: _all_rows),
-           (5, 1)),
-    Defect("rows are one off where there is padding", tiny.Points,
-           after(ROWS, lambda x, batch, axes: {**x, "labels": jnp.roll(x["labels"], 1)}
-                 if -batch.num_rows % num_devices() else x), (5, 1)),
+    Defect(
+        "rows of padding enter the batch", tiny.Points, replaced(ROWS, lambda _: _all_rows), (5, 1)
+    ),
+    Defect(
+        "rows are one off where there is padding",
+        tiny.Points,
+        after(
+            ROWS,
+            lambda x, batch, axes: (
+                {**x, "labels": jnp.roll(x["labels"], 1)} if -batch.num_rows % num_devices() else x
+            ),
+        ),
+        (5, 1),
+    ),
     Defect("the last row is the first again", tiny.Points, after(ROWS, _first_rows_again), (2, 1)),
     Defect(
         "rows without weight get a little", tiny.Points, after(ROWS, _weights_of_filler), (2, 1)
     ),
-    Defect("inputs and labels are of different rows on a mesh", tiny.Points, after(
-        ROWS, lambda x, *_: {**x, "inputs": jnp.flip(x["inputs"], 0)} if num_devices() > 1 else x
-    ), (2, 1)),
+    Defect(
+        "inputs and labels are of different rows on a mesh",
+        tiny.Points,
+        after(
+            ROWS,
+            lambda x, *_: {**x, "inputs": jnp.flip(x["inputs"], 0)} if num_devices() > 1 else x,
+        ),
+        (2, 1),
+    ),
 ]
 
 INIT = "praxis_lite.core.partitioner.steps:init_state"
@@ -136,7 +153,8 @@ DEFECTS += [
         "are of a key that depends on the mesh": replaced(INIT, _key_of_the_mesh),
         "are drawn at padded shapes": _drawn_anew(_at_padded_shapes),
         "differ in a last bit": _drawn_anew(
-            lambda x: x * (1 + 2.0**-23) if jnp.issubdtype(x.dtype, jnp.floating) else x),
+            lambda x: x * (1 + 2.0**-23) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        ),
         "are rounded to bfloat16": _drawn_anew(lambda x: x.astype(jnp.bfloat16).astype(x.dtype)),
     }.items()
 ]

@@ -62,7 +62,8 @@ def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_bat
         return sum(v * w for v, w in zip(values, local, strict=True)) / sum(local), sum(local)
 
     summed = jax.tree.map(
-        lambda *g: sum(x * w for x, w in zip(g, weights, strict=True)) / total, *grads)
+        lambda *g: sum(x * w for x, w in zip(g, weights, strict=True)) / total, *grads
+    )
     return {name: mean(name) for name in metrics[0]}, non_trainable, summed
 
 
@@ -85,10 +86,19 @@ def _planted(how):
 
 
 HOW = (
-    "rows come twice", "the last row is lost", "labels of another part", "a mean of means",
-    "the first part counts twice", "the last part alone", "divided by the first part's weight",
-    "divided by the number of parts", "not divided", "summed in bfloat16",
-    "metrics of the last part", "metrics without weights", "the weight of a part",
+    "rows come twice",
+    "the last row is lost",
+    "labels of another part",
+    "a mean of means",
+    "the first part counts twice",
+    "the last part alone",
+    "divided by the first part's weight",
+    "divided by the number of parts",
+    "not divided",
+    "summed in bfloat16",
+    "metrics of the last part",
+    "metrics without weights",
+    "the weight of a part",
 )
 DEFECTS = [
     Defect(f"micro-batches: {how}", tiny.Points, _planted(how), (2, 1), MICRO) for how in HOW
@@ -127,7 +137,8 @@ SUMS = {
     "gradients are maxima": lambda total, g, axes: jax.lax.pmax(g, axes),
     "gradients lack a device": lambda total, g, axes: total - _first_device(g, axes),
     "gradients of vectors are not summed": lambda total, g, axes: (
-        _first_device(g, axes) if g.ndim == 1 else total),
+        _first_device(g, axes) if g.ndim == 1 else total
+    ),
 }
 DEFECTS += [
     Defect(f"by hand: {what}", tiny.PointsByHand, _sums(change), (2, 1))
@@ -135,20 +146,31 @@ DEFECTS += [
 ]
 MEANS = {
     "a mean of devices' means": lambda old, name, v, w, axes: (
-        jax.lax.pmean(v, axes), jax.lax.psum(w, axes)),
+        jax.lax.pmean(v, axes),
+        jax.lax.psum(w, axes),
+    ),
     "the weight of a device": lambda old, name, v, w, axes: (
-        _right(old, v, w, axes)[0], jax.lax.pmean(w, axes)),
+        _right(old, v, w, axes)[0],
+        jax.lax.pmean(w, axes),
+    ),
     "the first device's value": lambda old, name, v, w, axes: (
-        _first_device(v, axes), jax.lax.psum(w, axes)),
-    "a sum of values": lambda old, name, v, w, axes: (
-        jax.lax.psum(v, axes), jax.lax.psum(w, axes)),
+        _first_device(v, axes),
+        jax.lax.psum(w, axes),
+    ),
+    "a sum of values": lambda old, name, v, w, axes: (jax.lax.psum(v, axes), jax.lax.psum(w, axes)),
     "a weight counted twice": lambda old, name, v, w, axes: (
-        _right(old, v, w, axes)[0], 2 * jax.lax.psum(w, axes)),
+        _right(old, v, w, axes)[0],
+        2 * jax.lax.psum(w, axes),
+    ),
     "the largest weight": lambda old, name, v, w, axes: (
-        _right(old, v, w, axes)[0], jax.lax.pmax(w, axes)),
+        _right(old, v, w, axes)[0],
+        jax.lax.pmax(w, axes),
+    ),
     "accuracy of the first device": lambda old, name, v, w, axes: (
-        (_first_device(v, axes), jax.lax.psum(w, axes)) if "accuracy" in name
-        else _right(old, v, w, axes)),
+        (_first_device(v, axes), jax.lax.psum(w, axes))
+        if "accuracy" in name
+        else _right(old, v, w, axes)
+    ),
 }
 DEFECTS += [
     Defect(f"by hand: metrics are {what}", tiny.PointsByHand, _means(change), (2, 1))
@@ -164,6 +186,7 @@ def _filler_counts(inputs, self, given, num_micro_batches):
 
 def _folded(change):
     """Returns a planter of another key on each device."""
+
     def new(old):
         def on_each_device(function, inputs, *others, data_axes, **named):
             def changed(*args):
@@ -196,16 +219,42 @@ def _times(x, factor):
 _times.defvjp(lambda x, factor: (x, None), lambda factor, _, g: (g * factor,))
 
 DEFECTS += [
-    Defect("by hand: filler rows have weight", tiny.PointsByHand, after(
-        f"{BY_HAND}:_OnMesh._padded", _filler_counts), (5, 1)),
-    Defect("by hand: keys depend on the device twice", tiny.PointsByHand, _folded(
-        lambda key, axes: jax.random.fold_in(key, 1 + jax.lax.axis_index(axes))), (2, 1)),
-    Defect("by hand: gathered weights have a gradient too large", tiny.PointsByHand, _gathered(
-        lambda x, axes: _times(x, float(jax.lax.axis_size(tuple(axes))))), (2, 1), layer="first"),
-    Defect("by hand: gathered weights have a mean's gradient", tiny.PointsByHand, _gathered(
-        lambda x, axes: _times(x, 1.0 / jax.lax.axis_size(tuple(axes)))), (2, 1), layer="first"),
-    Defect("by hand: gathered weights are in another order", tiny.PointsByHand, _gathered(
-        lambda x, axes: jnp.flip(x, 0) if jax.lax.axis_size(tuple(axes)) > 1 else x), (2, 1)),
-    Defect("by hand: gathered weights have no gradient", tiny.PointsByHand, _gathered(
-        lambda x, axes: _times(x, 0.0)), (2, 1)),
+    Defect(
+        "by hand: filler rows have weight",
+        tiny.PointsByHand,
+        after(f"{BY_HAND}:_OnMesh._padded", _filler_counts),
+        (5, 1),
+    ),
+    Defect(
+        "by hand: keys depend on the device twice",
+        tiny.PointsByHand,
+        _folded(lambda key, axes: jax.random.fold_in(key, 1 + jax.lax.axis_index(axes))),
+        (2, 1),
+    ),
+    Defect(
+        "by hand: gathered weights have a gradient too large",
+        tiny.PointsByHand,
+        _gathered(lambda x, axes: _times(x, float(jax.lax.axis_size(tuple(axes))))),
+        (2, 1),
+        layer="first",
+    ),
+    Defect(
+        "by hand: gathered weights have a mean's gradient",
+        tiny.PointsByHand,
+        _gathered(lambda x, axes: _times(x, 1.0 / jax.lax.axis_size(tuple(axes)))),
+        (2, 1),
+        layer="first",
+    ),
+    Defect(
+        "by hand: gathered weights are in another order",
+        tiny.PointsByHand,
+        _gathered(lambda x, axes: jnp.flip(x, 0) if jax.lax.axis_size(tuple(axes)) > 1 else x),
+        (2, 1),
+    ),
+    Defect(
+        "by hand: gathered weights have no gradient",
+        tiny.PointsByHand,
+        _gathered(lambda x, axes: _times(x, 0.0)),
+        (2, 1),
+    ),
 ]

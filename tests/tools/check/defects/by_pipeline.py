@@ -108,61 +108,97 @@ def _of_other_rows(split, *_):
 IN_1F1B = {
     "the last tick is dropped": _phases(_without_its_last),
     "inputs that are kept are overwritten": replaced(
-        f"{INTERLEAVED}.num_kept", lambda old: property(lambda self: 1)),
+        f"{INTERLEAVED}.num_kept", lambda old: property(lambda self: 1)
+    ),
     "a stage goes backward with the inputs of the tick before": after(
-        f"{INTERLEAVED}.tick_forward", lambda tick, *_: tick - 1),
+        f"{INTERLEAVED}.tick_forward", lambda tick, *_: tick - 1
+    ),
     "a microbatch's weights' gradients are counted twice": _carried(
-        "weights", lambda new, ticks, old, t: new._replace(grad_floats=jax.tree.map(
-            lambda a, b: jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b),
-            old.grad_floats, new.grad_floats,
-        ))),
+        "weights",
+        lambda new, ticks, old, t: new._replace(
+            grad_floats=jax.tree.map(
+                lambda a, b: jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b),
+                old.grad_floats,
+                new.grad_floats,
+            )
+        ),
+    ),
     "weights' gradients are those of another microbatch": replaced(
         f"{TICKS}:InterleavedTicks.weights",
-        lambda old: lambda self, carry, t: old(self, carry._replace(residuals=[
-            jnp.roll(kept, 1, axis=1) for kept in carry.residuals]), t)),
+        lambda old: (
+            lambda self, carry, t: old(
+                self,
+                carry._replace(residuals=[jnp.roll(kept, 1, axis=1) for kept in carry.residuals]),
+                t,
+            )
+        ),
+    ),
     "the embedding's gradients are left out": replaced(
         f"{PIPELINING}.split_model:SplitModel.enter_gradient",
-        lambda old: lambda self, m, of_x: jax.tree.map(jnp.zeros_like, old(self, m, of_x))),
+        lambda old: lambda self, m, of_x: jax.tree.map(jnp.zeros_like, old(self, m, of_x)),
+    ),
     "the first loss's gradient does not set out": _carried(
-        "leave", lambda new, ticks, old, y_S, t: new._replace(grad_x_S=jnp.where(
-            t == ticks.schedule.first_backward, jnp.zeros_like(new.grad_x_S), new.grad_x_S))),
+        "leave",
+        lambda new, ticks, old, y_S, t: new._replace(
+            grad_x_S=jnp.where(
+                t == ticks.schedule.first_backward, jnp.zeros_like(new.grad_x_S), new.grad_x_S
+            )
+        ),
+    ),
     "microbatches count alike, whatever their weight": after(
-        f"{PIPELINING}.split_model:SplitModel.leave",
-        lambda left, *_: _of_weight_one(*left)),
+        f"{PIPELINING}.split_model:SplitModel.leave", lambda left, *_: _of_weight_one(*left)
+    ),
     "a microbatch's report overwrites that of the first": _carried(
-        "leave", lambda new, ticks, *_: new._replace(
-            reported_M=jax.tree.map(lambda a: a.at[0].set(a[-1]), new.reported_M))),
+        "leave",
+        lambda new, ticks, *_: new._replace(
+            reported_M=jax.tree.map(lambda a: a.at[0].set(a[-1]), new.reported_M)
+        ),
+    ),
     "stages have each other's layers": after(
         "praxis_lite.layers.stacking.pipelines:pad_stages",
-        lambda tree, *_: jax.tree.map(lambda a: jnp.flip(a, 1), tree)),
+        lambda tree, *_: jax.tree.map(lambda a: jnp.flip(a, 1), tree),
+    ),
 }
 IN_THE_LAYER = {
     "weights' gradients are of inputs and gradients of different rows": after(
-        f"{PIPELINING}.stage_work:StageWork.split", _of_other_rows),
+        f"{PIPELINING}.stage_work:StageWork.split", _of_other_rows
+    ),
     "a gradient's way between stages is that of x": replaced(
         f"{PIPELINING}.buffers:HandoverGradient.leave",
-        lambda old: lambda self, of_x, of_stored, t: old(self, jnp.roll(of_x, 1, 0), of_stored, t)),
+        lambda old: lambda self, of_x, of_stored, t: old(self, jnp.roll(of_x, 1, 0), of_stored, t),
+    ),
     "weights' gradients of a tick replace those before": after(
-        f"{PIPELINING}.split_ticks:added", lambda total, old, part, index: total - old),
+        f"{PIPELINING}.split_ticks:added", lambda total, old, part, index: total - old
+    ),
     "the last tick is dropped": replaced(
-        f"{SCHEDULE}.num_ticks", lambda old: property(lambda self: old.fget(self) - 1)),
+        f"{SCHEDULE}.num_ticks", lambda old: property(lambda self: old.fget(self) - 1)
+    ),
     "microbatches are in another order backward": replaced(
         f"{PIPELINING}.buffers:HandoverGradient.start",
-        lambda old: lambda self: jax.tree.map(lambda a: jnp.flip(a, 1), old(self))),
+        lambda old: lambda self: jax.tree.map(lambda a: jnp.flip(a, 1), old(self)),
+    ),
 }
-DEFECTS = [
-    Defect(
-        "1F1B: stages hand on the wrong way", ThreeStages,
-        replaced(f"{TICKS}:shift", lambda old: _a_wrong_way), (3, 1, 1),
-    ),
-    Defect(
-        "1F1B: weights' gradients of idle stages are let in", InOnePart,
-        after(f"{INTERLEAVED}.backward",
-              lambda work, *_: _places(work, is_valid=lambda x: x | True)), MESH,
-    ),
-] + [
-    Defect(f"1F1B: {what}", OneForward, planted, MESH) for what, planted in IN_1F1B.items()
-] + [
-    Defect(f"split backward pass: {what}", Split, planted, MESH)
-    for what, planted in IN_THE_LAYER.items()
-]
+DEFECTS = (
+    [
+        Defect(
+            "1F1B: stages hand on the wrong way",
+            ThreeStages,
+            replaced(f"{TICKS}:shift", lambda old: _a_wrong_way),
+            (3, 1, 1),
+        ),
+        Defect(
+            "1F1B: weights' gradients of idle stages are let in",
+            InOnePart,
+            after(
+                f"{INTERLEAVED}.backward",
+                lambda work, *_: _places(work, is_valid=lambda x: x | True),
+            ),
+            MESH,
+        ),
+    ]
+    + [Defect(f"1F1B: {what}", OneForward, planted, MESH) for what, planted in IN_1F1B.items()]
+    + [
+        Defect(f"split backward pass: {what}", Split, planted, MESH)
+        for what, planted in IN_THE_LAYER.items()
+    ]
+)

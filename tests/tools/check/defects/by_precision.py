@@ -32,12 +32,18 @@ PLACES = {
     "logits": "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",
 }
 DEFECTS = [
-    Defect(f"{where} in bfloat16", tiny.Lm, after(target, lambda x, *_: _rounded(x)), (1, 1, 2),
-           OWN)
+    Defect(
+        f"{where} in bfloat16", tiny.Lm, after(target, lambda x, *_: _rounded(x)), (1, 1, 2), OWN
+    )
     for where, target in PLACES.items()
 ] + [
-    Defect(f"gradients of {where} in bfloat16", tiny.Lm,
-           after(target, lambda x, *_: _with_rounded_gradient(x)), (1, 1, 2), OWN)
+    Defect(
+        f"gradients of {where} in bfloat16",
+        tiny.Lm,
+        after(target, lambda x, *_: _with_rounded_gradient(x)),
+        (1, 1, 2),
+        OWN,
+    )
     for where, target in PLACES.items()
 ]
 
@@ -59,6 +65,7 @@ def _not_donated(old):
 LOSS = "tests.tools.check.tiny:PointsTask.compute_loss"
 DEFECTS += [
     Defect("the step calls the host", tiny.Points, after(LOSS, _with_callback), (2, 2), PROGRAM),
-    Defect("the state is not donated", tiny.Points, replaced("jax:jit", _not_donated), (2, 2),
-           PROGRAM),
+    Defect(
+        "the state is not donated", tiny.Points, replaced("jax:jit", _not_donated), (2, 2), PROGRAM
+    ),
 ]

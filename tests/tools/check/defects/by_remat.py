@@ -26,8 +26,8 @@ class Stages(Split):
 
 def _other_key(old):
     """Remat whose layers get another key."""
-    return lambda layer: lambda x, w, key: old(layer)(
-        x, w, None if key is None else jax.random.fold_in(key, 1)
+    return lambda layer: (
+        lambda x, w, key: old(layer)(x, w, None if key is None else jax.random.fold_in(key, 1))
     )
 
 
@@ -110,18 +110,34 @@ DEFECTS = [
         )
         for what, planted in (
             ("another dropout key", replaced(f"{TINY}rematted", _other_key)),
-            ("another dropout key in the backward pass",
-             replaced(f"{TINY}rematted", _other_key_again)),
+            (
+                "another dropout key in the backward pass",
+                replaced(f"{TINY}rematted", _other_key_again),
+            ),
             ("a statistic moved twice", _with_remat(_mean_twice)),
             ("a count advanced twice", _with_remat(_count_twice)),
         )
         if where in ("in a row", "an attribute") or what.startswith("another dropout key")
     ),
-    Defect("remat of Repeat: another dropout key", tiny.Lm,
-           replaced(f"{LIBRARY}repeats:remat", _library_key), (1, 2, 2), ATTRIBUTE),
-    Defect("remat of StackedTransformer, off: another dropout key", tiny.RowOfLayers,
-           replaced(f"{LIBRARY}repeats:remat", _library_key), (1, 2, 2), ATTRIBUTE),
-    Defect("remat of Pipeline: another dropout key", Stages,
-           replaced(f"{LIBRARY}pipelines:Pipeline.apply_in_microbatches", _ticks_key), (2, 1, 1),
-           ATTRIBUTE),
+    Defect(
+        "remat of Repeat: another dropout key",
+        tiny.Lm,
+        replaced(f"{LIBRARY}repeats:remat", _library_key),
+        (1, 2, 2),
+        ATTRIBUTE,
+    ),
+    Defect(
+        "remat of StackedTransformer, off: another dropout key",
+        tiny.RowOfLayers,
+        replaced(f"{LIBRARY}repeats:remat", _library_key),
+        (1, 2, 2),
+        ATTRIBUTE,
+    ),
+    Defect(
+        "remat of Pipeline: another dropout key",
+        Stages,
+        replaced(f"{LIBRARY}pipelines:Pipeline.apply_in_microbatches", _ticks_key),
+        (2, 1, 1),
+        ATTRIBUTE,
+    ),
 ]

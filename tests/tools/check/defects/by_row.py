@@ -11,6 +11,7 @@ TASK = "tests.tools.check.tiny:PointsTask"
 
 def _loss(make, *, in_evaluation=True, in_training=True):
     """Returns a planter of `make(xent [B], weights [B], is_training)` -> (loss, xent to show)."""
+
     def new(_):
         def compute_loss(self, model, inputs, key):
             logits, weights = self.logits(model, inputs, key), inputs["weights"]
@@ -33,6 +34,7 @@ def _mean(x, w):
 
 def _decode(make):
     """Returns a planter of `make(logits [B, 3], inputs)` -> an output for each row."""
+
     def new(_):
         def decode(self, model, inputs, key):
             return {"score": make(self.logits(model, inputs, None), inputs)}
@@ -44,6 +46,7 @@ def _decode(make):
 
 def _at(num_rows, change):
     """Returns a loss that is changed where a batch has as many rows."""
+
     def make(x, w):
         loss, shown = _mean(x, w), x
         return change(x, w, loss) if x.shape[0] == num_rows else (loss, shown)
@@ -63,25 +66,47 @@ OF_13 = {
     "the first row for the last": lambda x, w, loss: (_mean(x.at[12].set(x[0]), w), x),
     "a gradient too large": lambda x, w, loss: ((with_gradient_times(loss[0], 1.1), loss[1]), x),
     "a mean of means of 7 and 6": lambda x, w, loss: (
-        ((_mean(x[:7], w[:7])[0] + _mean(x[7:], w[7:])[0]) / 2, loss[1]), x),
+        ((_mean(x[:7], w[:7])[0] + _mean(x[7:], w[7:])[0]) / 2, loss[1]),
+        x,
+    ),
     "more on a mesh": lambda x, w, loss: (
-        (loss[0] * (1.1 if num_devices() > 1 else 1.0), loss[1]), x),
+        (loss[0] * (1.1 if num_devices() > 1 else 1.0), loss[1]),
+        x,
+    ),
 }
 DEFECTS = [
     Defect(f"13 rows: {what}", tiny.Points13, _loss(_at(13, change)), (2, 2))
     for what, change in OF_13.items()
 ]
 DEFECTS += [
-    Defect("13 rows: an evaluation a tenth more", tiny.Points13,
-           _loss(_at(13, OF_13["a tenth more"]), in_training=False), (2, 2), ("evaluation",)),
-    Defect("13 rows: outputs of an evaluation are in another order", tiny.Points13,
-           _loss(_at(13, lambda x, w, loss: (loss, x[::-1])), in_training=False),
-           (2, 2), ("evaluation",)),
-    Defect("11 rows of a test: more on a mesh", tiny.Points13,
-           _loss(_at(11, OF_13["more on a mesh"]), in_training=False), (2, 2), ("evaluation",)),
-    Defect("11 rows of a test: a mean of means", tiny.Points13,
-           _loss(_at(11, OF_13["a mean of means of 7 and 6"]), in_training=False),
-           (2, 2), ("evaluation",)),
+    Defect(
+        "13 rows: an evaluation a tenth more",
+        tiny.Points13,
+        _loss(_at(13, OF_13["a tenth more"]), in_training=False),
+        (2, 2),
+        ("evaluation",),
+    ),
+    Defect(
+        "13 rows: outputs of an evaluation are in another order",
+        tiny.Points13,
+        _loss(_at(13, lambda x, w, loss: (loss, x[::-1])), in_training=False),
+        (2, 2),
+        ("evaluation",),
+    ),
+    Defect(
+        "11 rows of a test: more on a mesh",
+        tiny.Points13,
+        _loss(_at(11, OF_13["more on a mesh"]), in_training=False),
+        (2, 2),
+        ("evaluation",),
+    ),
+    Defect(
+        "11 rows of a test: a mean of means",
+        tiny.Points13,
+        _loss(_at(11, OF_13["a mean of means of 7 and 6"]), in_training=False),
+        (2, 2),
+        ("evaluation",),
+    ),
 ]
 # Of any number of rows.
 PLACES = {
@@ -89,22 +114,37 @@ PLACES = {
     "leaves the first row out": lambda x, w: (_mean(x[1:], w[1:]), x),
     "has the row before": lambda x, w: (_mean(jnp.roll(x, 1), w), x),
     "weighs the second half less": lambda x, w: (
-        _mean(x, w * jnp.where(jnp.arange(x.shape[0]) < x.shape[0] // 2, 1.0, 0.5)), x),
+        _mean(x, w * jnp.where(jnp.arange(x.shape[0]) < x.shape[0] // 2, 1.0, 0.5)),
+        x,
+    ),
 }
 DEFECTS += [
-    Defect(f"a row's place: the loss of training {what}", tiny.Points,
-           _loss(make, in_evaluation=False), (2, 2))
+    Defect(
+        f"a row's place: the loss of training {what}",
+        tiny.Points,
+        _loss(make, in_evaluation=False),
+        (2, 2),
+    )
     for what, make in PLACES.items()
 ]
 DEFECTS += [
-    Defect(f"a row's place: the loss of an evaluation {what}", tiny.Points,
-           _loss(make, in_training=False), (2, 2), ("evaluation",))
+    Defect(
+        f"a row's place: the loss of an evaluation {what}",
+        tiny.Points,
+        _loss(make, in_training=False),
+        (2, 2),
+        ("evaluation",),
+    )
     for what, make in PLACES.items()
 ]
 DEFECTS += [
-    Defect(f"a row's place: outputs of an evaluation {what}", tiny.Points,
-           _loss(lambda x, w, show=show: (_mean(x, w), show(x, w)), in_training=False),
-           (2, 2), ("evaluation",))
+    Defect(
+        f"a row's place: outputs of an evaluation {what}",
+        tiny.Points,
+        _loss(lambda x, w, show=show: (_mean(x, w), show(x, w)), in_training=False),
+        (2, 2),
+        ("evaluation",),
+    )
     for what, show in {
         "grow with it": lambda x, w: x * _place(x),
         "are of the row before": lambda x, w: jnp.roll(x, 1),
@@ -121,8 +161,13 @@ DECODED = {
     "are less a mean of true rows": lambda z, i: z[:, 0] - _mean(z[:, 0], i["weights"] != 0)[0],
 }
 DEFECTS += [
-    Defect(f"a row's place: decoded outputs {what}", tiny.Points13, _decode(make), (2, 2),
-           ("decoding",))
+    Defect(
+        f"a row's place: decoded outputs {what}",
+        tiny.Points13,
+        _decode(make),
+        (2, 2),
+        ("decoding",),
+    )
     for what, make in DECODED.items()
 ]
 
@@ -134,20 +179,30 @@ def _of_filler(z, i):
 
 # A check moves rows to other batches with as many rows of filler: these are told by them alone.
 DEFECTS += [
-    Defect(f"rows of filler: decoded outputs {what}", tiny.Points13, _decode(make), (2, 2),
-           ("decoding",))
+    Defect(
+        f"rows of filler: decoded outputs {what}",
+        tiny.Points13,
+        _decode(make),
+        (2, 2),
+        ("decoding",),
+    )
     for what, make in {
         "add the filler's": lambda z, i: z[:, 0] + _of_filler(z, i)[0],
         "add the number of rows": lambda z, i: z[:, 0] + z.shape[0],
-        "add the last row's, if it is filler": lambda z, i: z[:, 0] + jnp.where(
-            i["weights"][-1] == 0, z[-1, 0], 0.0),
+        "add the last row's, if it is filler": lambda z, i: (
+            z[:, 0] + jnp.where(i["weights"][-1] == 0, z[-1, 0], 0.0)
+        ),
         "are divided by the rows": lambda z, i: z[:, 0] / z.shape[0],
     }.items()
 ]
 DEFECTS += [
-    Defect(f"rows of filler: outputs of an evaluation {what}", tiny.Points,
-           _loss(lambda x, w, show=show: (_mean(x, w), show(x, w)), in_training=False),
-           (2, 2), ("evaluation", "rows of filler"))
+    Defect(
+        f"rows of filler: outputs of an evaluation {what}",
+        tiny.Points,
+        _loss(lambda x, w, show=show: (_mean(x, w), show(x, w)), in_training=False),
+        (2, 2),
+        ("evaluation", "rows of filler"),
+    )
     for what, show in {
         "add the filler's": lambda x, w: x + jnp.sum(jnp.where(w == 0, x, 0.0)),
         "are divided by the rows": lambda x, w: x / x.shape[0],

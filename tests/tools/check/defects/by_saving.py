@@ -55,18 +55,26 @@ DEFECTS = [
     Defect(f"resumed: {what}", tiny.Collectives, planted, (2, 2), RESUMED)
     for what, planted in {
         "slots restored into other leaves": _opt_states(
-            lambda o: {**o, "slots": _rolled(o["slots"])}),
+            lambda o: {**o, "slots": _rolled(o["slots"])}
+        ),
         "slots are made anew": _opt_states(
-            lambda o: {**o, "slots": jax.tree.map(_zeros, o["slots"])}),
+            lambda o: {**o, "slots": jax.tree.map(_zeros, o["slots"])}
+        ),
         "averages are made anew": _opt_states(
-            lambda o: {**o, "ema": jax.tree.map(_zeros, o["ema"])}),
+            lambda o: {**o, "ema": jax.tree.map(_zeros, o["ema"])}
+        ),
         "the count of updates is lost": _opt_states(
-            lambda o: {**o, "num_updates": o["num_updates"] * 0}),
+            lambda o: {**o, "num_updates": o["num_updates"] * 0}
+        ),
         "the step is one more": _state(lambda s: dataclasses.replace(s, step=s.step + 1)),
-        "weights restored into other leaves": _state(lambda s: dataclasses.replace(
-            s, mdl_vars=_rolled(s.mdl_vars))),
-        "weights lose a bit": _state(lambda s: dataclasses.replace(
-            s, mdl_vars=jax.tree.map(lambda x: x * (1 + 2.0**-23), s.mdl_vars))),
+        "weights restored into other leaves": _state(
+            lambda s: dataclasses.replace(s, mdl_vars=_rolled(s.mdl_vars))
+        ),
+        "weights lose a bit": _state(
+            lambda s: dataclasses.replace(
+                s, mdl_vars=jax.tree.map(lambda x: x * (1 + 2.0**-23), s.mdl_vars)
+            )
+        ),
         "a batch too far": _position(lambda step: step + bool(step)),
         "a batch again": _position(lambda step: max(step - 1, 0)),
         "the first batch again": _position(lambda step: 0),
@@ -83,8 +91,13 @@ def _elsewhere(array, stored, leaf, mesh):
 
 
 DEFECTS.append(
-    Defect("restored on another mesh in another order", tiny.Points, after(BLOCK, _elsewhere),
-           (2, 2), RESUMED)
+    Defect(
+        "restored on another mesh in another order",
+        tiny.Points,
+        after(BLOCK, _elsewhere),
+        (2, 2),
+        RESUMED,
+    )
 )
 
 ROWS = "praxis_lite.inputs.numpy_data:InMemory.rows"
@@ -117,12 +130,19 @@ DEFECTS += [
         "another noise each time": after(ROWS, _noisy),
         "another process's rows are in another order": after(ROWS, _of_slice),
         "a later start is a batch too far": _batches(
-            lambda old, self, start, rows: old(self, start + bool(start), rows=rows)),
+            lambda old, self, start, rows: old(self, start + bool(start), rows=rows)
+        ),
         "a later start begins again": _batches(
-            lambda old, self, start, rows: old(self, 0, rows=rows)),
-        "every process gets the first rows": _batches(lambda old, self, start, rows: old(
-            self, start, rows=rows and slice(0, rows.stop - rows.start))),
-        "rows in an order of their own": after(ROWS, lambda batch, *_: {
-            k: np.random.default_rng().permutation(x) for k, x in batch.items()}),
+            lambda old, self, start, rows: old(self, 0, rows=rows)
+        ),
+        "every process gets the first rows": _batches(
+            lambda old, self, start, rows: old(
+                self, start, rows=rows and slice(0, rows.stop - rows.start)
+            )
+        ),
+        "rows in an order of their own": after(
+            ROWS,
+            lambda batch, *_: {k: np.random.default_rng().permutation(x) for k, x in batch.items()},
+        ),
     }.items()
 ]

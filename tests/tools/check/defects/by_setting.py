@@ -12,6 +12,7 @@ SWITCHED = ("settings switched",)
 
 def _hidden(change):
     """Returns a planter of `change(hidden, x, w, remat, unroll)`."""
+
     def new(old):
         return lambda x, w, remat, unroll: change(old(x, w, remat, unroll), x, w, remat, unroll)
 
@@ -47,16 +48,42 @@ DEFECTS = [
     if name == "NNX" or what in ("a gradient a tenth larger", "one row for another")
 ]
 DEFECTS += [
-    Defect("unroll of NNX: a layer twice", tiny.OfNnx,
-           _if_unrolled(lambda h, x, w: jnp.tanh(h @ w[-1])), (2, 2), SWITCHED),
-    Defect("unroll of functions: a gradient a tenth larger", tiny.OfFunctions,
-           _if_unrolled(OF_REMAT["a gradient a tenth larger"]), (2, 2), SWITCHED),
-    Defect("scan_layers of Linen: only one layer", tiny.OfLinen,
-           _hidden(lambda h, x, w, remat, unroll: jnp.tanh(x @ w[0])), (2, 2), SWITCHED),
-    Defect("scan_layers of Linen: in evaluation alone, on a mesh", tiny.OfLinen,
-           _hidden(lambda h, x, w, remat, unroll: h * (1 + 1e-6 * (num_devices() > 1))),
-           (2, 2), SWITCHED),
-    Defect("attention_impl of NNX: another number", tiny.OfNnx,
-           replaced("tests.tools.check.tiny:_projected", lambda old: lambda x, impl: x * (
-               1.0 if impl == "fast" else 1.01)), (2, 2), SWITCHED),
+    Defect(
+        "unroll of NNX: a layer twice",
+        tiny.OfNnx,
+        _if_unrolled(lambda h, x, w: jnp.tanh(h @ w[-1])),
+        (2, 2),
+        SWITCHED,
+    ),
+    Defect(
+        "unroll of functions: a gradient a tenth larger",
+        tiny.OfFunctions,
+        _if_unrolled(OF_REMAT["a gradient a tenth larger"]),
+        (2, 2),
+        SWITCHED,
+    ),
+    Defect(
+        "scan_layers of Linen: only one layer",
+        tiny.OfLinen,
+        _hidden(lambda h, x, w, remat, unroll: jnp.tanh(x @ w[0])),
+        (2, 2),
+        SWITCHED,
+    ),
+    Defect(
+        "scan_layers of Linen: in evaluation alone, on a mesh",
+        tiny.OfLinen,
+        _hidden(lambda h, x, w, remat, unroll: h * (1 + 1e-6 * (num_devices() > 1))),
+        (2, 2),
+        SWITCHED,
+    ),
+    Defect(
+        "attention_impl of NNX: another number",
+        tiny.OfNnx,
+        replaced(
+            "tests.tools.check.tiny:_projected",
+            lambda old: lambda x, impl: x * (1.0 if impl == "fast" else 1.01),
+        ),
+        (2, 2),
+        SWITCHED,
+    ),
 ]

@@ -47,24 +47,28 @@ def _scaled(*axes):
 CASES = {
     # Megatron-LM 7452, finding 1: smoothing sums the logits of a device's classes.
     "label logits of a device's classes alone": _stats(
-        lambda s: {"label_logit": s.label_logit / _mdl()}),
+        lambda s: {"label_logit": s.label_logit / _mdl()}
+    ),
     # Finding 2: classes that are gathered are counted once per device.
     "log Z of logits that are gathered": _stats(
-        lambda s: {"log_z": s.log_z + jnp.log(1.0 * _mdl())}),
+        lambda s: {"log_z": s.log_z + jnp.log(1.0 * _mdl())}
+    ),
     "log Z of a device's classes": _stats(lambda s: {"log_z": s.log_z - jnp.log(1.0 * _mdl())}),
-    "accuracy by a device's classes": _stats(
-        lambda s: {"argmax": s.argmax // _mdl()}),
+    "accuracy by a device's classes": _stats(lambda s: {"argmax": s.argmax // _mdl()}),
     # torchtitan 3280, 3329.
     "a loss shown that is not summed over two axes": _scaled("data", "mdl"),
     # Megatron-LM 673, 906.
     "a loss scaled by the group of one axis": _scaled("data"),
     "tokens counted per device": _loss(
-        lambda o: {"total_weight": o["total_weight"] / num_devices("data")}),
+        lambda o: {"total_weight": o["total_weight"] / num_devices("data")}
+    ),
     "tokens counted on every device": _loss(
-        lambda o: {"total_weight": o["total_weight"] * num_devices("mdl")}),
+        lambda o: {"total_weight": o["total_weight"] * num_devices("mdl")}
+    ),
     # Megatron-LM 7452, finding 3: a loss weighed by a device's share of tokens.
     "cross-entropy biased by a device's tokens": _loss(
-        lambda o: {"avg_xent": o["avg_xent"] * (1 + 0.01 * (num_devices() - 1))}),
+        lambda o: {"avg_xent": o["avg_xent"] * (1 + 0.01 * (num_devices() - 1))}
+    ),
 }
 DEFECTS = [
     Defect(f"tracker: {what}", tiny.Lm, planted, (1, 2, 2)) for what, planted in CASES.items()
@@ -112,31 +116,90 @@ def _recomputed(old):
 
 
 DEFECTS += [
-    Defect("tracker: an auxiliary loss that is read as 0", tiny.Experts, replaced(
-        "praxis_lite.layers.transformer.model_parts:aux_loss", _aux_lost), (2, 2, 1)),
-    Defect("tracker: layers computed again see other rows", tiny.Lm, replaced(
-        "praxis_lite.layers.stacking.repeats:remat", _recomputed), (1, 2, 2), ("remat switched",)),
-    Defect("tracker: a mask lost where the sequence is split", tiny.Lm, after(
-        "praxis_lite.layers.attention.kernels.choice:einsum_attention",
-        lambda x, q, k, v, *_: jnp.broadcast_to(jnp.mean(v, 1, keepdims=True), x.shape)
-        if _mdl() > 1 and v.shape == x.shape else x), (1, 1, 2), axis="mdl"),
-    Defect("tracker: documents see each other where the sequence is split", tiny.Lm, replaced(
-        "praxis_lite.layers.attention.masks:AttentionMask.visible_at", _without_segments),
-        (1, 1, 2), ("packed segments",)),
-    Defect("tracker: an all-gather whose gradient every device keeps", tiny.Lm, after(
-        "praxis_lite.layers.embedding.softmaxes:lookup",
-        lambda x, *_: with_gradient_times(x, float(num_devices()))), (1, 2, 2)),
-    Defect("tracker: a partial result read as the whole", tiny.Lm, after(
-        "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",
-        lambda x, *_: first_part(x, _mdl()) if _mdl() > 1 else x), (1, 1, 2), axis="mdl"),
-    Defect("tracker: dropout that every device draws anew", tiny.Lm, replaced(
-        "praxis_lite.layers.stochastics:Dropout.__call__", lambda old: (
-            lambda self, x, key: old(self, x, key if key is None else jax.random.fold_in(
-                key, num_devices() - 1)))), (1, 2, 2)),
-    Defect("tracker: dropout of the first device's rows alone", tiny.Lm, replaced(
-        "praxis_lite.layers.stochastics:Dropout.__call__", _of_first_rows), (1, 2, 1), axis="data"),
-    Defect("tracker: one dropout mask for all layers of a scan", tiny.Lm, replaced(
-        "praxis_lite.layers.stochastics:Dropout.__call__", lambda old: (
-            lambda self, x, key: old(self, x, key if key is None or num_devices() == 1
-                                     else jax.random.key(0)))), (1, 2, 2)),
+    Defect(
+        "tracker: an auxiliary loss that is read as 0",
+        tiny.Experts,
+        replaced("praxis_lite.layers.transformer.model_parts:aux_loss", _aux_lost),
+        (2, 2, 1),
+    ),
+    Defect(
+        "tracker: layers computed again see other rows",
+        tiny.Lm,
+        replaced("praxis_lite.layers.stacking.repeats:remat", _recomputed),
+        (1, 2, 2),
+        ("remat switched",),
+    ),
+    Defect(
+        "tracker: a mask lost where the sequence is split",
+        tiny.Lm,
+        after(
+            "praxis_lite.layers.attention.kernels.choice:einsum_attention",
+            lambda x, q, k, v, *_: (
+                jnp.broadcast_to(jnp.mean(v, 1, keepdims=True), x.shape)
+                if _mdl() > 1 and v.shape == x.shape
+                else x
+            ),
+        ),
+        (1, 1, 2),
+        axis="mdl",
+    ),
+    Defect(
+        "tracker: documents see each other where the sequence is split",
+        tiny.Lm,
+        replaced("praxis_lite.layers.attention.masks:AttentionMask.visible_at", _without_segments),
+        (1, 1, 2),
+        ("packed segments",),
+    ),
+    Defect(
+        "tracker: an all-gather whose gradient every device keeps",
+        tiny.Lm,
+        after(
+            "praxis_lite.layers.embedding.softmaxes:lookup",
+            lambda x, *_: with_gradient_times(x, float(num_devices())),
+        ),
+        (1, 2, 2),
+    ),
+    Defect(
+        "tracker: a partial result read as the whole",
+        tiny.Lm,
+        after(
+            "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",
+            lambda x, *_: first_part(x, _mdl()) if _mdl() > 1 else x,
+        ),
+        (1, 1, 2),
+        axis="mdl",
+    ),
+    Defect(
+        "tracker: dropout that every device draws anew",
+        tiny.Lm,
+        replaced(
+            "praxis_lite.layers.stochastics:Dropout.__call__",
+            lambda old: (
+                lambda self, x, key: old(
+                    self, x, key if key is None else jax.random.fold_in(key, num_devices() - 1)
+                )
+            ),
+        ),
+        (1, 2, 2),
+    ),
+    Defect(
+        "tracker: dropout of the first device's rows alone",
+        tiny.Lm,
+        replaced("praxis_lite.layers.stochastics:Dropout.__call__", _of_first_rows),
+        (1, 2, 1),
+        axis="data",
+    ),
+    Defect(
+        "tracker: one dropout mask for all layers of a scan",
+        tiny.Lm,
+        replaced(
+            "praxis_lite.layers.stochastics:Dropout.__call__",
+            lambda old: (
+                lambda self, x, key: old(
+                    self, x, key if key is None or num_devices() == 1 else jax.random.key(0)
+                )
+            ),
+        ),
+        (1, 2, 2),
+    ),
 ]

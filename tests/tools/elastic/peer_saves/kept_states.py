@@ -42,9 +42,13 @@ class Hosts:
 
     def order(self, members: Sequence[int], member: int | None = None) -> Assignment:
         return Assignment(
-            generation=self.generation, member=members[0] if member is None else member,
-            members=tuple(members), stores=tuple(self.stores[k].address for k in members),
-            key=KEY, coordinator="", num_slots=len(members),
+            generation=self.generation,
+            member=members[0] if member is None else member,
+            members=tuple(members),
+            stores=tuple(self.stores[k].address for k in members),
+            key=KEY,
+            coordinator="",
+            num_slots=len(members),
         )
 
     def clients(self, members: Sequence[int]):
@@ -59,11 +63,17 @@ class Hosts:
         meeting = Meeting(len(members))
         with contextlib.ExitStack() as held:
             savers = [
-                held.enter_context(PeerSaver(
-                    self.order(members, member), self.clients(members), layout, mesh,
-                    self.notes.append, lambda name, text, k=index: meeting.exchange(k, text),
-                    places.__getitem__,
-                ))
+                held.enter_context(
+                    PeerSaver(
+                        self.order(members, member),
+                        self.clients(members),
+                        layout,
+                        mesh,
+                        self.notes.append,
+                        lambda name, text, k=index: meeting.exchange(k, text),
+                        places.__getitem__,
+                    )
+                )
                 for index, member in enumerate(members)
             ]
 
@@ -120,4 +130,3 @@ def with_averages() -> TrainState:
     state = true_state()
     ema = jax.tree.map(lambda x: (x * 3).astype(x.dtype), state.mdl_vars["params"])
     return dataclasses.replace(state, opt_states={**state.opt_states, "ema": ema})
-

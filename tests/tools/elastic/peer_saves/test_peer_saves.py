@@ -49,7 +49,8 @@ def assert_same(state, step):
     expected = with_averages()
     assert int(state.step) == step
     for tree, other in [
-        (state.mdl_vars, expected.mdl_vars), (state.opt_states, expected.opt_states)
+        (state.mdl_vars, expected.mdl_vars),
+        (state.opt_states, expected.opt_states),
     ]:
         jax.tree.map_with_path(assert_same_leaf, tree, other)
 
@@ -94,7 +95,8 @@ def test_a_state_goes_from_8_to_7_to_5_to_8_devices_as_hosts_die_and_return(host
             save(step, restored.state, {"position": step})
     # It is what the disk gives, too.
     jax.tree.map(
-        np.testing.assert_array_equal, disk.restore(layout, mesh).state.opt_states,
+        np.testing.assert_array_equal,
+        disk.restore(layout, mesh).state.opt_states,
         restored.state.opt_states,
     )
     assert hosts.notes == []
@@ -256,8 +258,12 @@ def test_parts_of_different_generations_make_no_state(hosts, disk):
             before = SaveId(1, 0, origin)
             if before in store.saves():
                 held = hosts.stores[clients.index(store)]._saves[before]
-                store.put(SaveId(2, 0, origin), held.header,
-                          [memoryview(held.data)[: held.num_bytes]], held.num_bytes)
+                store.put(
+                    SaveId(2, 0, origin),
+                    held.header,
+                    [memoryview(held.data)[: held.num_bytes]],
+                    held.num_bytes,
+                )
                 store.drop(before)
     found, lines = newest(disk, hosts)
     assert found.source == "disk"
@@ -324,10 +330,17 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
 def test_the_neighbour_is_on_another_host_where_there_is_one(addresses, expected):
     members = tuple(range(len(addresses)))
     actual = [
-        neighbor_index(Assignment(
-            generation=1, member=member, members=members, stores=tuple(addresses),
-            key=b"", coordinator="", num_slots=len(members),
-        ))
+        neighbor_index(
+            Assignment(
+                generation=1,
+                member=member,
+                members=members,
+                stores=tuple(addresses),
+                key=b"",
+                coordinator="",
+                num_slots=len(members),
+            )
+        )
         for member in members
     ]
     assert actual == expected
