@@ -105,7 +105,8 @@ class Goodput:
         if len(self.launches) == 1 and self.total_seconds < _MIN_SECONDS_FOR_GOODPUT:
             parts = [f"{kind} {value:,.0f} s" for value, kind in others[:3] if value >= 0.5]
             steps = f"steps took {self.seconds[STEP]:,.0f} of {self.total_seconds:,.0f} s"
-            return f"{steps}; {', '.join(parts)} (startup dominates a short run)"
+            rest = f"; {', '.join(parts)}" if parts else ""
+            return f"{steps}{rest} (startup dominates a short run)"
         rest = ", ".join(
             f"{kind} {self._share(value):.1%}"
             for value, kind in others[:3]

@@ -131,7 +131,7 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     assert done.code == 2
     words = " ".join(done.err.split())
     assert " 3 steps, up to step 10," in words
-    assert "step 7 " in words and "of step 7" in words
+    assert "is step 7." in words and "before these steps is step 7, in" in words
     assert "run.stopping.max_skipped_steps_in_a_row" in words
     assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
         0,
@@ -211,7 +211,7 @@ def test_an_id_without_a_row_ends_training_before_its_step(tmp_path, monkeypatch
     monkeypatch.setenv("JOBZOO_FOREIGN_ID_AT", "4")
     done = launch(TINY, f"--job_log_dir={tmp_path}")
     assert done.code == 2
-    assert "datasets.train, batch 4: row 5 of labels has 300" in " ".join(done.err.split())
+    assert "datasets.train, batch 4: row 5 of labels contains 300" in " ".join(done.err.split())
     job = JobDir(tmp_path)
     assert [line["num_skipped_steps"] for line in lines_of(job.metrics_jsonl)] == [0] * 3
     with Checkpoints(job.checkpoints) as saved:

@@ -121,7 +121,7 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
     assert "step 16: loss spike: " in told.out and "run.loss_spikes.factor is 20.0" in told.out
     assert (
         "rolled back from the loss spike of step 16 to step 14; its batch 15 is skipped (1 skipped "
-        "out so far)" in told.out
+        "so far)" in told.out
     )
     assert "loss spike" not in quiet.out
     steps, expected = lines_of(rolled.metrics_jsonl), lines_of(without.metrics_jsonl)

@@ -100,4 +100,4 @@ def test_rows_without_weights_are_refused_before_anything_compiles():
     with mock.patch.object(InMemory, "element_spec", without_weights):
         done = launch(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={home() / 'refused'}")
     assert done.code != 0 and done.num_compiled == 0
-    assert "60 rows, which 8 devices" in done.err and "'weights'" in done.err
+    assert "60 rows cannot be split evenly over 8 devices" in done.err and "'weights'" in done.err

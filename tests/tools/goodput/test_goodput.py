@@ -289,7 +289,7 @@ def test_lines_of_strangers_are_left_out(job):
 def test_a_launch_without_a_second_has_no_share(job):
     line = Span(5.0, None, None, {}).line()
     job.timeline_jsonl.write_text(line)
-    assert goodput_of(job).line().startswith("steps took 0 of 0 s")
+    assert goodput_of(job).line().startswith("steps took 0 of 0 s (startup")
     assert "goodput: 0.0%" in str(goodput_of(job))
 
 
