@@ -1,7 +1,8 @@
 """Compiles steps ahead of time, once per batch shape, and sets up JAX's compilation cache."""
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.job import processes
 from praxis_lite.trainer.checks.memory import SMALLER_STATE, SMALLER_STEP
 
-__all__ = ("compile_step", "use_compilation_cache")
+__all__ = ("compile_step", "current_metadata", "use_compilation_cache")
 
 _compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
     weakref.WeakKeyDictionary()
@@ -28,6 +29,22 @@ def use_compilation_cache() -> None:
     # JAX adds its settings to the class at run time.
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
+
+
+@contextlib.contextmanager
+def current_metadata() -> Iterator[None]:
+    """Makes programs that are compiled in the context contain the current names and source lines.
+
+    By default, the key of JAX's persistent cache does not depend on the layer names and the source
+    lines in a program, so a cached program may contain those of an older version of the code.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    previous = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, previous)
 
 
 def compile_step(

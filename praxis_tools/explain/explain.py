@@ -21,6 +21,7 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.trainer.checks.datasets import step_for
+from praxis_lite.trainer.compilation import current_metadata
 from praxis_lite.trainer.layout_table import (
     layout_table,
     layout_warnings,
@@ -124,7 +125,8 @@ def explain(
         spec = pipeline.element_spec()
         start = time.monotonic()
         step_warnings: list[str] = []
-        compiled = mended(step.lower(spec), partitioner.mesh, step_warnings.append).compile()
+        with current_metadata():
+            compiled = mended(step.lower(spec), partitioner.mesh, step_warnings.append).compile()
         seconds = time.monotonic() - start
         for warning in step_warnings:
             add(f"  WARNING: {warning}")

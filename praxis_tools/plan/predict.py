@@ -14,6 +14,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_text import parse
 from praxis_tools.plan.costs import FITTED, Efficiencies
@@ -236,7 +237,8 @@ def compile_with_text(lowered: Any, topology: Topology) -> Any:
     cannot parse its own output. Their text is read from the compiler's dump instead.
     """
     if topology.chip.name not in PLANNING_OPTIONS:
-        return lowered.compile()
+        with current_metadata():
+            return lowered.compile()
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder})
         try:

@@ -15,6 +15,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.experiment.experiment import Experiment
+from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_layers import GRADIENT_OF
 from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
@@ -83,7 +84,8 @@ def compiled_step(
         job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
-    compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
+    with current_metadata():
+        compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
     collectives = hlo.collectives(compiled, dict(partitioner.mesh.shape))
     return CompiledStep(step, collectives, partitioner.layout, compiled)
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core.errors import format_bytes
+from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo, hlo_matmuls
 from praxis_tools.explain.hlo_layers import layers_of_name, merged_layer, source_line
 from tests.support.unknown_loops import unknown_loops
@@ -607,12 +608,26 @@ def test_a_collective_in_no_layer_is_told_by_the_line_of_the_model(mesh):
         return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("data", None)))
 
     x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 37), "mdl")
-    (item,) = hlo.collectives(jax.jit(model).lower(x, w).compile())
+    grad = jax.grad(lambda w, x: model(x, w).sum() ** 2)
+    with current_metadata():
+        (item,) = hlo.collectives(jax.jit(model).lower(x, w).compile())
+        actual = hlo.collectives(jax.jit(grad).lower(w, x).compile())
     assert item.layer == f"test_hlo.py:{lines[0]}"
     # Differentiated, by the same line.
-    grad = jax.grad(lambda w, x: model(x, w).sum() ** 2)
-    actual = hlo.collectives(jax.jit(grad).lower(w, x).compile())
     assert f"gradient of test_hlo.py:{lines[-1]}" in {c.layer for c in actual}
+
+
+def test_a_line_is_that_of_the_current_code_and_not_of_a_program_in_the_cache(mesh):
+    def layer(num_lines_above):
+        names = {"jax": jax, "split": NamedSharding(mesh, P("data", None))}
+        source = "def model(x, w):\n    return jax.lax.with_sharding_constraint(x @ w, split)"
+        exec(compile("\n" * num_lines_above + source, "/home/me/model.py", "exec"), names)
+        x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 41), "mdl")
+        with current_metadata():
+            (item,) = hlo.collectives(jax.jit(names["model"]).lower(x, w).compile())
+        return item.layer
+
+    assert [layer(3), layer(11)] == ["model.py:5", "model.py:13"]
 
 
 def test_merged_collectives_have_the_layers_of_all_their_parts(mesh):
