@@ -123,6 +123,8 @@ class Tree:
             "-p",
             "no:cacheprovider",
             "-p",
+            "no:randomly",  # The tests of a file stay in their order.
+            "-p",
             "tests.support.chosen_tests",
             f"--chosen={chosen}",
             "--tb=no",

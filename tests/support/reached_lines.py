@@ -132,6 +132,8 @@ def _run_covered(
             "-p",
             "no:cacheprovider",
             "-p",
+            "no:randomly",
+            "-p",
             "tests.support.measure",
             "-p",
             "tests.support.reached_lines",
