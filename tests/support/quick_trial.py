@@ -21,7 +21,7 @@ def main(argv):
     settings = dict(item.split("=", 1) for item in argv if "=" in item)
     folder, rate = Path(settings["--job_log_dir"]), float(settings["task.learner.learning_rate"])
     if rate == 512:
-        print("error: The state of training does\nnot fit.")
+        print("error: The training state does\nnot fit.")
         return 2
     folder.mkdir(exist_ok=True)
     (folder / "pid").write_text(str(os.getpid()))

@@ -233,7 +233,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the results of `read_json_lines` in reverse order, and none if there is no file.
+    """Yields the parsed lines of a file, newest first; nothing if the file does not exist.
 
     The file is read backwards, and only as far as needed.
     """
@@ -346,7 +346,7 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: A line is not valid, has no dataset, or has a metric that is not a number.
     """
-    return _checked_lines(path, "a text 'dataset' and numbers", _is_evaluation)
+    return _checked_lines(path, "a string 'dataset' and numbers", _is_evaluation)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
