@@ -150,8 +150,8 @@ def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
         return f"checkpoints: the first {'; or '.join(times)}; and at the end"
     return (
         f"checkpoints: only at the end (step {run.num_train_steps}); if the process is killed "
-        "before that, all its steps are lost. To save more often, set run.checkpoints.every_seconds or "
-        "run.checkpoints.every_steps"
+        "before that, all its steps are lost. To save more often, set "
+        "run.checkpoints.every_seconds or run.checkpoints.every_steps"
     )
 
 

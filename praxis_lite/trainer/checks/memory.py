@@ -60,9 +60,8 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         message = (
             f"{subject} takes {format_bytes(needed)} of this machine's memory on {len(devices)} "
             f"simulated device{'s' * (len(devices) > 1)}, but {format_bytes(int(available))} are "
-            "available. "
-            f"{_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, because each "
-            "device holds a copy of replicated arrays, or use real devices."
+            f"available. {_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, "
+            "because each device holds a copy of replicated arrays, or use real devices."
         )
     else:
         leaves = [leaf for leaf in leaves if not leaf.is_on_host]
@@ -106,7 +105,7 @@ def check_batch_fits(spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, 
         raise OutOfMemory(
             f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), but "
             f"{format_bytes(int(available))} are available. Lower {name}.batch_size, or use "
-            "smaller examples. Learner.gradient_accumulation_steps does not reduce the size of a batch."
+            "smaller examples. Learner.gradient_accumulation_steps does not make the batch smaller."
         )
 
 

@@ -85,9 +85,9 @@ class SkippedSteps(Hook):
             )
         return (
             f"{skipped}, because the loss, gradient or learning rate was not finite or the "
-            f"gradient was too large. The last good step is {last_good}; {checkpoint}. {advice}. To "
-            "allow more skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it to "
-            "None."
+            f"gradient was too large. The last good step is {last_good}; {checkpoint}. {advice}. "
+            "To allow more skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it "
+            "to None."
         )
 
 
