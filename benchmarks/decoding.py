@@ -1,15 +1,16 @@
-"""Compares the decoding speed of a Hugging Face Llama with that of transformers.
+"""Compares the decoding speed of a Hugging Face Llama here and in transformers.
 
 `python benchmarks/decoding.py --peer_python=PYTHON`, where PYTHON is an interpreter with torch and
-transformers, writes a Llama with 134 M random weights in 12 layers. It greedily continues prompts
-of 32 tokens with `huggingface.load(directory).generate` (ours) and with
-`AutoModelForCausalLM.generate`, in `--dtype`. Ours stores weights in `--weights_dtype` and
-optionally uses `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` splits ours
-over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set the model's size.
+transformers, writes a Llama with 12 layers and 134 M random weights. It continues prompts of 32
+tokens greedily, with `huggingface.load(directory).generate` (ours) and with transformers'
+`AutoModelForCausalLM.generate`, in `--dtype`. Our weights are stored in `--weights_dtype`,
+optionally with `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` shards our
+model over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set its size.
 
-Tokens per second exclude the first token, whose time includes the prefill. The script also prints
-the achieved fraction of the bandwidth of multiplying the same weight matrices by one row, our
-compile time, and whether both chose the same tokens. Without --peer_python, only ours is measured.
+Tokens per second exclude the first token, whose time includes the prefill. As a reference for the
+memory bandwidth, the script also multiplies matrices of the same sizes by one row, and prints the
+fraction of this bandwidth that decoding achieves. It also prints our compile time, and whether both
+libraries chose the same tokens. Without --peer_python, only our library is measured.
 """
 
 import argparse
@@ -221,7 +222,7 @@ class Worker:
 
 
 def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
-    """Prints the measurements of each worker for a batch of prompts."""
+    """Prints the results of each worker for a batch of prompts."""
     import numpy as np
 
     rng = np.random.default_rng(batch)
@@ -252,7 +253,7 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints the measurements for each batch size and number of threads."""
+    """Prints the results for each batch size and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

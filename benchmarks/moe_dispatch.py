@@ -1,10 +1,10 @@
-"""Measures the cost of dispatching tokens to experts: collectives, and time relative to dense.
+"""Measures the cost of dispatching tokens to experts, relative to a dense layer.
 
-`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with and without a
-capacity, and a dense feed-forward layer with the same active flops (two experts per token, so twice
-the hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the
-collectives of each layer and direction, and ratios to the dense layer, measured in one run that
-alternates between the programs.
+`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer with and without a capacity,
+and a dense feed-forward layer with the same active flops (two experts per token, so twice the
+hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the collectives
+of each layer and direction. It also prints the time relative to the dense layer, measured
+alternately in a single run.
 """
 
 import argparse
@@ -65,7 +65,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) -> tuple[Any, Any]:
-    """Returns the compiled loss (and gradients) of a layer and its arguments."""
+    """Compiles the loss of a layer, or its gradients; returns the executable and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
 
 
 def medians(programs: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each program, measured in alternation."""
+    """Returns the median seconds of each executable, measured alternately."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(num_rounds + 3):
         for name, (compiled, arguments) in programs.items():
