@@ -1,10 +1,10 @@
-"""Lists which layer classes and options of praxis 1.4.0 are covered, and writes the docs page.
+"""Which class and option of praxis 1.4.0's layers is covered here: data, and docs/pax_coverage.md.
 
-    python -m tests.support.pax_coverage    # writes docs/pax_coverage.md
+    python -m tests.support.pax_coverage    # writes the page anew
 
-tests/goldens/pax/layer_options.json, created with Pax, contains each class's module, options and
-named splits. An option is covered if our class has a setting with the same name, or if AS maps it
-to a different name. Every other option needs a reason in WITHOUT.
+What Pax has is tests/goldens/pax/layer_options.json, made with the real Pax: by class its module,
+its options, and its named splits. What is here is asked of the code: an option is covered if our
+class has a setting of the same name, or if AS names another. The rest needs a reason in WITHOUT.
 """
 
 import collections
@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs/pax_coverage.md"
 
 TASKS = {task.__name__: task for task in (DpoTask, LanguageModelTask, SequenceToSequenceTask)}
 
-# Maps Pax's classes to our classes with different names.
+# Pax's class -> ours, where the name is another.
 COUNTERPARTS = {
     "CircularLayerwiseShardablePipelined": "Pipeline",
     "LanguageModel": "LanguageModelTask",
@@ -39,7 +39,7 @@ COUNTERPARTS = {
     "StackedTransformerRepeated": "Repeat",
 }
 
-# Maps Pax's activation classes to our names.
+# Pax's activation class -> our name of it.
 ACTIVATION_NAMES = {
     "CubedReLU": "cubed_relu", "ELU": "elu", "Exp": "exp", "GELU": "gelu", "Identity": "identity",
     "LeakyReLU": "leaky_relu", "ReLU": "relu", "ReLU6": "relu6", "SiLU": "silu",
@@ -47,18 +47,18 @@ ACTIVATION_NAMES = {
     "SquaredReLU": "squared_relu", "Swish": "swish", "Tanh": "tanh",
 }  # fmt: skip
 
-_EINSUM = "a template for quantization in Pax; see `quantized`"
+_EINSUM = "in Pax a template for quantization; here see `quantized`"
 _NGRAMMER = "there is no n-grammer"
 _NO_SPEECH = "speech"
 _RECURRENT = "the recurrent layer here is `RgLruBlock`"
 _NAMES = "names are fixed"
 _SUMMARY = "not reported"
 _TOKENS = "the metrics' weights count tokens"
-_PACKED = "batches with `segment_ids` are packed"
+_PACKED = "packed where a batch has `segment_ids`"
 _BASE = "a base class"
-_SHARDED = "training and decoding share a setting"
+_SHARDED = "one setting is for training and decoding"
 
-# Maps (Pax's class or "*", option) to our settings with different names.
+# (Pax's class or "*", option) -> our setting or settings of another name.
 AS = {
     ("*", "activation_tpl"): "activation",
     ("*", "activation_split_dims_mapping.emb_out_split_dims_mapping"): "lookup_split_dims_mapping",
@@ -157,13 +157,13 @@ AS = {
     ("DepthwiseConv1D", "weight_split_dims_mapping.him"): "weight_split_dims_mapping",
 }  # fmt: skip
 
-# Maps (Pax's class or "*", option) to the reason why it is not covered.
+# (Pax's class or "*", option) -> why there is nothing of it here.
 WITHOUT = {
     ("*", "einsum_tpl"): _EINSUM,
     ("*", "array_lookup_tpl"): _EINSUM,
     ("*", "qk_einsum_tpl"): _EINSUM,
     ("*", "pv_einsum_tpl"): _EINSUM,
-    ("*", "bi_tempered_loss_tpl"): "the bi-tempered loss is not implemented",
+    ("*", "bi_tempered_loss_tpl"): "the bi-tempered loss is not made",
     ("*", "ngrammer_tpl"): _NGRAMMER,
     ("*", "ngrammer_tpls"): _NGRAMMER,
     ("*", "post_attention_ngrammer_tpls"): _NGRAMMER,
@@ -176,69 +176,69 @@ WITHOUT = {
     ("*", "dconv_kernel_size"): "no convolution of queries, keys and values",
     ("*", "causal_depthwise_conv1d_tpl"): "no convolution of queries, keys and values",
     ("*", "weight_split_dims_mapping.dconv"): "no convolution of queries, keys and values",
-    ("*", "consolidate_rope_key_state"): "the cache stores rotated keys",
-    ("*", "decode_cache"): "a call uses the cache that is passed to it",
+    ("*", "consolidate_rope_key_state"): "the cache has rotated keys",
+    ("*", "decode_cache"): "there is a cache if a call is given one",
     ("*", "attention_mask_summary"): _SUMMARY,
     ("*", "decoding_maybe_shard_projections"): _SHARDED,
     ("*", "activation_split_dims_mapping.extend_step_out"): _SHARDED,
     ("*", "activation_split_dims_mapping.ffn0_extend_step"): _SHARDED,
     ("*", "activation_split_dims_mapping.ffn1_extend_step"): _SHARDED,
     ("*", "activation_split_dims_mapping.bd"): _SHARDED,
-    ("*", "unroll_in_decode"): "`unroll` applies to training and decoding",
+    ("*", "unroll_in_decode"): "`unroll` is for training and decoding",
     ("*", "repeat_layer_name"): _NAMES,
     ("*", "sublayer_name"): _NAMES,
-    ("*", "repeat_optimizer_dims_mapping"): "a slot's stacked dim is sharded like its weight's",
-    ("*", "optimizer_dims_mapping"): "a slot's stacked dim is sharded like its weight's",
-    ("*", "nd_prefix_shape"): "a stack has one dim; checkpoints with several can be converted",
+    ("*", "repeat_optimizer_dims_mapping"): "a slot's stacked dim splits as its weight's",
+    ("*", "optimizer_dims_mapping"): "a slot's stacked dim splits as its weight's",
+    ("*", "nd_prefix_shape"): "a stack has one dim; interop takes checkpoints with several",
     ("*", "return_intermediate_outputs"): _SUMMARY,
     ("*", "collect_intermediate_outputs"): _SUMMARY,
-    ("*", "unpack_summaries"): "summaries of a stack have the shape [layers]",
+    ("*", "unpack_summaries"): "a stack's summaries are [layers]",
     ("*", "bf16_accum_in_fp32"): "gradients of float32 weights are summed in float32",
-    ("*", "pipeline_broadcast_inputs"): "each stage gathers all inputs except x",
+    ("*", "pipeline_broadcast_inputs"): "inputs beside x are gathered by each stage",
     ("*", "enable_async_circular_transfer"): "XLA schedules the permutes",
     ("ClassificationModel", "input_field"): "`ClassificationTask` reads `inputs`",
     ("ClassificationModel", "label_field"): "`ClassificationTask` reads `labels`",
-    ("DepthwiseConv1D", "use_2d_conv_weight_shape"): "weights have no additional dim of size 1",
+    ("DepthwiseConv1D", "use_2d_conv_weight_shape"): "weights have no further dim of 1",
     ("Dropout", "noise_shape"): "see `noise_shape_broadcast_dims`",
     ("Dropout", "dropout_at_eval"): "off without a key",
-    ("Dropout", "transpose_qk"): "only affects speed",
+    ("Dropout", "transpose_qk"): "a detail of speed",
     ("Einsum", "einsum_op_tpl"): _EINSUM,
-    ("Embedding", "set_nan_for_oob_id"): 'with `lookup_style="index"`, ids out of range give NaN',
+    ("Embedding", "set_nan_for_oob_id"): 'an id without a row gives NaN by `lookup_style="index"`',
     ("Embedding", "array_lookup"): _EINSUM,
     ("Embedding", "einsum"): _EINSUM,
     ("*", "polluting_bubbles_with_nan"): "for Pax's own tests",
-    ("*", "enable_bubble_grad_skipping"): "results of idle stages do not affect gradients",
-    ("CircularLayerwiseShardablePipelined", "share_weights"): "each repeat has separate weights",
+    ("*", "enable_bubble_grad_skipping"): "what an idle stage computes reaches no gradient",
+    ("CircularLayerwiseShardablePipelined", "share_weights"): "each repeat has weights of its own",
     ("GroupedQueryAttention", "hidden_dim"): "without effect in Pax",
-    ("MultiQueryDotProductAttention", "combine_qkv"): "also rejected by Pax",
+    ("MultiQueryDotProductAttention", "combine_qkv"): "refused by Pax too",
     ("*", "return_predictions"): "evaluation returns metrics",
     ("LanguageModel", "count_tokens"): _TOKENS,
-    ("LanguageModelDPO", "ref_mdl"): "`with_reference`, or the model without LoRA",
+    ("LanguageModelDPO", "ref_mdl"): "made by `with_reference`, or the model without its LoRA",
     ("LanguageModelDPO", "token_counter"): _TOKENS,
-    ("*", "apply_eval_sample_weights"): "weights are always applied",
+    ("*", "apply_eval_sample_weights"): "weights are always heeded",
     ("LanguageModel", "report_strict_acc"): _SUMMARY,
     ("LayerNorm", "reductions_in_fp32"): "always in float32",
     ("LocalSelfAttention", "simulated"): "see `atten_kernel`",
     ("MLPBlock", "activate_final"): "the last layer has no activation",
     ("MLPBlock", "ff_tpl"): "its settings are `Mlp`'s",
-    ("NClassMajorSharedEmbeddingSoftmax", "feed_forward_tpl"): "the layer has its own weight",
+    ("NClassMajorSharedEmbeddingSoftmax", "feed_forward_tpl"): "has its weight itself",
     ("NClassMajorSharedEmbeddingSoftmax", "scale_before_logits"): "without effect in Pax",
-    ("RelativeBias", "use_length_as_position"): "positions are passed as an argument",
-    ("Repeat", "positional_args_as_scan_carry"): "always; x is the carry",
+    ("RelativeBias", "use_length_as_position"): "positions are handed in",
+    ("Repeat", "positional_args_as_scan_carry"): "x is carried",
     ("RmsNorm", "intermediate_dtype"): "always in float32",
     ("TrainablePositionalEmbedding", "min_timescale"): "without effect in Pax",
     ("TrainablePositionalEmbedding", "max_timescale"): "without effect in Pax",
     ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gs"): "left to XLA",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gsec"): "there is no such array",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gecs"): "there is no such array",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gec"): "there is no such array",
-    ("TransformerLm", "skip_aux_loss"): "`compute_loss` adds these losses; `__call__` does not",
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gsec"): "never made",
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gecs"): "never made",
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gec"): "never made",
+    ("TransformerLm", "skip_aux_loss"): "`compute_loss` adds these losses, a call does not",
     ("TransformerLm", "record_activations_in_xent_output"): _SUMMARY,
-    ("VisionTransformer", "full_data_parallel_on_entry_exit"): "set the splits of the parts",
+    ("VisionTransformer", "full_data_parallel_on_entry_exit"): "splits of the parts say it",
     ("PipelinedTransformer", "activation_split_dims_mapping.final_out"): "left to XLA",
 }  # fmt: skip
 
-# Maps Pax's classes to the reason why they are not covered.
+# Pax's class -> why there is nothing of it here.
 ABSENT = {
     **dict.fromkeys(("BaseActivation", "BaseNormalization", "BaseDepthwiseConv1D"), _BASE),
     **dict.fromkeys(
@@ -251,7 +251,7 @@ ABSENT = {
          "BregmanNgrammer"),
         _NGRAMMER,
     ),
-    "BregmanPCA": "not implemented",
+    "BregmanPCA": "not made",
     **dict.fromkeys(
         ("Conformer", "DotProductAttentionWithContext", "DotProductAttentionWithContextXL",
          "SelfAttentionWithNormAndResidual", "LightConv1D", "SpectrumAugmenter",
@@ -272,7 +272,7 @@ ABSENT = {
     ),
     **dict.fromkeys(
         ("DotProductAttentionWithLPB", "MultiQueryDotProductAttentionLPB"),
-        "each sample of a prompt has a separate cache",
+        "each sample of a prompt has a cache of its own",
     ),
     **dict.fromkeys(
         ("DotProductAttentionXL", "LocalSelfAttentionXL"),
@@ -281,52 +281,51 @@ ABSENT = {
     **dict.fromkeys(
         ("LocalSelfAttentionAlibi", "LocalSelfAttentionRelativeBias"),
         "a window with relative positions: `DotProductAttention` with `window` and "
-        "`relative_bias_tpl` has T5's buckets instead",
+        "`relative_bias_tpl` has T5's buckets, not theirs",
     ),
-    "BertModel": "masked language modelling is not implemented",
-    "BiTemperedLoss": "not implemented",
-    "CausalDepthwiseConv1D": "only as a part of `RgLruBlock`",
+    "BertModel": "masked language modelling is not made",
+    "BiTemperedLoss": "not made",
+    "CausalDepthwiseConv1D": "no convolution of queries, keys and values; `RgLruBlock` has its own",
     "ClassificationMLPModel": "`Mlp` in a `ClassificationTask`",
     "Conv3D": "images only",
-    "GShardSharedEmbeddingSoftmax": "`NClassMajorSharedEmbeddingSoftmax` also has a [V, D] weight",
-    "LanguageModelContinuousBatching": "`LanguageModelTask` also supports continuous batching",
-    "MaskedLmDataAugmenter": "masked language modelling is not implemented",
-    "PositionalEmbedding2D": "positions are learned, or count patches",
-    "Sequential": "write a class that contains the layers",
-    "SigmoidCrossEntropy": "classes are mutually exclusive",
-    "SpectralNorm": "not implemented; requires the state of a power iteration",
+    "GShardSharedEmbeddingSoftmax": "`NClassMajorSharedEmbeddingSoftmax` has a [V, D] weight too",
+    "LanguageModelContinuousBatching": "`LanguageModelTask` decodes in continuous batches, too",
+    "MaskedLmDataAugmenter": "masked language modelling is not made",
+    "PositionalEmbedding2D": "positions of an image are learned or counted along its patches",
+    "Sequential": "write a class with the layers in it",
+    "SigmoidCrossEntropy": "classes exclude each other",
+    "SpectralNorm": "needs a power iteration's state; not made",
     "TokenCounter": _TOKENS,
     **dict.fromkeys(("VanillaBlock", "VanillaNet"), "`ResNet` is the convolutional network"),
 }  # fmt: skip
 
 HEAD = """# Coverage of Pax's layers
 
-This page lists each layer class of praxis 1.4.0 and its options, with their names here or the
-reason why they are not covered. **An option that is neither in the first table nor in its class's
-row is a setting with the same name.** Defaults are the same as in Pax unless noted otherwise.
-`tests/layers` compares the results with those of Pax (`tests/goldens`).
+Each layer class of praxis 1.4.0 and each of its options: what it is here, or why it is not. **An
+option that neither the first table nor its class's row names is a setting of the same name.**
+Defaults are Pax's unless said otherwise; `tests/layers` compares the numbers with those of the real
+Pax (`tests/goldens`).
 
-`python -m tests.support.pax_coverage` generates this page from the code; a test checks that it is
-up to date. Fields that all Pax layers have (`name`, `dtype`, `fprop_dtype`, `params_init`,
-`weight_split_dims_mapping.wt`, `activation_split_dims_mapping.out`, mesh shapes) are in
-[coming_from_pax.md](coming_from_pax.md).
+`python -m tests.support.pax_coverage` writes this page by asking the code; a test compares. Fields
+of all layers of Pax (`name`, `dtype`, `fprop_dtype`, `params_init`, `weight_split_dims_mapping.wt`,
+`activation_split_dims_mapping.out`, mesh shapes) are in [coming_from_pax.md](coming_from_pax.md).
 
 """
 
 
 def pax_layers() -> dict[str, dict]:
-    """Returns the module, options and splits of each Pax class, as recorded from Pax."""
+    """Returns by class what the real Pax says of it: module, options, splits."""
     return golden("pax/layer_options.json")
 
 
 def our_class(name: str) -> type | None:
-    """Returns our class for a Pax class, or None if there is none."""
+    """Returns our class for a class of Pax's; None if there is none."""
     ours = COUNTERPARTS.get(name, name)
     return TASKS.get(ours, getattr(layers, ours, None))
 
 
 def options_of(name: str) -> list[str]:
-    """Returns the options and splits of a class, except those that all layers have."""
+    """Returns a class's options and its splits, but those that all layers have."""
     common = ("weight_split_dims_mapping.wt", "activation_split_dims_mapping.out")
     splits = [split for split in pax_layers()[name]["splits"] if split not in common]
     return pax_layers()[name]["options"] + splits
@@ -337,13 +336,7 @@ def found(table: dict, name: str, option: str) -> str | None:
 
 
 class Options(NamedTuple):
-    """The options of a class.
-
-    Attributes:
-      same: Options with the same name here.
-      renamed: Our name of each renamed option.
-      without: The reason why an option is not covered.
-    """
+    """A class's options: those of the same name; by option our name of it, or why there is none."""
 
     same: list[str]
     renamed: dict[str, str]
@@ -364,7 +357,7 @@ def options_here(name: str) -> Options:
 
 
 def shared(table: Mapping, covered: Sequence[str]) -> dict[str, str]:
-    """Returns the entries of a table that apply to several classes, by option."""
+    """Returns the answers of a table that are those of several classes, by option."""
     num_classes = collections.Counter(
         option for name in covered for option in options_of(name) if (name, option) not in table
     )
@@ -380,7 +373,7 @@ def our_names(names: str) -> str:
 
 
 def grouped(answers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Groups options with the same answer; returns (options, answer) pairs."""
+    """Returns (options, answer) with a single entry for all options of the same answer."""
     options: dict[str, list[str]] = {}
     for option, answer in answers.items():
         options.setdefault(answer, []).append(f"`{option}`")
@@ -388,7 +381,7 @@ def grouped(answers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def with_owner(renamed: Mapping[str, str]) -> dict[str, str]:
-    """Formats our names; an option with the same name in a different class becomes that class."""
+    """Returns our names as the page has them: an option of the same name elsewhere as its class."""
     result = {}
     for option, ours in renamed.items():
         owner, _, name = ours.rpartition(".")
@@ -403,7 +396,7 @@ def wrapped(text: str) -> str:
 def sections() -> Iterator[str]:
     covered = sorted(name for name in pax_layers() if our_class(name) is not None)
     of_several = shared(AS, covered), shared(WITHOUT, covered)
-    yield "## Options of several classes\n\n| Pax | here, or reason |\n| --- | --- |\n"
+    yield "## Options of several classes\n\n| Pax | here, or why not |\n| --- | --- |\n"
     for table in (with_owner(of_several[0]), of_several[1]):
         for options, answer in grouped(table):
             yield f"| {options} | {answer} |\n"
@@ -423,16 +416,16 @@ def sections() -> Iterator[str]:
         else:
             rows.append(f"| `{name}` | `{ours}` | {' | '.join(cells)} |\n")
     yield "\n## Classes\n\n"
-    yield wrapped(f"Classes with the same name and no further differences: {', '.join(equal)}.")
+    yield wrapped(f"Of the same name, with nothing but the above to say: {', '.join(equal)}.")
     yield "\n"
-    yield "| Pax | here | renamed options | options that are not covered, with reasons |\n"
+    yield "| Pax | here | options of another name | not covered, and why |\n"
     yield "| --- | --- | --- | --- |\n"
     yield from rows
     yield "\n## Activations\n\n"
     names = [f'`{name}` is `"{ours}"`' for name, ours in sorted(ACTIVATION_NAMES.items())]
     gelu = '`GELU` with `approximate=False` is `"gelu_exact"`.'
     yield wrapped(f"`activation` takes a function or a name. {', '.join(names)}. {gelu}")
-    yield "\n## Classes that are not covered\n\n| Pax | reason |\n| --- | --- |\n"
+    yield "\n## Classes that are not covered\n\n| Pax | why |\n| --- | --- |\n"
     for names, reason in sorted(grouped(ABSENT)):
         yield f"| {names} | {reason} |\n"
 
@@ -442,7 +435,7 @@ def page() -> str:
 
 
 def setting_exists(name: str, setting: str) -> bool:
-    """Returns whether an entry of AS, "setting" or "Class.setting", exists here."""
+    """Returns whether AS's "setting" or "Class.setting" is one of ours."""
     owner, _, attribute = setting.rpartition(".")
     owner = TASKS.get(owner, getattr(layers, owner, None)) if owner else our_class(name)
     return attribute in inspect.signature(owner).parameters or hasattr(owner, attribute)
