@@ -42,8 +42,7 @@ def mended(
 ) -> jax.stages.Lowered:
     """Patches a program in place so that XLA does not permute results of matmuls, and returns it.
 
-    JAX caches the lowered program, so later compilations and calls of the same function use the
-    patched program.
+    JAX caches the program, so later calls of the same function compile the patched program.
 
     Args:
       lowered: A program that has not been compiled or called yet.

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
@@ -82,8 +82,8 @@ def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequenc
     if num_batches is not None and num_batches - len(skipped) < run.num_train_steps:
         raise ConfigError(
             f"datasets.{TRAIN} has only {num_batches} batches for run.num_train_steps="
-            f"{run.num_train_steps}, and {len(skipped)} of them are skipped because of loss spikes "
-            f"({few([str(index) for index in skipped], 5)}). Set run.num_train_steps to at most "
+            f"{run.num_train_steps}. Skipped because of loss spikes: "
+            f"{', '.join(map(str, skipped))}. Set run.num_train_steps to at most "
             f"{num_batches - len(skipped)}."
         )
 
