@@ -43,7 +43,7 @@ LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
     "weights and slots": {"preset": "fsdp+tensor"},
-    "nothing, by hand": {"preset": "megatron", "gradients": ExplicitCollectives()},
+    "nothing, explicit": {"preset": "megatron", "gradients": ExplicitCollectives()},
     "weights and slots, explicit": {"preset": "fsdp+tensor", "gradients": ExplicitCollectives()},
 }
 

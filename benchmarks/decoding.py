@@ -227,7 +227,7 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
 
     rng = np.random.default_rng(batch)
     prompts = rng.integers(3, VOCAB, (batch, NUM_PROMPT)).tolist()
-    first, whole, tokens = {}, {}, {}
+    first, total, tokens = {}, {}, {}
     cold = {kind: worker.generate(prompts, NUM_NEW)[0] for kind, worker in workers.items()}
     for worker in workers.values():
         worker.generate(prompts, 1)
@@ -235,12 +235,12 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
         for kind, worker in workers.items():
             first[kind] = min(first.get(kind, 1e9), worker.generate(prompts, 1)[0])
             seconds, tokens[kind] = worker.generate(prompts, NUM_NEW)
-            whole[kind] = min(whole.get(kind, 1e9), seconds)
-    rate = {kind: batch * (NUM_NEW - 1) / (whole[kind] - first[kind]) for kind in workers}
+            total[kind] = min(total.get(kind, 1e9), seconds)
+    rate = {kind: batch * (NUM_NEW - 1) / (total[kind] - first[kind]) for kind in workers}
     share = setup.bytes_per_token * rate["ours"] / batch / workers["ours"].bandwidth
     line = (
         f"batch {batch:<4}{rate['ours']:>9.1f} tokens/s, first after {first['ours']:.3f} s, "
-        f"{cold['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
+        f"{cold['ours'] - total['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
     )
     if "theirs" in workers:
         same = np.mean(np.asarray(tokens["ours"]) == np.asarray(tokens["theirs"]))

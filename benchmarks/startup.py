@@ -59,7 +59,7 @@ def cpu_seconds(code: str, *args: str, bytecode: str, cache: str | None = None) 
 
     Args:
       bytecode: Folder for compiled Python files.
-      cache: Folder for compiled programs, or None.
+      cache: Directory of the compilation cache, or None.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

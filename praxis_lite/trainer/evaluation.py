@@ -80,6 +80,7 @@ class Evaluator:
         for name, pipeline in self.pipelines.items():
             num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
             mean = WeightedMean()
+            # Outputs are read one batch late, so that the devices never wait for the host.
             pending: tuple[Packed, list[Any]] | None = None
             records: list[dict[str, Any]] = []
             num_rows = pipeline.batch_size

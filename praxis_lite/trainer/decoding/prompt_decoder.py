@@ -122,7 +122,9 @@ class PromptDecoder:
     ) -> Iterator[tuple[Any, Any]]:
         """Yields (inputs, outputs) for each batch, decoded by continuous batching.
 
-        The tokens are the same as in `_batch_by_batch`.
+        The tokens are the same as in `_batch_by_batch`. Every hypothesis of every prompt is a
+        separate `Prompt` in the stream. Its new tokens are written to the row in `positions` of the
+        output arrays in `batches`.
         """
         require(
             jax.process_count() == 1,

@@ -103,7 +103,12 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
                 raise not_written(self.path, error) from error
 
     def _move_lost(self, file: IO[bytes], last: int) -> None:
-        """Moves the lines of steps after `last` to the file of lost lines."""
+        """Moves the lines of steps after `last` to the file of lost lines.
+
+        The file is read backwards to find `cut`, the offset of the first lost line. Lines after it
+        are either lost or, if another process has appended them, kept. Lost lines are copied and
+        synced to disk before the file is changed.
+        """
         finish_last_line(file)
         cut: int | None = None
         newest, size = 0, os.fstat(file.fileno()).st_size
