@@ -38,8 +38,8 @@ MODES: Mapping[str, Mode] = _modes()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command line, and exits with its status.
 
-    The status is 2 after an error that the user can fix, 3 if training has ended but its last step
-    was skipped, and 1 if --mode=check found a difference.
+    The status is 2 after an error that the user can fix, 3 if training has ended but its final
+    weights should not be used, and 1 if --mode=check found a difference.
 
     Args:
       argv: The arguments, or None for `sys.argv[1:]`.

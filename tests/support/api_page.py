@@ -71,7 +71,7 @@ def page() -> str:
     for package in PACKAGES:
         lines += [f"## {package}", "", f"{first_line(importlib.import_module(package))}", ""]
         for name, value in public_values(package):
-            lines.append(f"- `{name}{signature(value)}`: {said_of(package, name, value)}")
+            lines.append(f"- `{name}{signature(value)}`: {summary_of(package, name, value)}")
             lines += [f"  - `{shown}`: {first_line(member)}" for shown, member in methods_of(value)]
         lines.append("")
     lines += [TOOLS_HEAD]
@@ -113,7 +113,7 @@ def signature(value: Any) -> str:
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 
-def said_of(package: str, name: str, value: Any) -> str:
+def summary_of(package: str, name: str, value: Any) -> str:
     """Returns the first line of a value's docstring, or for a constant the comment above it."""
     if isinstance(value, type | types.FunctionType | types.ModuleType) or hasattr(
         value, "__wrapped__"

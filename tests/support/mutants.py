@@ -413,7 +413,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("records", nargs="?", type=Path, help="for table: the file written by run")
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=53)
-    parser.add_argument("--reached", type=Path, help="what reached_lines collected")
+    parser.add_argument("--reached", type=Path, help="the folder written by reached_lines")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per fault")
