@@ -49,7 +49,7 @@ class Trackers(contextlib.AbstractContextManager):
         self._ending: Ending = "finished"
 
     def go_on_from(self, step: int) -> None:
-        """Notifies the trackers that training continues after `step`, at a launch or roll-back.
+        """Notifies the trackers that training continues after `step`, for a launch or roll-back.
 
         The lines of later steps have been moved to the files of lost lines. The newest recorded
         step is read from these files.
