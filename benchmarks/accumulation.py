@@ -1,9 +1,9 @@
 """Compares the time and memory of gradient accumulation with a step on the full batch.
 
-`python benchmarks/accumulation.py` prints median step times, measured in alternation in one run,
-and the temporary memory, matmul flops and collective bytes of the compiled programs. It compares
-ways to split the state over the data axis, with all-reduces inserted by the compiler and with
-explicit collectives.
+`python benchmarks/accumulation.py` prints the median step times, measured alternately in a single
+run, and the temporary memory, matmul flops and collective bytes of the compiled steps. It compares
+several ways to shard the state over the data axis, with all-reduces that the compiler inserts and
+with explicit collectives.
 """
 
 import argparse
@@ -38,13 +38,13 @@ VOCAB_SIZE, BATCH, TIME = 256, 64, 64
 NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 
-# The arrays that are split over the data axis, in addition to the mdl axis.
+# The arrays that are sharded over the data axis in addition to the mdl axis.
 LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
     "weights and slots": {"preset": "fsdp+tensor"},
-    "nothing, by hand": {"preset": "megatron", "gradients": ExplicitCollectives()},
-    "weights and slots, by hand": {"preset": "fsdp+tensor", "gradients": ExplicitCollectives()},
+    "nothing, explicit": {"preset": "megatron", "gradients": ExplicitCollectives()},
+    "weights and slots, explicit": {"preset": "fsdp+tensor", "gradients": ExplicitCollectives()},
 }
 
 
@@ -77,7 +77,7 @@ def partitioner_of(
 
 
 def random_batch() -> dict[str, np.ndarray]:
-    """Returns a random batch with rows of unequal lengths, which is the same on every call."""
+    """Returns a random batch with rows of unequal length; the same on every call."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(VOCAB_SIZE, size=(BATCH, TIME + 1), dtype=np.int32)
     is_token = np.arange(TIME) < rng.integers(1, TIME + 1, size=(BATCH, 1))
@@ -92,7 +92,7 @@ def times(num_steps: int) -> list[float]:
         key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
         running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
     for index in range(num_steps):
-        # Rotate the order, so that no program always runs after the same program.
+        # Rotate the order, so that no step always runs after the same step.
         for step in running[index % len(running) :] + running[: index % len(running)]:
             step.run(lambda outputs: outputs["metrics"]["loss"][0])
     last = ", ".join(f"{step.losses[-1]:.6f}" for step in running)

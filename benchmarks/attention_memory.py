@@ -1,8 +1,8 @@
 """Compares the memory of attention over 16k tokens, forward and backward, with a formula.
 
-`python benchmarks/attention_memory.py` compiles the outputs of attention and the gradients with
-respect to queries, keys and values. It reads the exact temporary memory (excluding arguments and
-results) from the compiled program, without running it.
+`python benchmarks/attention_memory.py` compiles attention and its gradients with respect to the
+queries, keys and values. Without running the executable, it reads its exact temporary memory, which
+excludes arguments and results.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measures the cost of a certificate during training, relative to the steps between certificates.
+"""Measures the cost of certificates during training.
 
 `python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
-certificate every few steps. As in a job, this includes copying the state to recompute the update,
-and digests of the state. The script prints the median ratio of a certificate to 500 steps, in wall
-time and in CPU time, which is not affected by other programs on the machine. Compilation is
-reported separately, because it runs only once, in a background thread.
+certificate every few steps. As in a job, this includes a copy of the state, from which the update
+is recomputed, and digests of the state. The script prints the median cost of a certificate relative
+to 500 steps, in wall time and in CPU time; other programs on the machine do not affect the CPU
+time. Compilation is reported separately, because it happens only once, in a background thread.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _timed(work) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Returns 1 if the CPU time of a certificate exceeds the fraction GOAL of EVERY steps."""
+    """Returns 1 if the CPU time of a certificate exceeds GOAL times the CPU time of EVERY steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--exp", default="lm.PyDocs")
     parser.add_argument("--turns", type=int, default=5)

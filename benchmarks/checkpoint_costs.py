@@ -1,7 +1,8 @@
-"""Measures the cost of checkpoints: slower steps during a save, verification, manifests, memory.
+"""Measures the cost of checkpoints: slower steps during a save, verification and memory.
 
-`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP with Adam's
-slots, by default 384 MiB (--mib); checkpoints are written to a temporary directory (TMPDIR).
+`python benchmarks/checkpoint_costs.py` prints measured ratios and their goals. The state is an MLP
+with Adam's slots, 384 MiB by default (--mib). Checkpoints are written to a temporary directory
+(TMPDIR).
 """
 
 import argparse
@@ -35,7 +36,7 @@ from praxis_lite.tasks.loss import LossTask
 
 DIMS, BATCH = 1024, 64
 GIB, MIB = 1 << 30, 1 << 20
-# Seconds per step that the host waits for devices, before it runs some Python code.
+# Seconds per step that the host waits for devices before it runs Python code.
 WAIT_SECONDS = 0.1
 TINY_MIB = 12
 DATA = {"next_batch": 0, "skipped": []}
@@ -56,7 +57,7 @@ def loss(params, inputs, key):
 
 
 def partitioner_of(mib: int) -> Partitioner:
-    """Returns a Partitioner for a model with a state of `mib` MiB, a third of it weights."""
+    """Returns a Partitioner for a model with a state of `mib` MiB; a third of it are weights."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
         LossTask,
@@ -68,7 +69,7 @@ def partitioner_of(mib: int) -> Partitioner:
 
 
 def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
-    """Prints how much a save in the background slows down steps."""
+    """Prints how much a background save slows down the steps."""
     key = partitioner.key(0)
     x = np.random.default_rng(0).normal(size=(BATCH, DIMS)).astype(np.float32)
     batch = partitioner.global_batch({"x": x, "weights": np.ones(BATCH, np.float32)}, BATCH)
@@ -110,7 +111,7 @@ def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> No
 
 
 def is_in_flight() -> bool:
-    """Returns whether the thread of a save is running, which includes deleting old checkpoints."""
+    """Returns whether a save is running, including the deletion of old checkpoints."""
     return any(thread.name.startswith("save of") for thread in threading.enumerate())
 
 
@@ -191,7 +192,7 @@ def size_of(step_dir: Path) -> int:
 
 
 def drop(step_dir: Path) -> None:
-    """Drops a checkpoint from the page cache, so that it is read from disk."""
+    """Drops a checkpoint from the page cache, so that it must be read from disk."""
     os.sync()
     for path in files_of(step_dir):
         with path.open("rb") as file:

@@ -1,11 +1,12 @@
-"""Predicts the time per decoded token of Llama-2 7B on TPU pods, compiled without the hardware.
+"""Predicts the time per decoded token of Llama-2 7B on TPU pods, without the hardware.
 
     pip install libtpu==0.0.51
     python benchmarks/decode_pods.py --row v5e:2x4 v5p:2x2x1 --batch 1 32    # [--layers N]
 
-Each row is the entire decoding step of `Partitioner.decode_step`, with bfloat16 weights split over
-all chips by features (`megatron`), prompts of 128 tokens, and 128 new tokens. The script prints the
-plan's table, which compares the seconds per token with the time to read weights and cache.
+For each row, the script compiles the complete `Partitioner.decode_step` with bfloat16 weights that
+are sharded over all chips by features (`megatron`), prompts of 128 tokens and 128 new tokens. It
+prints the plan's table, which compares the time per token with the time to read the weights and the
+cache.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partition
 
 
 def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
-    """Returns a plan for each batch size; optionally prints the most expensive instructions."""
+    """Returns a plan for each batch size; can also print the most expensive instructions."""
     topology = topology_of(name)
     partitioner = partitioner_of(options, topology)
     plans = []
@@ -86,7 +87,7 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
             print(plan_text(plan))
             for instruction, seconds in plan.timeline.instruction_seconds.most_common(options.top):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
-        # Drop the compiled program, because it is large.
+        # Free the executable, because it is large.
         plans.append(dataclasses.replace(plan, compiled=None))
     return plans
 

@@ -1,15 +1,16 @@
-"""Compares the decoding speed of a Hugging Face Llama with that of transformers.
+"""Compares the decoding speed of a Hugging Face Llama here and in transformers.
 
 `python benchmarks/decoding.py --peer_python=PYTHON`, where PYTHON is an interpreter with torch and
-transformers, writes a Llama with 134 M random weights in 12 layers. It greedily continues prompts
-of 32 tokens with `huggingface.load(directory).generate` (ours) and with
-`AutoModelForCausalLM.generate`, in `--dtype`. Ours stores weights in `--weights_dtype` and
-optionally uses `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` splits ours
-over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set the model's size.
+transformers, writes a Llama with 12 layers and 134 M random weights. It continues prompts of 32
+tokens greedily, with `huggingface.load(directory).generate` (ours) and with transformers'
+`AutoModelForCausalLM.generate`, in `--dtype`. Our weights are stored in `--weights_dtype`,
+optionally with `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` shards our
+model over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set its size.
 
-Tokens per second exclude the first token, whose time includes the prefill. The script also prints
-the achieved fraction of the bandwidth of multiplying the same weight matrices by one row, our
-compile time, and whether both chose the same tokens. Without --peer_python, only ours is measured.
+Tokens per second exclude the first token, whose time includes the prefill. As a reference for the
+memory bandwidth, the script also multiplies matrices of the same sizes by one row, and prints the
+fraction of this bandwidth that decoding achieves. It also prints our compile time, and whether both
+libraries chose the same tokens. Without --peer_python, only our library is measured.
 """
 
 import argparse
@@ -221,12 +222,12 @@ class Worker:
 
 
 def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
-    """Prints the measurements of each worker for a batch of prompts."""
+    """Prints the results of each worker for a batch of prompts."""
     import numpy as np
 
     rng = np.random.default_rng(batch)
     prompts = rng.integers(3, VOCAB, (batch, NUM_PROMPT)).tolist()
-    first, whole, tokens = {}, {}, {}
+    first, total, tokens = {}, {}, {}
     cold = {kind: worker.generate(prompts, NUM_NEW)[0] for kind, worker in workers.items()}
     for worker in workers.values():
         worker.generate(prompts, 1)
@@ -234,12 +235,12 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
         for kind, worker in workers.items():
             first[kind] = min(first.get(kind, 1e9), worker.generate(prompts, 1)[0])
             seconds, tokens[kind] = worker.generate(prompts, NUM_NEW)
-            whole[kind] = min(whole.get(kind, 1e9), seconds)
-    rate = {kind: batch * (NUM_NEW - 1) / (whole[kind] - first[kind]) for kind in workers}
+            total[kind] = min(total.get(kind, 1e9), seconds)
+    rate = {kind: batch * (NUM_NEW - 1) / (total[kind] - first[kind]) for kind in workers}
     share = setup.bytes_per_token * rate["ours"] / batch / workers["ours"].bandwidth
     line = (
         f"batch {batch:<4}{rate['ours']:>9.1f} tokens/s, first after {first['ours']:.3f} s, "
-        f"{cold['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
+        f"{cold['ours'] - total['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
     )
     if "theirs" in workers:
         same = np.mean(np.asarray(tokens["ours"]) == np.asarray(tokens["theirs"]))
@@ -252,7 +253,7 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints the measurements for each batch size and number of threads."""
+    """Prints the results for each batch size and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

@@ -1,9 +1,9 @@
 """Measures the time that speculation and prefix caching save, with the model of `decoding.py`.
 
-`python benchmarks/decoding_savings.py` compares two cases with and without these features,
-alternating between them: generating 129 tokens after prompts that repeat eight tokens
-(`num_speculative_tokens`), and the time to the first token for prompts of 512 tokens that only
-differ in 64 tokens (`num_cached_prefixes`).
+`python benchmarks/decoding_savings.py` alternates between decoding with and without each feature.
+For speculation (`num_speculative_tokens`), it generates 129 tokens after prompts that repeat eight
+tokens. For prefix caching (`num_cached_prefixes`), it measures the time to the first token for
+prompts of 512 tokens that differ only in 64 tokens.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def measure_shared(worker: Worker, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints two lines for each batch size."""
+    """Prints the results for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=2)

@@ -1,8 +1,8 @@
-"""Compares a job on two processes of four devices with the same job on one process of eight.
+"""Compares a job on two processes with four devices each with a job on one process with eight.
 
     python benchmarks/demo_multiprocess.py [DIRECTORY]
 
-It prints the largest difference between their losses. `make demo-multiprocess` runs this script.
+The script prints the largest difference between the losses. `make demo-multiprocess` runs it.
 """
 
 import json
@@ -41,17 +41,17 @@ def main() -> None:
     for name in ("metrics.jsonl", "eval_metrics.jsonl"):
         ours, theirs = losses(two / name), losses(item / name)
         assert len(ours) == len(theirs), name
-        greatest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        max_difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         print(
-            f"{name}: {len(ours)} losses from {ours[0]:.6f} to {ours[-1]:.6f}; greatest difference "
-            f"between two processes and one: {greatest:.1e}"
+            f"{name}: {len(ours)} losses from {ours[0]:.6f} to {ours[-1]:.6f}; largest difference "
+            f"between two processes and one: {max_difference:.1e}"
         )
         # gloo sums across processes in a different order than XLA in one process.
-        assert greatest < 1e-5, "training with two processes differs from training with one"
+        assert max_difference < 1e-5, "training with two processes differs from training with one"
 
 
 def run(argv: Sequence[str], count: int) -> None:
-    """Runs main.py in `count` processes and prints the first one's output, except gloo's lines."""
+    """Runs main.py in `count` processes, and prints the first one's output without gloo's lines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"

@@ -1,13 +1,13 @@
-"""Runs and times the thirty tasks of docs/first_day.md.
+"""Runs and times the thirty tasks in docs/first_day.md.
 
-    python benchmarks/first_day.py                       # prints the table of the page
-    python benchmarks/first_day.py --write               # writes it into the page
-    python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; only rows with "a"
+    python benchmarks/first_day.py                       # prints the page's table
+    python benchmarks/first_day.py --write               # updates the page
+    python benchmarks/first_day.py --folder=F --only=a   # uses folder F; only rows that contain "a"
 
 Each row is a shell command, in which $P stands for `python -m praxis_lite.main`, or a few lines of
-Python. Rows run in order in one directory, each in a separate process, and may need files from
-previous rows. The user's files (texts, chats, a package, a model, a Pax checkpoint) are created
-first, by `first_day_files.py`. A row fails if its exit status or output is not as expected.
+Python. The rows run in order in the same directory, each in a separate process, and may use files
+from previous rows. First, `first_day_files.py` creates the user's files (texts, chats, a package, a
+model and a Pax checkpoint). A row fails if its exit status or output is not as expected.
 """
 
 import argparse
@@ -251,7 +251,7 @@ def main() -> None:
 
 
 def shown(row: Row) -> str:
-    """Returns the text of a row's second cell."""
+    """Returns the text of the second cell of a row."""
     lines = row.how.splitlines()
     text = "<br>".join(f"`{line.strip()}`" for line in lines)
     return text.replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""Measures how CPU time grows with the amount of work, for the benchmarks `growth_*.py`.
+"""Measures how CPU time grows with the amount of work; used by the benchmarks `growth_*.py`.
 
-It prints the CPU seconds at doubling sizes, the cost ratio of the last doubling (excluding the
-constant part), and the exponent, which is 1.0 for linear and 2.0 for quadratic growth.
+It prints the CPU seconds for doubling sizes, the cost ratio of the last doubling without the
+constant part, and the exponent of the growth: 1.0 means linear, 2.0 means quadratic.
 """
 
 import itertools
@@ -16,17 +16,17 @@ GOAL = 2.1  # Largest acceptable cost ratio for twice the work.
 def report(
     name: str, sizes: Sequence[int], work: Callable[[int], object], *, repeats: int = 3
 ) -> bool:
-    """Prints the CPU seconds of `work(size)` at each size, and their growth.
+    """Prints the CPU seconds of `work(size)` for each size, and their growth.
 
     Args:
       name: Name of the measurement, printed on each line.
       sizes: Three or more sizes, each twice the previous size.
       work: Function that does the measured work once for a given size. If it returns a float, this
-        is used instead of the CPU seconds of the call. Prepare its inputs beforehand.
+        value is used instead of the CPU seconds of the call. Prepare its inputs beforehand.
       repeats: Number of runs per size. The fastest run is used, because other load only adds time.
 
     Returns:
-      Whether the last doubling costs at most `GOAL` times as much.
+      Whether the cost ratio of the last doubling is at most `GOAL`.
     """
     seconds = []
     for size in sizes:

@@ -1,10 +1,9 @@
-"""Measures how the CPU time of first and later launches grows with the number of data files.
+"""Measures how the CPU time of launches grows with the number of data files.
 
     python -m benchmarks.growth_files
 
-The files are small JSON lines files with one document each, which are packed into rows. A launch
-prepares the data, computes its fingerprint and reads a batch. The weights of a mixture's sources
-have three decimals.
+The files are JSON lines files with a single document each. A launch packs the documents into rows,
+computes the fingerprint of the data and reads a batch. The first launch also prepares the data.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Measures how the CPU time of `generate` grows with the number of calls with new settings.
+"""Measures how the CPU time of `generate` grows with the number of calls with changing settings.
 
-`python benchmarks/growth_generate.py` trains a model for one step, calls it with settings it has
-seen before, and prints the cost of these calls relative to plain calls of the same program.
+`python benchmarks/growth_generate.py` trains a model for one step, and calls it with settings that
+were used before. It prints the cost of these calls relative to calls with constant settings.
 """
 
 import sys

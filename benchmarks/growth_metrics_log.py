@@ -2,8 +2,8 @@
 
     python -m benchmarks.growth_metrics_log
 
-A launch resumes three steps before the last step. It moves the lines of these steps, searches for
-the previous losses, and plots the loss curve. The goal is a constant cost.
+A launch that resumes three steps before the last step moves the lines of these steps to a different
+file, searches for the previous losses, and plots the loss curve. The goal is a constant cost.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Measures how the time to build, initialize and compile a model grows with its number of weights.
+"""Measures how the time to set up a model grows with its number of weights.
 
-`python benchmarks/growth_weights.py` prints the CPU seconds and exponents (`growth`) of a job's
-work before and during its first step, for models with many small layers: building the
-`Partitioner`, and tracing and lowering init, the train step and the evaluation. For one model, this
-includes the layout, saving and restoring. XLA's compile time is excluded. `--largest=5000` measures
-the goal of 20 s for a `Partitioner` with 5,000 weights.
+`python benchmarks/growth_weights.py` prints the CPU seconds of a job's work before its first step,
+and their exponents (`growth`), for models with many small layers. The measured stages are creating
+the `Partitioner`, and tracing and lowering the initialization, the train step and the evaluation;
+for one model, also the layout, saving and restoring. XLA's compile time is excluded.
+`--largest=5000` checks the goal of 20 s for a `Partitioner` with 5,000 weights.
 """
 
 import argparse

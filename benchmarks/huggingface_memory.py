@@ -1,10 +1,10 @@
-"""Measures the memory needed to load a Hugging Face model in addition to its weights.
+"""Measures how much memory the loading of a Hugging Face model needs besides its weights.
 
 `python benchmarks/huggingface_memory.py` writes a Llama with random bfloat16 weights, and loads it
-onto eight simulated devices (replica 1, data 4, mdl 2; weights split by the preset fsdp+tensor). It
-prints the peak memory minus the previous memory and the float32 state, relative to the largest
-shard. The devices are simulated, so the state is in host memory. Pages of files, which the system
-may drop at any time, are not counted (Linux's RssAnon).
+onto eight simulated devices (replica 1, data 4, mdl 2) with the preset fsdp+tensor. It prints the
+peak memory minus the memory before loading and the float32 state, relative to the largest shard.
+The state is in host memory, because the devices are simulated. File pages, which the system can
+drop at any time, are not counted (RssAnon in Linux).
 """
 
 import argparse
@@ -93,7 +93,7 @@ def held() -> int:
 
 
 class MostHeld:
-    """Context manager that samples the anonymous memory every millisecond to record its peak."""
+    """Context manager that records the peak anonymous memory, sampled every millisecond."""
 
     def __enter__(self) -> "MostHeld":
         self.before = self.most = held()
@@ -133,7 +133,7 @@ def main() -> None:
     jax.block_until_ready(model.arrays)
     beyond = memory.most - memory.before - sum(shards)
     print(
-        f"state {sum(shards) / MB:,.0f} MB; most held beyond it {beyond / MB:.1f} MB, "
+        f"state {sum(shards) / MB:,.0f} MB; peak in addition to it {beyond / MB:.1f} MB, "
         f"{beyond / max(shards):.2f} of the largest shard ({max(shards) / MB:.1f} MB); "
         f"goal {GOAL}"
     )

@@ -1,10 +1,10 @@
-"""Measures the speed of input pipelines with FromGrain, Grain alone, and tf.data.
+"""Compares the speed of input pipelines with FromGrain, with Grain alone, and with tf.data.
 
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 
-Each pipeline reads the same rows of 1,025 tokens from a file, shuffles them (tf.data only shuffles
-in a buffer), and creates batches of ids, labels and weights. The pipelines alternate in one
-process. The script prints medians and their ratios to Grain's.
+Each pipeline reads the same rows of 1,025 tokens from a file, shuffles them, and creates batches of
+ids, labels and weights. tf.data only shuffles within a buffer. The pipelines take turns in a single
+process. The script prints the median times and their ratios to Grain's time.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def write(folder: Path, num_rows: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Prints the measurements of each pipeline."""
+    """Prints the results of each pipeline."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--batch_size", type=int, default=32)

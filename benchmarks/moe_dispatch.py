@@ -1,10 +1,10 @@
-"""Measures the cost of dispatching tokens to experts: collectives, and time relative to dense.
+"""Measures the cost of dispatching tokens to experts, relative to a dense layer.
 
-`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with and without a
-capacity, and a dense feed-forward layer with the same active flops (two experts per token, so twice
-the hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the
-collectives of each layer and direction, and ratios to the dense layer, measured in one run that
-alternates between the programs.
+`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer with and without a capacity,
+and a dense feed-forward layer with the same active flops (two experts per token, so twice the
+hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the collectives
+of each layer and direction. It also prints the time relative to the dense layer, measured
+alternately in a single run.
 """
 
 import argparse
@@ -54,7 +54,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
         MODEL,
         2 * HIDDEN,
         has_bias=False,
-        # Split over as many devices as the weights of the experts.
+        # Sharded over the same number of devices as the weights of the experts.
         weight_split_dims_mapping=(("data", "expert"), "mdl"),
         hidden_split_dims_mapping=(("data", "expert"), None, "mdl"),
         activation_split_dims_mapping=TOKENS,
@@ -64,8 +64,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) -> tuple[Any, Any]:
-    """Returns the compiled loss (and gradients) of a layer and its arguments."""
+def compiled_layer(
+    build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool
+) -> tuple[Any, Any]:
+    """Compiles the loss of a layer, or its gradients; returns the executable and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -101,11 +103,11 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
         return step.lower(*arguments).compile(), arguments
 
 
-def medians(programs: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each program, measured in alternation."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+def medians(layers: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
+    """Returns the median seconds of each executable, measured alternately."""
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
     for i in range(num_rounds + 3):
-        for name, (compiled, arguments) in programs.items():
+        for name, (compiled, arguments) in layers.items():
             start = time.perf_counter()
             jax.block_until_ready(compiled(*arguments))
             if i >= 3:
@@ -120,8 +122,8 @@ def main() -> None:
     num_rounds = parser.parse_args().num_rounds
     axis_names = ("data", "expert", "mdl")
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=axis_names))
-    forward = {name: program(build, mesh, False)[0] for name, build in LAYERS.items()}
-    both = {name: program(build, mesh, True) for name, build in LAYERS.items()}
+    forward = {name: compiled_layer(build, mesh, False)[0] for name, build in LAYERS.items()}
+    both = {name: compiled_layer(build, mesh, True) for name, build in LAYERS.items()}
     print("collectives of a layer: forward pass / forward and backward")
     for name in LAYERS:
         counts = [hlo.summarise(hlo.collectives(c)) for c in (forward[name], both[name][0])]

@@ -1,8 +1,9 @@
-"""Measures the host time of a train step call for a Flax NNX model with 100 weights.
+"""Measures the host time of a train step for a Flax NNX model with 100 weights.
 
-`python benchmarks/nnx_host_time.py` prints the median time until the call returns, alternating
-between these steps in one run: the `Partitioner`; `jax.jit` over a flat list of the same arrays,
-with the same program and with a hand-written program; and `nnx.jit`, as in Flax's guides.
+`python benchmarks/nnx_host_time.py` prints the median time until the call of a step returns. It
+alternates in a single run between the `Partitioner`, `nnx.jit` as in Flax's guides, and `jax.jit`
+over a flat list of the same arrays, once for the Partitioner's step and once for a hand-written
+step.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from praxis_lite.core import (  # noqa: E402
 )
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
 
-NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # A kernel and a bias each.
+NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # Each layer has a kernel and a bias.
 
 
 class Tower(nnx.Module):
@@ -53,7 +54,7 @@ def squared_error(model: Callable[..., jax.Array], inputs: Any, key: Any = None)
 
 
 def through_the_library(batch: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Returns two step functions: the Partitioner's, and its compiled program on flat lists."""
+    """Returns two step functions: the Partitioner's, and the same step on flat lists."""
     task = LossTask(Tower, squared_error, Learner(optax.adam, 1e-3))
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     key, batch = partitioner.key(0), partitioner.global_batch(batch)
@@ -144,12 +145,12 @@ def main() -> None:
     on_device = jax.device_put(batch)
     steps = {
         "Partitioner.train_step": library,
-        "jax.jit, flat list, same program": flat_list,
-        "jax.jit, flat list, by hand": by_hand(on_device),
+        "jax.jit, flat list, same step": flat_list,
+        "jax.jit, flat list, hand-written": by_hand(on_device),
         "nnx.jit": through_nnx_jit(on_device),
     }
     times = median_host_times(steps, args.num_steps)
-    base = times["jax.jit, flat list, same program"]
+    base = times["jax.jit, flat list, same step"]
     print(f"{'host time per step':<36}{'us':>8}{'ratio':>8}")
     for name, seconds in times.items():
         print(f"{name:<36}{seconds * 1e6:>8.0f}{seconds / base:>8.2f}")

@@ -1,10 +1,10 @@
-"""Compares the time of the learner's update with a bare optax chain on the same weights.
+"""Compares the time of the learner's update with that of a bare optax chain.
 
 `python benchmarks/optimizer_update.py` compares `Learner.update` with
 `optax.chain(clip_by_global_norm, adamw)` and `apply_updates`, for the weights of a small language
-model with unrolled and with stacked layers. Both are jitted with the state donated, and alternate
-on one device. The script prints the median times, their ratio, and the bytes that XLA plans in
-addition to the arguments.
+model with unrolled and with stacked layers. Both updates are jitted with a donated state, and take
+turns on one device. The script prints the median times, their ratio, and the bytes that XLA
+allocates in addition to the arguments.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def weight_specs(is_stacked: bool) -> PyTree:
 
 
 def random_tree(specs: PyTree, seed: int) -> PyTree:
-    """Returns a random array for each weight, which is the same on every call."""
+    """Returns a random array for each weight; the same on every call."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda spec: rng.normal(scale=0.02, size=spec.shape).astype(np.float32),

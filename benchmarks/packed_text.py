@@ -2,10 +2,11 @@
 
     python benchmarks/packed_text.py [--documents N] [--batch_size B]
 
-Each pipeline creates batches of B rows with 2,048 byte tokens from JSON documents, shuffled and
-packed first-fit (tf.data does not support packing and fills rows without gaps). PackedText and
-Grain read an ArrayRecord file, and tf.data reads JSON lines. The pipelines alternate in one
-process. The script prints medians, ratios to Grain's, and fractions of a step of 50 ms.
+Each pipeline creates batches of B rows with 2,048 byte tokens from JSON documents, which are
+shuffled and packed first-fit. tf.data does not support packing, so its rows contain concatenated
+documents. PackedText and Grain read an ArrayRecord file, and tf.data reads JSON lines. The
+pipelines take turns in a single process. The script prints the median times, their ratios to
+Grain's time, and their fractions of a step of 50 ms.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def write(folder: Path, count: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Prints the measurements of each pipeline."""
+    """Prints the results of each pipeline."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--batch_size", type=int, default=8)

@@ -1,8 +1,9 @@
-"""Compares peer saves with saves to disk: the waiting time of training, and time to completion.
+"""Compares peer saves with saves to disk: time that training waits, and total time.
 
-`python benchmarks/peer_saves.py` also prints the time of a restore from each, for --millions of
-parameters with Adam's slots. Two processes on this machine simulate two hosts, which communicate
-over the loopback interface. Checkpoints are written to a temporary directory (TMPDIR).
+`python benchmarks/peer_saves.py` also prints the time of a restore from each, for a model with
+--millions of parameters and Adam's slots. Two processes on this machine simulate two hosts, which
+communicate over the loopback interface. Checkpoints are written to a temporary directory
+(TMPDIR).
 """
 
 import argparse
@@ -56,7 +57,8 @@ def main() -> None:
     layout = StateLayout(shapes, jax.tree.map(lambda x: P(*(None,) * x.ndim), shapes),
                          {"replica": 1, "data": 1, "mdl": 1})  # fmt: skip
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))
-    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # Not compressible.
+    # Random numbers, which cannot be compressed.
+    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))
     state = jax.tree.map(lambda x: jnp.copy(numbers) if x.shape else jnp.int32(0), shapes)
     spawn, hosts = multiprocessing.get_context("spawn"), []
     for _ in range(2):

@@ -1,11 +1,11 @@
-"""Compares formulas for pipeline bubbles with compiled programs and measured step times.
+"""Compares formulas for pipeline bubbles with compiled and measured train steps.
 
-`python benchmarks/pipeline_bubbles.py` prints for each schedule, in one run: the ticks of its loops
-according to the formula and in the compiled train step, the fraction of bubbles, the
-collective-permutes in the loops, the temporary memory of a device, and the median step time
-relative to a Repeat on the same mesh, whose batch is also split over the stage axis. Simulated
-devices share the cores, so idle stages slow down the others. Bubbles alone would increase the step
-time by a factor of 1 / (1 - share).
+For each schedule, `python benchmarks/pipeline_bubbles.py` prints the ticks of its loops according
+to the formula and in the compiled step, the fraction of bubbles, the collective-permutes in the
+loops, the temporary memory per device, and the median step time. The time is relative to a Repeat
+on the same mesh, which also shards its batch over the stage axis. Simulated devices share the
+cores, so even idle stages slow down the others. Bubbles alone would multiply the step time by
+1 / (1 - fraction).
 """
 
 import argparse
@@ -144,7 +144,7 @@ def phases(
 
 
 def loops(compiled: jax.stages.Compiled) -> list[int]:
-    """Returns the trip counts of the program's outermost loops, in order of size."""
+    """Returns the trip counts of the outermost loops in a compiled step, in order of size."""
     program = hlo_text.parse(compiled)
     return sorted(
         hlo_runs.trip_count(program, site.computation, site.instruction) or 0
@@ -171,7 +171,7 @@ def main() -> None:
     steps = {name: Step(pipelined(**s)) for name, s in SCHEDULES.items()}
     losses = {}
     for index in range(args.num_steps):
-        # Alternate between programs, so that other load on the machine affects all of them.
+        # Take turns, so that other load on the machine affects all steps.
         for name, step in [("Repeat", repeat), *steps.items()]:
             losses[name] = step.run()
         print(f"  step {index + 1}/{args.num_steps}", file=sys.stderr)

@@ -1,8 +1,7 @@
-"""A sharded decoder-only language model in plain JAX and optax: the baseline for the benchmarks.
+"""A sharded decoder-only language model in plain JAX and optax: the baseline of the benchmarks.
 
-It does not use praxis_lite. As usual in JAX, dims must be divisible by the mesh axes that split
-them.
-`python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
+It does not use praxis_lite. As usual in JAX, dims must be divisible by the mesh axes over which
+they are sharded. `python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
 """
 
 import os
@@ -20,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 # B batch, T time (queries), S time (keys), D model, F hidden, H heads, K per head, V vocabulary.
 MESH_AXES = ("replica", "data", "mdl")
-BATCH = ("replica", "data")  # Axes that split the batch; mdl splits features.
+# Mesh axes over which the batch is sharded; features are sharded over mdl.
+BATCH = ("replica", "data")
 PyTree = Any
 Tx = optax.GradientTransformation
 

@@ -1,13 +1,13 @@
-"""Compares predicted step times with published step times, to quantify the error of plans.
+"""Compares predicted step times with published step times, to measure the error of plans.
 
     pip install libtpu
     python benchmarks/plan_published.py --rows ../shared/published/steps.jsonl [--id ID ...]
     python benchmarks/plan_published.py --rows FILE --fit    # fits and prints the efficiencies
 
-Each run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its TPUs, which
-takes one to seven minutes. Compiled programs are cached in --cache, so an interrupted call can be
-resumed. Model families are divided into two halves: efficiencies are fitted on one half and
-evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
+Each published run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its
+TPUs, which takes one to seven minutes. Compiled steps are cached in --cache, so that an interrupted
+call can be resumed. The model families are divided into two halves: efficiencies are fitted on one
+half and evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _FREE = {
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
     """Compiles a run in a subprocess; returns `text` and `peak`, or `too_large`, or `failed`.
 
-    Runs with the same program, such as superseded figures, are compiled once.
+    Runs with the same step, such as superseded figures, are compiled only once.
     """
     kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
     if not kept.exists():
@@ -88,13 +88,13 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
 
 
 def same_program(cache: Path, key: str) -> Path | None:
-    """Returns the record of a compiled run with the same program, or None."""
+    """Returns the record of a compiled run with the same step, or None."""
     records = (path for path in sorted(cache.glob("*.json")) if key in path.read_text())
     return next(records, None)
 
 
 def compile_into(lowered: Any, on: Topology, program: Path) -> dict[str, Any]:
-    """Compiles a step for `on`, writes the program's text, and returns a record of it."""
+    """Compiles a step for `on`, writes its HLO text, and returns a record of it."""
     try:
         step = compile_with_text(lowered, on)
     except jax.errors.JaxRuntimeError as error:
@@ -151,10 +151,11 @@ class Row:
 
 
 def with_kernel_of(run: Run, text: str) -> str:
-    """Returns the program's text with the run's number of matmuls in its attention kernels.
+    """Returns the HLO text with the run's number of matmuls in its attention kernels.
 
     A fused backward kernel, which computes dq together with dk and dv, needs five matmuls. JAX's
-    splash needs seven, because its dq kernel recomputes logits and the gradient of probabilities.
+    splash kernel needs seven, because its dq kernel recomputes the logits and the gradient of the
+    probabilities.
     """
     if "fused backward" not in run["attention"]["kernel"]:
         return text
@@ -178,7 +179,7 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
     def errors(logs: np.ndarray) -> np.ndarray:
         built = efficiencies(logs)
         misses = [np.log(row.predict(built)) for row in rows]
-        # Regularize towards usual values, for parameters that the runs do not determine. In
+        # Regularize towards usual values, because the runs do not determine all parameters. In
         # cross-validation over families, the median error was 5.1%, 3.9% and 4.7% with weights of
         # 0.05, 0.15 and 0.4 (mean square 6.5%, 6.6% and 7.2%).
         return np.array([*misses, *(0.15 * (logs - pulled_to))])
@@ -198,7 +199,7 @@ def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:
 def main() -> None:
     """Prints the table and the runs that are missing from it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", required=True, help="a file of published runs, a line each")
+    parser.add_argument("--rows", required=True, help="file with one published run per line")
     parser.add_argument("--id", nargs="+", help="only these runs")
     parser.add_argument("--cache", default="~/.cache/praxis_lite/published")
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies")

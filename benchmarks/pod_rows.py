@@ -1,4 +1,4 @@
-"""The rows of pod_scale.py: models, meshes, and results of other frameworks."""
+"""The rows of pod_scale.py: models, meshes and results of other frameworks."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ OF_HUGGING_FACE = {
         "rope_theta": 10_000.0,
     },
 }
-# Mesh (data, expert, mdl) of a row, for presets with an expert axis.
+# Mesh (data, expert, mdl) of each row, for presets with an expert axis.
 EXPERT_MESHES = {"M8": (8, 8, 1)}
 
 
@@ -99,7 +99,7 @@ PEERS = {
     # The best variants (all-to-all and ring), excluding the time in Pallas kernels.
     "L32": {"MaxText": (3871.4, 1.7772, 1.4581)},
     "L128": {"MaxText": (1939.7, 9.238, 10.166)},
-    # Dropless with 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
+    # Dropless with 8-way expert parallelism, dropless with 64-way FSDP, and a capacity of 1.25.
     "M8": {
         "MaxText": (19_865.6, 2.4088, 1.8952),
         "its fsdp": (19_666.7, 2.018, 2.5251),
@@ -115,7 +115,8 @@ def model_of(row: Row, options: argparse.Namespace) -> fdl.Config:
     attention = {
         "atten_kernel": options.attention,
         "atten_chunk_size": options.chunk_size,
-        "float32_logits": options.attention not in ("einsum", "blocked"),  # Fixed in others.
+        # All other kernels compute float32 logits.
+        "float32_logits": options.attention not in ("einsum", "blocked"),
     }
     remat = row.remat if options.remat is None else _policy(options.remat)
     stack = fdl.Partial(Repeat, checkpoint_policy=remat)

@@ -1,4 +1,4 @@
-"""Compiles and plans train steps of language models for TPU pods without the hardware.
+"""Compiles and plans train steps of language models for TPU pods, without the hardware.
 
     pip install libtpu                      # 0.0.51 with jax 0.10.2 to compare with other libraries
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
@@ -7,10 +7,10 @@
     python benchmarks/pod_scale.py --row O70 --preset fsdp --attention splash
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
-Each row is a model on a mesh, built in the same way as by users. For each row, the script prints
-the peak memory, the compiler's cycle estimate, the seconds of the simulated schedule
-(praxis_tools/plan/schedule/), and their ratios to MaxText and to the best hand-written step in
-plain JAX, both compiled in the same way. `--top` lists the most expensive instructions.
+Each row is a model on a mesh, built with the public API. For each row, the script prints the peak
+memory, the compiler's cycle estimate and the duration of the simulated schedule
+(praxis_tools/plan/schedule/). It also prints their ratios to MaxText and to the best hand-written
+step in plain JAX, both compiled in the same way. `--top` lists the most expensive instructions.
 """
 
 import argparse
@@ -64,7 +64,7 @@ UNREADABLE_OF_EXPERTS = {
 
 
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
-    """Returns a Partitioner for the row's task and mesh, built in the same way as by users."""
+    """Returns a Partitioner for a row's task and mesh, built with the public API."""
     model, topology, shape, *_ = ROWS[row]
     devices = (
         topology_of(topology).devices
@@ -205,7 +205,7 @@ def main() -> None:
         help="name=value, in addition to the preset",
     )
     parser.add_argument("--top", type=int, default=0, help="costliest operations to show")
-    parser.add_argument("--dump", help="file to write the program's text to")
+    parser.add_argument("--dump", help="file to write the HLO text to")
     options = parser.parse_args()
     for row in options.row:
         measured(options, row)

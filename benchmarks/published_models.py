@@ -68,7 +68,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
 
 
 class _Kind(NamedTuple):
-    """Settings that differ between the blocks of a model, named as in its publication."""
+    """Settings in which the blocks of a model differ, named as in its publication."""
 
     window: int | None = None
     has_positions: bool = True
@@ -320,7 +320,7 @@ def _policy(run: Run) -> str | dict[str, str]:
         for name in names
         for ours in _NAMES.get(name, (name,))
     }
-    # Within a pattern of several layers, each layer's input is the output of the previous layer.
+    # In a pattern of several layers, each layer's input is the previous layer's output.
     if "iteration_input" in policy and model.get("experts") and len(_pattern(model)) > 1:
         policy["transformer_layer_out"] = policy["iteration_input"]
     return policy or "save_nothing"

@@ -2,10 +2,11 @@
 
     python benchmarks/quantized_training.py [--steps 120] [--whole] [--settings PATH=VALUE ...]
 
-The script trains the experiment once for each recipe, on one simulated device, and prints the mean
-training loss of the last tenth of the steps and the final held-out loss. It exits with status 1 if
-any loss is more than 1% above the loss in bfloat16. Steps have 256 tokens instead of the
-experiment's 2,048, because CPUs are slow at int8 and emulate float8, so step times are meaningless.
+The script trains the experiment once with each recipe, on one simulated device. It prints the mean
+training loss over the last tenth of the steps and the final held-out loss, and exits with status 1
+if any loss is more than 1% above the loss in bfloat16. A step has 256 tokens instead of the
+experiment's 2,048, because int8 is slow on CPUs and float8 is emulated. Step times are therefore
+meaningless.
 """
 
 import argparse

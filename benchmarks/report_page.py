@@ -1,7 +1,8 @@
 """Measures the time to generate a report of long jobs, and the size of its page.
 
-It writes five jobs of 100,000 steps with the metrics of a language model. Then it alternates
-between `--mode=report --html` for all jobs, in a separate process, and `json.loads` of all lines.
+The script writes five jobs of 100,000 steps with the metrics of a language model. Then it
+alternates between `--mode=report --html` for all jobs, in a separate process, and `json.loads` of
+all lines.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def main() -> None:
     print(f"{'the command, with its page':<30}{seconds:>10.2f}{cpu:>10.2f}{SECONDS_GOAL:>8.1f}")
     print(f"{'json.loads of all lines':<30}{plain:>10.2f}{plain_cpu:>10.2f}")
     print(f"{'ratio':<30}{seconds / plain:>10.2f}{cpu / plain_cpu:>10.2f}")
-    print(f"{'each further page of --follow':<30}{'':>10}{again:>10.2f}")
+    print(f"{'each additional page with --follow':<30}{'':>10}{again:>10.2f}")
     print(f"{'MB of the page':<30}{size / 1e6:>10.2f}{'':>10}{BYTES_GOAL / 1e6:>8.1f}")
 
 

@@ -1,11 +1,12 @@
-"""Compares the step time of a training job, with metrics and logs, with a bare loop.
+"""Compares the step time of a training job, with metrics and logs, with that of a bare loop.
 
-`python benchmarks/run_overhead.py` trains a job with 10 ms of matmuls per step. The job records
-goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard and the progress line. Every 20 steps,
-it pauses while a bare loop runs 20 steps of the same compiled program on a separate state (batch,
-call, and metrics read one step late). The script prints the ratio of the two step times, for the
-median of all turns and for the 10% of turns with the least other load. It also prints the CPU time
-of the training thread, which overlaps with the devices if it is shorter. There are no checkpoints.
+`python benchmarks/run_overhead.py` trains a job with 10 ms of matmuls per step, which records
+goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard and the progress line, but saves no
+checkpoints. Every 20 steps, the job pauses while a bare loop runs 20 steps of the same compiled
+step on a separate state. The loop creates the batch, calls the step, and reads the metrics one step
+late. The script prints the ratio of the step times: the median over all turns, and the median over
+the 10% of turns with the least other load. It also prints the CPU time of the training thread,
+which is hidden as long as it is shorter than the step.
 
 The simulated device is bound to one core, and all other threads of the process to the other cores,
 because the host of an accelerator does not compute the model either. --shared_cores disables this.
@@ -24,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-os.environ["NPROC"] = "1"  # Number of threads in XLA's pool for a program.
+os.environ["NPROC"] = "1"  # Number of threads in XLA's pool for running computations.
 
 from praxis_lite.core import simulate_devices  # noqa: E402
 
@@ -85,7 +86,7 @@ class Turns(Hook):
 
 
 def bind_the_device_to_a_core() -> None:
-    """Binds XLA's thread pool to one core, and all other threads of the process to other cores.
+    """Binds XLA's thread pool to one core, and the process's other threads to the other cores.
 
     Raises SystemExit if there is only one core or the system cannot bind threads.
     """

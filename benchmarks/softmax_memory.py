@@ -1,15 +1,15 @@
 """Compares the temporary memory of a large-vocabulary softmax with and without chunks.
 
-`python benchmarks/softmax_memory.py` compiles the loss and gradients for one device, and reads the
-temporary memory from the compiled program (`memory_analysis`). For T tokens, D input dims, V
-classes and chunks of C classes in float32, the expected memory is:
+`python benchmarks/softmax_memory.py` compiles the loss and its gradients for one device, and reads
+the temporary memory from the executable (`memory_analysis`). For T tokens, D input dims, V classes
+and chunks of C classes in float32, the expected memory is:
 
     chunked, at most   4 (2 C D + 4 C T + 16 T D) bytes
     whole, at least    4 T V bytes
 
-The terms are the weight and its gradient for one chunk; the logits, their exponentials and
-gradients for one chunk; and values stored per token. Only the gradient of the weight, which is a
-result and not temporary, grows with V.
+The chunked terms are the weight and its gradient for one chunk; the logits, their exponentials and
+gradients for one chunk; and the values stored per token. Only the gradient of the weight grows with
+V, and it is a result, not temporary memory.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Measures the CPU time to import the library and to launch a job up to its first step.
 
-`python benchmarks/startup.py` prints CPU seconds (user and system time of the entire process, the
-minimum of several runs) and ratios measured in one run. The job is lm.Synthetic with two layers on
-a mesh of eight simulated devices, launched in the same way as by `main.py`. A cold start has an
-empty compilation cache, and a warm start reuses its cache. A finished job has completed all its
-steps. Plain JAX is plain_jax_lm.py up to its first step, with a warm cache. Python's bytecode is
-cached as in an installed package, even if PYTHONDONTWRITEBYTECODE is set.
+`python benchmarks/startup.py` prints CPU seconds (user and system time of the complete process, the
+minimum of several runs) and ratios measured in a single run. The job is lm.Synthetic with two
+layers on eight simulated devices, launched like by `main.py`. A cold start has an empty compilation
+cache, and a warm start reuses its cache. A finished job has already completed all its steps. Plain
+JAX is plain_jax_lm.py up to its first step, with a warm cache. Python's bytecode is cached as in an
+installed package, even if PYTHONDONTWRITEBYTECODE is set.
 """
 
 import argparse
@@ -27,7 +27,7 @@ IMPORTS = {
         "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }
-# Stops the job once the metrics of its first step have reached the host.
+# Stops the job when the metrics of its first step have reached the host.
 UNTIL_FIRST_STEP = """
 import os, sys
 from praxis_lite.trainer.metrics.progress import ProgressLine
@@ -40,7 +40,7 @@ import sys
 from praxis_lite.main import main
 main(["--exp=lm.Synthetic", "--job_log_dir=" + sys.argv[1], "--set", "run.num_train_steps=4"])
 """
-# Stops once the loss of the first step has reached the host.
+# Stops when the loss of the first step has reached the host.
 PLAIN_JAX = """
 import os, sys
 import jax
@@ -59,7 +59,7 @@ def cpu_seconds(code: str, *args: str, bytecode: str, cache: str | None = None) 
 
     Args:
       bytecode: Folder for compiled Python files.
-      cache: Folder for compiled programs, or None.
+      cache: Directory of the compilation cache, or None.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,9 +1,9 @@
 """Compares the library's train step with the same model in plain JAX.
 
-`python benchmarks/step_overhead.py` alternates between the two steps in one run, and prints ratios
-of the median step time, the host time per step, and the matmul flops, collective bytes and
-temporary memory of the compiled programs. The last table compares an uneven model with the next
-even size.
+`python benchmarks/step_overhead.py` alternates between the two steps in a single run. It prints
+ratios of the median step time, the host time per step, and the matmul flops, collective bytes and
+temporary memory of the compiled steps. A second table compares a model of uneven sizes with the
+next even sizes.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        # As in the other model, split nothing over `mdl` between sublayers.
+        # As in the other model, shard nothing over `mdl` between sublayers.
         model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
@@ -81,14 +81,14 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
 
 
 def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens, which is the same on every call."""
+    """Returns a batch of random tokens; the same on every call."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=(BATCH, TIME + 1), dtype=np.int32)
     weights = np.ones((BATCH, TIME), np.float32)
     return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
 
 def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
-    """Converts the weights of `plain_jax_lm` to the library's tree, so that both start equal."""
+    """Converts the weights of `plain_jax_lm` to the library's tree, so that both start equally."""
     layers = plain["layers"]
     attention = {name: {"w": layers[name]} for name in ("query", "key", "value", "post")}
     feed_forward = {
@@ -126,7 +126,7 @@ class Step:
 
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """Returns the costs of the compiled program per device, by name."""
+    """Returns the costs of the compiled step per device, by name."""
     totals = hlo.summarise(hlo.collectives(compiled))
     return {
         "matmul flops": hlo_matmuls.flops(compiled),

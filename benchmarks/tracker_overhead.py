@@ -1,4 +1,4 @@
-"""Measures the cost of trackers in a training loop: calls of the hook, and step time.
+"""Measures the cost of trackers in a training loop: the hook's calls, and the step time.
 
     WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
 

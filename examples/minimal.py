@@ -89,7 +89,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 def partitioner_on(*mesh_shape: int) -> Partitioner:
     """Returns a Partitioner for the task on a mesh with the axes replica, data and mdl."""
     learner = Learner(optax.adam, learning_rate=2e-2, clip_gradient_norm_to_value=1.0)
-    splits = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}  # Splits of a batch's arrays by rank.
+    splits = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}  # Mesh axes of each dim, by rank.
     task = Regression(Wave, learner, inputs_split_mapping=splits)
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=mesh_shape)))
 

@@ -99,7 +99,7 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """Classifies digits; batches need padding to split over devices and micro-batches."""
+    """Classifies digits; batches are padded to split over devices and micro-batches."""
 
     def task(self):
         task = super().task()

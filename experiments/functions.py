@@ -16,7 +16,7 @@ from praxis_lite.tasks.loss import LossTask
 __all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]
 
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims (primes, to require padding), digits.
-# PartitionSpecs with the structure of the params. None for weights or layers without specs.
+# PartitionSpecs with the structure of the params; None for weights or layers without a spec.
 SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]
 
 
@@ -88,7 +88,7 @@ class DigitsMlpFsdp(DigitsMlp):
     def task(self):
         task = super().task()
         task.model.specs = None
-        task.inputs_split_mapping = None  # The default splits rows over all devices.
+        task.inputs_split_mapping = None  # The default shards rows over all devices.
         rule = (".*", 'fsdp(("data", "mdl"), 0.001)')
         task.weight_sharding = fdl.Config(WeightSharding, strategy=(rule,))
         return task

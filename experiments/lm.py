@@ -30,7 +30,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
 
-# Rows are split over the data axes; all other dims are replicated.
+# Rows are sharded over the data axes; all other dims are replicated.
 BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),
     "map_2d": (("replica", "data"), None),
@@ -44,7 +44,7 @@ class PyDocs(Experiment):
     No size is divisible by the number of devices that it is split over: the vocabulary (257), the
     hidden dims (435) and the 5 heads are split over two devices (model parallelism), the model dims
     (145) over four devices (data parallelism), and evaluation batches of 47 windows over all eight
-    devices. The last batch has fewer real rows than there are devices.
+    devices. The last batch contains fewer windows than there are devices.
 
     To train on different text, use --set datasets.train.corpus.files=GLOB. Held-out text and
     prompts come from the same files. For tokens other than bytes, use --set

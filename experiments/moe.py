@@ -8,7 +8,7 @@ from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_
 
 __all__ = ["PyDocs", "Synthetic"]
 
-# Tokens are also split over the expert axis. An all-to-all sends them to their experts and back.
+# Tokens are also sharded over the expert axis. All-to-alls send them to their experts and back.
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
@@ -36,8 +36,8 @@ def with_experts(task, **settings):
 class PyDocs(lm.PyDocs):
     """lm.PyDocs with five experts in every second layer, and top-2 routing.
 
-    The expert axis of size 2 splits the five experts, the 145 model dims and the 435 hidden dims
-    unevenly: one half of the devices stores three experts, and the other half stores two.
+    The five experts, the 145 model dims and the 435 hidden dims are sharded unevenly over the
+    expert axis of size 2: half of the devices store three experts, and the other half two.
     """
 
     def mesh(self):

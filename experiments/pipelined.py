@@ -14,7 +14,7 @@ from praxis_lite.layers import (
 
 __all__ = ["PyDocs", "SplitBackward", "Synthetic", "ZeroBubble"]
 
-# The embedding and the softmax are outside the pipeline, so the stage axis splits the batch there.
+# The embedding and the softmax are outside the pipeline. There, the batch is sharded over stages.
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 
 

@@ -102,9 +102,9 @@ class ReversedWords(IndexedPipeline):
 class Reverse(Experiment):
     """Trains an encoder-decoder to spell words backwards, and decodes with beam search.
 
-    All splits are uneven: 70 model dims over four devices (data parallelism), and 3 heads and 141
-    hidden dims over two devices (model parallelism). Evaluation batches are smaller than training
-    batches.
+    All dims are sharded unevenly: 70 model dims over four devices (data parallelism), and 3 heads
+    and 141 hidden dims over two devices (model parallelism). Evaluation batches are smaller than
+    training batches.
     """
 
     def mesh(self):

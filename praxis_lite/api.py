@@ -32,24 +32,25 @@ def train(
 ) -> "TrainedModel":
     """Trains an experiment, or resumes its job, and returns the trained model.
 
-    The first Ctrl-C, or interrupt of a notebook kernel, stops after the running step and saves it:
-    `stopped_by` of the result is then "SIGINT", and the same call resumes the job. Before the first
-    step, and for the second time, it raises KeyboardInterrupt. Signals have no effect if this runs
-    in another thread than the main thread.
+    The first Ctrl-C (or interrupt of a notebook kernel) lets the current step finish, saves a
+    checkpoint and stops training. `stopped_by` of the result is then "SIGINT", and the same call
+    resumes the job. A second Ctrl-C, or a Ctrl-C before the first step, raises KeyboardInterrupt.
+    Signals have no effect if this function is called outside the main thread.
 
     Args:
       experiment: Name of an experiment, as for --exp, or a subclass of Experiment.
       job_log_dir: The job's directory.
       settings: Values by path, such as {"run.num_train_steps": 200}, or strings "path=value", as
         for --set.
-      hooks: Hooks to call after those of the experiment. They are not recorded in config.json.
+      hooks: Hooks to call after the experiment's hooks. They are not recorded in config.json.
       packages: Your packages, as for --packages.
 
     Returns:
       The trained model on the job's mesh, as from `load`; its weights are read on first use.
 
     Raises:
-      ConfigError: A setting, the data or the mesh is wrong, or the directory contains another job.
+      ConfigError: A setting, the data or the mesh is wrong, or the directory contains a different
+        job.
         Exceptions from the experiment's code or from hooks are raised unchanged.
     """
     command = command_line("train", experiment, settings, packages)
@@ -110,6 +111,6 @@ def _name(experiment: "str | type[Experiment]") -> str:
             "cannot import it. Define it at the top level of a module or notebook."
         )
     name = callable_name(experiment)
-    registry.registered.pop(name, None)  # Allow a module that was reloaded.
+    registry.registered.pop(name, None)  # The module may have been reloaded.
     registry.register(experiment)
     return name

@@ -1,10 +1,13 @@
-"""Parses the command line and runs its mode, from the library or an installed package."""
+"""Parses the command line and runs the selected mode.
+
+Modes are part of the library or come from installed packages.
+"""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.experiment import registry
 from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
@@ -35,11 +38,11 @@ MODES: Mapping[str, Mode] = _modes()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command line, and exits with its status.
 
-    The status is 2 after an error that the user can fix, 3 if training has ended but its last step
-    was skipped, and 1 if --mode=check found a difference.
+    The status is 2 after an error that the user can fix, 3 if training has ended but its final
+    weights should not be used, and 1 if --mode=check found a difference.
 
     Args:
-      argv: The arguments; None for those of this process.
+      argv: The arguments, or None for `sys.argv[1:]`.
     """
     command, mode = CommandLine(), None
 
@@ -53,13 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             _list_experiments(command.packages)
             return None
         if command.elastic:
-            require(
-                TOOLS.begin_elastic is not None,
-                "--elastic",
-                True,
-                "an installation with praxis_tools, whose supervisor it needs",
-                "Install praxis_tools.",
-            )
+            if TOOLS.begin_elastic is None:
+                raise ConfigError(
+                    "--elastic requires praxis_tools, which contains the supervisor of elastic "
+                    "jobs. Install praxis_tools."
+                )
             status = TOOLS.begin_elastic(command, argv, options["health_dir"])
             if status is not None:
                 return status

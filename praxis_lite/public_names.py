@@ -1,10 +1,11 @@
-"""Lazy import of the public names of each package, which docs/api.md lists.
+"""Imports the public names of a package lazily. docs/api.md lists these names.
 
-The stub `__init__.pyi` of a package specifies the module of each public name, and its `__init__.py`
+The stub `__init__.pyi` of a package specifies the module that defines each public name. This line
+in its `__init__.py` imports a name when it is first used:
 
     __getattr__, __dir__, __all__ = public_names(__name__)
 
-imports a name on first use. So `from praxis_lite.layers import Linear` imports one file instead of
+For example, `from praxis_lite.layers import Linear` imports one file instead of
 a hundred, and `import praxis_lite` does not import jax. Type checkers and editors use the same
 stub.
 """

@@ -184,11 +184,12 @@ class LanguageModelTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row and hypothesis, with the prompt and its continuation.
+        """Returns a record for each prompt and hypothesis, with the prompt and its continuation.
 
-        If prompts have several hypotheses, the best comes first, and records have its rank
-        ("sample") and score. With speculation, "model_steps" counts the model calls that produced
-        the new tokens. With prefix sharing, "shared_length" is the length of the shared prefix.
+        Padding rows have no record. If prompts have several hypotheses, the best comes first, and
+        records have its rank ("sample") and score. With speculation, "model_steps" counts the
+        model calls that produced the new tokens. With prefix sharing, "shared_length" is the
+        length of the shared prefix.
         """
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
@@ -306,7 +307,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the layers' summaries by the last component of their paths, averaged over layers."""
+    """Returns layer summaries by the last component of their paths, averaged over layers."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

@@ -105,7 +105,7 @@ class LossTask(Task):
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the same means as `compute_loss`, and the arrays with a value per weight."""
+        """Returns the means of `compute_loss`, and the arrays that have a value for each weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
@@ -174,7 +174,7 @@ class LossTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row, with the predictions by name as numbers or lists."""
+        """Returns a record for each row except padding, with the predictions by name."""
         return records_of(outputs, is_true_row(inputs))
 
 

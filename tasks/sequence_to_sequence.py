@@ -173,12 +173,12 @@ class SequenceToSequenceTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row and hypothesis, with the best hypothesis first.
+        """Returns a record for each row and hypothesis, with the best hypothesis first.
 
-        Records contain source_ids, output_ids (including the end token) and log_prob. With a
-        tokenizer, they also contain source and output as text. With labels, they also contain
-        target_ids and is_match. With several hypotheses, they also contain the rank ("sample") and
-        the score.
+        Padding rows have no record. Records contain source_ids, output_ids (including the end
+        token) and log_prob. With a tokenizer, they also contain source and output as text. With
+        labels, they also contain target_ids and is_match. With several hypotheses, they also
+        contain the rank ("sample") and the score.
         """
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):

@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test; rank promotion raises; warnings are errors."""
+"""Configures all tests: eight simulated devices, no rank promotion, and warnings as errors."""
 
 import contextlib
 import ctypes
@@ -12,23 +12,23 @@ import signal
 import sys
 from pathlib import Path
 
-# Tests compile many small programs and run them briefly: LLVM's optimisations cost three times
-# what they give. Set before JAX starts; processes that tests launch inherit it.
+# Tests compile many small functions and run them briefly, so LLVM's optimizations take three times
+# the time that they save. Set this before JAX starts; processes launched by tests inherit it.
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-# One part, and not 32 that threads compile beside each other: a quarter less to do in all.
+# Compiling each module as one part instead of 32 parallel parts takes a quarter less CPU time.
 _flags.append("--xla_cpu_parallel_codegen_split_count=1")
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Halves the compile time once more; newer versions no longer know it.
+    # Halves the compile time again. Newer versions do not have this flag.
     _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _compilation_cache() -> Path:
-    """Returns the folder of compiled programs for this jax and this kind of CPU.
+    """Returns the directory of JAX's compilation cache for this jaxlib and this kind of CPU.
 
-    It is in the environment's folder, so that `make clean` removes it. JAX's own key does not
-    have the CPU's features, and a program compiled for another CPU may end the process.
+    It is in the environment's directory, so that `make clean` removes it. JAX's cache key does not
+    include the CPU's features, and code compiled for another CPU may crash the process.
     """
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.exists() else [platform.machine()]
@@ -38,7 +38,7 @@ def _compilation_cache() -> Path:
     return Path(sys.prefix) / "jax_programs_of_tests" / f"{jaxlib}-{key}"
 
 
-# The workers of a run, the processes that they launch and later runs share what they compile.
+# The workers of a test run, the processes that they launch and later runs share this cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compilation_cache()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
@@ -48,7 +48,7 @@ import pytest  # noqa: E402
 from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 MAX_RESIDENT_BYTES = 3072 * 2**20
-# They come first, so that no worker is left with one when the others have ended.
+# These files run first, so that no worker is still busy with one when the others have finished.
 LONGEST_FILES = (
     "elastic/test_elastic.py",
     "docs/test_pages_that_run.py",
@@ -62,7 +62,7 @@ LONGEST_FILES = (
     "partitioner/test_experiment_gradients.py",
 )
 
-# A shell that runs pytest in its background has SIGINT ignored; jobs that tests launch would, too.
+# If pytest runs in the background of a shell, SIGINT is ignored, also in jobs that tests launch.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -71,11 +71,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config):
-    gc.disable()  # A third of the time of collecting thousands of tests.
-    # pytest-xdist would begin with the files of most tests, and end with those of the longest.
+    gc.disable()  # Saves a third of the time of collecting thousands of tests.
+    # By default, pytest-xdist starts with the files that contain the most tests.
     config.option.loadscopereorder = False
     config.addinivalue_line("filterwarnings", "error")
-    # OpenBLAS may leave the processor's flag set though no result is NaN: numpy issue 24067.
+    # OpenBLAS may set the CPU's invalid-value flag although no result is NaN (numpy issue 24067).
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered in matmul")
 
 
@@ -87,8 +87,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    # JAX makes many objects that live long: to look through them all for cycles as often as Python
-    # does by itself takes a twentieth of the time.
+    # JAX creates many long-lived objects. With Python's default thresholds, the garbage collector
+    # takes 5% of the test time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     gc.enable()
@@ -96,27 +96,28 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs_are_forgotten():
-    """Frees, after a file, the programs that its tests compiled, once there are many of them."""
+    """Clears JAX's caches after a test file if the process uses too much memory."""
     yield
-    # Less often would be gigabytes per worker, and after every file many would be compiled again.
+    # Clearing the caches after every file would recompile many functions; never clearing them would
+    # use gigabytes per worker.
     if resident_bytes() > MAX_RESIDENT_BYTES:
         jax.clear_caches()
         gc.collect()
-        # glibc returns freed memory to the system only on request: without it every further file
-        # would find too much memory in use, and forget its programs.
+        # glibc returns freed memory to the system only on request. Without this call, the caches
+        # would be cleared after every later file.
         with contextlib.suppress(AttributeError, OSError):
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process holds now; 0 where the system does not say."""
+    """Returns the resident memory of this process in bytes, or 0 if it is unknown."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else 0
 
 
 @pytest.fixture
 def mesh_of():
-    """Returns a function from an ICI shape to a mesh with axes replica, data, mdl."""
+    """Returns a function that creates a mesh with the axes replica, data and mdl from its shape."""
 
     def mesh(*shape: int, axis_names=("replica", "data", "mdl")):
         return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=axis_names))

@@ -75,7 +75,7 @@ ORDERS = {
         {"job_on_mesh", "summary"},
         {"job_history"},
         {"restored_weights"},
-        {"begin_job", "evaluation"},
+        {"create_job", "evaluation"},
         {"decoding", "hooks"},
         {"job_tools", "step_metrics"},
         {"starting_point"},

@@ -23,7 +23,7 @@ def _convert(argv: Sequence[str] | None) -> None:
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
     from praxis_lite.huggingface.jobs import begin_job, export_job, hf_dir_setting
     from praxis_lite.huggingface.model import EXPERIMENT
-    from praxis_lite.trainer.begin_job import next_command
+    from praxis_lite.trainer.create_job import next_command
 
     if args.command == "import":
         job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_print)

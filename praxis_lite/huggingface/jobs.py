@@ -23,7 +23,7 @@ from praxis_lite.job.job_dir import JobDir, open_for_reading
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.trained_model.loading import load
-from praxis_lite.trainer.begin_job import begin_job_with, new_job_dir
+from praxis_lite.trainer.create_job import create_job, new_job_dir
 
 Note = Callable[[str], None]
 
@@ -50,7 +50,7 @@ def begin_job(
       The directory of the job.
 
     Raises:
-      ConfigError: See `Pretrained`, `new_job_dir` and `begin_job_with`.
+      ConfigError: See `Pretrained`, `new_job_dir` and `create_job`.
     """
 
     def initial_state(partitioner: Partitioner, job: Job) -> FromHuggingFace:
@@ -61,7 +61,7 @@ def begin_job(
     with new_job_dir(job_log_dir, EXPERIMENT) as job_dir:
         write_description(directory, job_dir.huggingface)
         settings = (hf_dir_setting(job_dir), *settings)
-        return begin_job_with(initial_state, EXPERIMENT, job_dir, settings, note=note)
+        return create_job(initial_state, EXPERIMENT, job_dir, settings, note=note)
 
 
 def hf_dir_setting(job_dir: JobDir) -> str:

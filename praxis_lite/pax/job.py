@@ -54,7 +54,7 @@ def begin_job(
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
     from praxis_lite.pax.checkpoints import read_pax_checkpoint
     from praxis_lite.pax.weights import FromPax
-    from praxis_lite.trainer.begin_job import begin_job_with, new_job_dir
+    from praxis_lite.trainer.create_job import create_job, new_job_dir
 
     # Open the checkpoint before the job's directory is created, because the path may be wrong.
     checkpoint = read_pax_checkpoint(pax_directory, step)
@@ -63,7 +63,7 @@ def begin_job(
         return FromPax(checkpoint, partitioner, ignore=ignore, new=new, seed=job.run.seed)
 
     with new_job_dir(job_log_dir, experiment, packages) as job_dir:
-        return begin_job_with(initial_state, experiment, job_dir, settings, packages)
+        return create_job(initial_state, experiment, job_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,7 +124,7 @@ def _begin(argv: Sequence[str] | None) -> None:
         new=args.new,
         packages=args.packages,
     )
-    from praxis_lite.trainer.begin_job import next_command
+    from praxis_lite.trainer.create_job import next_command
 
     print(next_command(job, args.exp, args.settings, args.packages))
 

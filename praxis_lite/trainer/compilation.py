@@ -50,10 +50,11 @@ def current_metadata() -> Iterator[None]:
 def compile_step(
     step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
 ) -> jax.stages.Compiled:
-    """Compiles a step for the batches of a dataset, so that its first call does not compile.
+    """Compiles a step ahead of time for the batches of a dataset.
 
-    Applies the workaround for matmuls that XLA may permute, and logs it. Later calls for the same
-    batch shapes return the same program and do not check memory again.
+    JAX caches the executable, so the first call of the step with such a batch does not compile it
+    again. Matmuls whose results XLA may permute are patched before compilation, with a warning.
+    Later calls for the same batch shapes return the same executable.
 
     Args:
       step: The train, eval or decode step.
@@ -61,19 +62,22 @@ def compile_step(
       name: The dataset's name, such as "datasets.train".
       num_processes: Number of processes on this host that will run the step.
 
+    Returns:
+      The executable.
+
     Raises:
       OutOfMemory: The devices are simulated, and the step needs more memory than the host has.
     """
     spec = pipeline.element_spec()
     leaves, structure = jax.tree.flatten(spec)
     key = structure, *((x.shape, jnp.dtype(x.dtype)) for x in leaves)
-    programs = _compiled.setdefault(step, {})
-    if key in programs:
-        return programs[key]
+    executables = _compiled.setdefault(step, {})
+    if key in executables:
+        return executables[key]
     compiled = mended(step.lower(spec), step.where.mesh).compile()
     devices = step.where.mesh.local_devices
-    advice = f"Make {name}.batch_size, or its rows, smaller" + (
-        f"; {SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
+    advice = f"Lower {name}.batch_size, or use smaller examples" + (
+        f"; {SMALLER_STEP}" if step.trains else "; set fprop_dtype=bfloat16"
     )
     if len(devices) > 1:
         advice += "; use fewer simulated devices, because each holds a copy of replicated arrays"
@@ -84,7 +88,7 @@ def compile_step(
         f"{advice}; or use hosts with more memory.",
         num_processes,
     )
-    programs[key] = compiled
+    executables[key] = compiled
     return compiled
 
 

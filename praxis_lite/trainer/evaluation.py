@@ -1,4 +1,4 @@
-"""Evaluates weights on datasets: weighted means of the task's metrics."""
+"""Evaluates weights on datasets, by computing weighted means of the task's metrics."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ Batch = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Computes weighted means of a task's metrics over one pass of each dataset.
+    """Computes weighted means of a task's metrics over a single pass through each dataset.
 
     Attributes:
       partitioner: The task on its mesh.
@@ -65,8 +65,9 @@ class Evaluator:
           mdl_vars: The weights, on the mesh.
           should_stop: Called before each batch. If it returns True, the evaluation ends without a
             result.
-          examples: Dict of record lists by dataset. One record of the task's per-example outputs is
-            added for each real row. If None, these outputs are not computed.
+          examples: Dict to which a list of records is added for each dataset. A record contains the
+            task's outputs for one example; padding rows have no record. If None, these outputs are
+            not computed.
 
         Returns:
           Metrics by dataset, or None if `should_stop` returned True.
@@ -79,6 +80,7 @@ class Evaluator:
         for name, pipeline in self.pipelines.items():
             num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
             mean = WeightedMean()
+            # Outputs are read one batch late, so that the devices never wait for the host.
             pending: tuple[Packed, list[Any]] | None = None
             records: list[dict[str, Any]] = []
             num_rows = pipeline.batch_size
@@ -123,13 +125,14 @@ class Evaluator:
 def _add(
     mean: WeightedMean, records: list[dict[str, Any]], metrics: Packed, row_outputs: list[Any]
 ) -> None:
-    """Waits for the outputs of a batch, and adds its metrics and the records of its real rows.
+    """Waits for the outputs of a batch, and adds its metrics and the records of its examples.
 
     Args:
       mean: The running means to update.
       records: The list to extend.
       metrics: The batch's metrics.
-      row_outputs: [per-example outputs, mask of real rows], or [] if records are not collected.
+      row_outputs: [per-example outputs, mask that is False for padding rows], or [] if records are
+        not collected.
     """
     with events.phase(ON_DEVICES):
         scalars, row_outputs = metrics.to_host(), jax.device_get(row_outputs)
@@ -139,14 +142,14 @@ def _add(
 
 
 def evaluate(job: JobOnMesh, step: Step) -> None:
-    """Evaluates a checkpoint on every dataset but `train`; prints and records the results.
+    """Evaluates a checkpoint on every dataset except `train`, and prints and records the results.
 
     Args:
       job: The job on its mesh.
-      step: The checkpoint's step; "best", or None for the newest.
+      step: The checkpoint's step, "best", or None for the newest checkpoint.
 
     Raises:
-      ConfigError: There is no dataset to evaluate on, or no such checkpoint.
+      ConfigError: There is no evaluation dataset, or the checkpoint does not exist.
     """
     partitioner, run = job.partitioner, job.run
     if not job.eval_sets:
@@ -194,15 +197,19 @@ def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
       data: A batch, which is a dict of NumPy arrays, or an iterable of batches.
 
     Raises:
-      ConfigError: There are no batches, or their names or shapes differ.
+      ConfigError: There are no batches, or their keys or shapes differ.
     """
     batches = [data] if isinstance(data, Mapping) else list(data)
     for batch in batches:
         if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
-            actual = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            actual = (
+                f"with the keys {sorted(batch)}"
+                if isinstance(batch, Mapping)
+                else f"of type {type(batch).__name__}"
+            )
             raise ConfigError(
-                f"evaluate was given a batch of {actual}; expected a dict of NumPy arrays with the "
-                "same names in every batch."
+                f"evaluate was given a batch {actual}; expected a dict of NumPy arrays with the "
+                "same keys in every batch."
             )
     if not batches:
         raise ConfigError("evaluate was given no batches. Pass at least one batch.")

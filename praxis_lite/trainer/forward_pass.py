@@ -1,4 +1,4 @@
-"""Compiles a call of the model for a mesh, with arguments of any shapes."""
+"""Compiles the model's forward pass for a mesh, for arguments of any shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,9 +22,10 @@ LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **kwargs)`, which computes `model(*args, **kwargs)`.
 
-    The first dim of arrays in the arguments, including arrays inside trees, must be the rows. It is
-    split over the mesh as in a batch. All other arguments, such as flags, are passed unchanged and
-    are static. For a model of plain functions, the call is `task.predict(params, *args, None)`.
+    The first dim of every array in the arguments, including arrays in nested trees, must be the
+    batch dim. It is sharded over the mesh like a training batch. All other arguments, such as
+    flags, are static. For a model of plain functions, the function computes
+    `task.predict(params, *args, None)`.
 
     Args:
       partitioner: The task on its mesh.
@@ -42,7 +43,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         if not arrays:
             raise ConfigError(
                 f"predict was given {shown(repr((*args, *kwargs.values())))}, which contains no "
-                "arrays. Pass the NumPy arrays that the model's call takes, with rows first: "
+                "arrays. Pass the model's inputs as NumPy arrays whose first dim is the batch: "
                 "predict(np.asarray(...))."
             )
         rows = [

@@ -38,7 +38,9 @@ def lacks_evaluation(run: RunConfig, eval_sets: Collection[str], job: JobDir, st
 def nothing_to_do(
     run: RunConfig, eval_sets: Collection[str], files: JobDir, first_step: int, *, is_resumed: bool
 ) -> str:
-    """Returns why no steps are left for this launch and what to change, or "" if steps are left.
+    """Returns a message if this launch has no steps left to run, else "".
+
+    The message says why, and what to change to continue training.
 
     Args:
       run: Settings of the run.
@@ -107,7 +109,7 @@ def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
 
 
 def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
-    """Returns whether `step` is the last step of a job according to its last launch.
+    """Returns whether `step` is the last step of a job according to the config of its last launch.
 
     Args:
       job: The job directory.
@@ -119,7 +121,7 @@ def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses with which to compare the next loss, or [] without spike detection."""
+    """Returns the recent losses for spike detection, or [] if it is disabled."""
     if run.loss_spikes.factor is None:
         return []
     return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
@@ -147,9 +149,9 @@ def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
     if times:
         return f"checkpoints: the first {'; or '.join(times)}; and at the end"
     return (
-        f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
-        "before, all its steps are lost (run.checkpoints.every_seconds, "
-        "run.checkpoints.every_steps)"
+        f"checkpoints: only at the end (step {run.num_train_steps}); if the process is killed "
+        "before that, all its steps are lost. To save more often, set "
+        "run.checkpoints.every_seconds or run.checkpoints.every_steps"
     )
 
 
@@ -166,9 +168,9 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
       eval_sets: Names of the evaluation datasets.
     """
     debug_nans = (
-        f"look at {job.non_finite_txt}, which names the layer or the data"
+        f"look at {job.non_finite_txt}, which identifies the layer or the data"
         if job.non_finite_txt.exists()
-        else "run with --set run.debug_nans=true, which names the layer or the data"
+        else "run with --set run.debug_nans=true, which identifies the layer or the data"
     )
     advice = (
         f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {debug_nans}; lower the "
@@ -190,8 +192,8 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
     for dataset, loss in losses.items():
         if not math.isfinite(loss):
             return (
-                f"{dataset}/loss is {loss} in the evaluation of step {step}: the weights, which "
-                f"are saved in {job.path}, or the data are not usable. {advice}"
+                f"{dataset}/loss is {loss} in the evaluation of step {step}: the weights saved in "
+                f"{job.path} or the evaluation data are not usable. {advice}"
             )
     return None
 
@@ -201,8 +203,8 @@ def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, 
     losses: dict[str, float] = {}
     for line in newest_lines(job.eval_metrics_jsonl):
         dataset, loss = str(line.get("dataset")), line.get("loss")
-        is_asked_for = line["step"] == step and dataset in eval_sets
-        if is_asked_for and loss is not None and is_number(loss):
+        is_match = line["step"] == step and dataset in eval_sets
+        if is_match and loss is not None and is_number(loss):
             losses.setdefault(dataset, loss)
             if len(losses) == len(eval_sets):
                 break

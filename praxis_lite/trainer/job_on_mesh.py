@@ -1,4 +1,4 @@
-"""Places a job on its mesh, after every check that needs no compilation."""
+"""Places a job on its mesh, after all checks that do not require compilation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ _DATASET_FIELDS = {
 
 
 def partitioner_of(job: Job, mode: str) -> Partitioner:
-    """Returns the job's task on its mesh, after every check that needs no compilation.
+    """Returns the job's task on its mesh, after all checks that do not require compilation.
 
     Args:
       job: The job, as built from its config.
@@ -123,7 +123,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 
 
 def _mesh_of(job: Job) -> Mesh:
-    """Builds and prints the job's mesh, of simulated devices if there is no accelerator."""
+    """Builds and prints the job's mesh, with simulated devices if there is no accelerator."""
     mesh_config = filled_mesh(job.mesh)
     check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
     mesh = make_mesh(mesh_config)
@@ -133,10 +133,12 @@ def _mesh_of(job: Job) -> Mesh:
             "Start each process with --coordinator, --num_processes and --process_id."
         )
     device = mesh.devices.flat[0]
+    plural, num_processes = "s" * (mesh.size > 1), jax.process_count()
     devices = (
-        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, because there is no accelerator"
+        f"{mesh.size} simulated CPU device{plural}, because there is no accelerator"
         if device.platform == "cpu"
-        else f"{mesh.size} {device.device_kind} devices, {jax.process_count()} hosts"
+        else f"{mesh.size} {device.device_kind} device{plural}, "
+        f"{num_processes} host{'s' * (num_processes > 1)}"
     )
     print(f"{mesh_text(mesh.shape)}: {devices}", flush=True)
     return mesh

@@ -1,4 +1,4 @@
-"""The extension points of a training job, which the launcher fills in."""
+"""The extension points of a training job."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ class OtherSaves(contextlib.AbstractContextManager):
     """Saves the job's state in addition to its checkpoints; this base class saves nothing."""
 
     def newest(self, checkpoints: "Checkpoints") -> SavedState:
-        """Returns the newest state, here or in `checkpoints`. All processes choose the same."""
+        """Returns the newest state, here or in `checkpoints`; the same in all processes."""
         return checkpoints
 
     def hooks(self, job: "JobOnMesh") -> "Sequence[Hook]":
@@ -71,7 +71,7 @@ class JobTools:
       begin_elastic: Function that handles `--elastic`. Takes (command, argv, health_dir), and
         returns the exit status in a supervisor, or None in a worker. If this is None, `--elastic`
         is rejected.
-      beats: Class by which each process detects that other processes have died.
+      beats: Class with which each process detects that other processes have died.
       summary_section: Function that returns an additional section for the job's summary, or "".
       num_lost_steps: Function that returns the number of recomputed steps according to the
         recorder.

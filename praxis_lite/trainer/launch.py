@@ -142,7 +142,7 @@ def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> 
     if not job.files.loss_curve_png.exists():
         draw_loss_curve(job.files, start.step, print)
     ended_early = why_stopped_early(job.run, job.files, start.step)
-    assert start.state is not None, "Nothing has taken it."
+    assert start.state is not None, "No step has taken the state."
     num_skipped = num_skipped_in_a_row(start.state)
     return TrainingResult(start.step, num_skipped, ended_early=ended_early)
 
@@ -181,7 +181,7 @@ def _train_with_roll_backs(
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
-            skipped = tuple(sorted({*start.skipped_batches, ended.batch}))
+            skipped = tuple(sorted({*start.skipped_batches, ended.batch_index}))
             start = starting_points.rolled_back(checkpoints, ended, skipped)
             _print_line(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)
@@ -194,8 +194,9 @@ def _train_with_roll_backs(
 
 def _roll_back_line(spike: LossSpike, start: StartingPoint) -> str:
     return (
-        f"rolled back from the loss spike of step {spike.step} to step {start.step}; its batch "
-        f"{spike.batch} is skipped ({len(start.skipped_batches)} skipped so far)"
+        f"rolled back from the loss spike of step {spike.step} to step {start.step}; batch "
+        f"{spike.batch_index} will be skipped (batches skipped so far: "
+        f"{len(start.skipped_batches)})"
     )
 
 

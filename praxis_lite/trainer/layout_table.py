@@ -106,8 +106,8 @@ def layout_table(layout: StateLayout) -> str:
 def leaf_table(leaves: Iterable[LeafLayout]) -> str:
     """Returns a table with the path, shapes, dtype, spec, bytes and padding of each leaf.
 
-    The last column is the origin of the split, such as a rule or a layer setting. Long entries are
-    replaced by numbers and written below the table.
+    The last column shows what determined the sharding, such as a rule or a layer setting. Long
+    entries are replaced by numbers and written below the table.
     """
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
     rows = [header]
@@ -167,19 +167,19 @@ def padding_notes(layout: StateLayout) -> list[str]:
 def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
     """Returns (message, padding bytes per device) for each dim that is mostly padding.
 
-    Leaves of equal size and split share a message.
+    Leaves with the same dim size and sharding share a message.
     """
     wasteful = collections.defaultdict(list)
     for leaf in layout.leaves():
-        for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
-            if padded and 1 - true / padded > WASTEFUL_PADDING:
-                wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
+        for dim, (size, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
+            if padded and 1 - size / padded > WASTEFUL_PADDING:
+                wasteful[(dim, size, padded, leaf.spec[dim])].append(leaf)
     sentences = []
-    for (dim, true, padded, axes), leaves in wasteful.items():
-        fraction = 1 - true / padded
+    for (dim, size, padded, axes), leaves in wasteful.items():
+        fraction = 1 - size / padded
         sentences.append(
             (
-                f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} "
+                f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {size} to {padded} "
                 f"to split over {axes}: {fraction:.0%} of it is padding.",
                 fraction * sum(leaf.bytes_per_device for leaf in leaves),
             )
@@ -214,7 +214,9 @@ def bytes_per_device(layout: StateLayout) -> dict[str, int]:
 def host_note(layout: StateLayout) -> str:
     """Returns a message about the arrays in host memory, or ""."""
     on_host = sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
-    return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
+    if not on_host:
+        return ""
+    return f"In addition, {format_bytes(on_host)} of the state per device are in host memory."
 
 
 _EMA = "averaged weights (EMA)"
@@ -235,7 +237,7 @@ def _totals(layout: StateLayout) -> str:
     by_kind = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in by_kind.items())
     text = (
-        f"{len(weights):,} weights with {num_parameters:,} parameters; the state of training takes "
+        f"{len(weights):,} weights with {num_parameters:,} parameters; the training state takes "
         f"{format_bytes(total_bytes)}. Each device of the {mesh_text(layout.axis_sizes)} holds "
         f"{parts} = {format_bytes(sum(by_kind.values()))}."
     )
@@ -276,10 +278,11 @@ def optimizer_report(groups: WeightGroups) -> list[str]:
         label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
         members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
     notes = [
-        f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
-        "of a weight depends on other weights or on random numbers, so it is called with all its "
-        "weights together, each layer as a separate array, which takes longer to compile. To clip "
-        "by the global norm of the gradients, Learner.clip_gradient_norm_to_value is cheaper"
+        f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: the update "
+        "of a weight depends on other weights or on random numbers, so the optimizer is called "
+        "with all its weights together, and with a separate array for each layer. This takes "
+        "longer to compile. To clip gradients by their global norm, it is cheaper to set "
+        "Learner.clip_gradient_norm_to_value"
         for group in groups.by_name.values()
         if group.stack_ranks is not None
     ]

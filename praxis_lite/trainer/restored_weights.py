@@ -35,6 +35,6 @@ def restored_weights(
         restored = checkpoints.restore(
             layout, partitioner.mesh, step=step, opt_states_keys=tuple(opt_states)
         )
-    averages = ", averaged over the steps before it" if opt_states else ""
+    averages = ", averaged (EMA)" if opt_states else ""
     print(f"restored the weights of step {restored.step}{averages}", flush=True)
     return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)

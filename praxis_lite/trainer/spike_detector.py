@@ -21,11 +21,11 @@ class LossSpike:
 
     Attributes:
       step: The step with the spike.
-      batch: Index of that step's batch in the training data.
+      batch_index: Index of that step's batch in the training data.
     """
 
     step: int
-    batch: int
+    batch_index: int
 
 
 class SpikeDetector:
@@ -87,5 +87,5 @@ class RollBacks:
                 f"each time, but the loss still spikes at or before step {self._furthest}. Lower "
                 "the learning rate, clip gradients, raise run.loss_spikes.factor, or set "
                 "run.loss_spikes.action=report. To start from an earlier checkpoint, remove the "
-                "newest."
+                "newest checkpoint."
             )

@@ -46,7 +46,7 @@ class StartingPoint:
     def take_state(self) -> TrainState:
         """Returns the state and drops the reference to it, because the first step donates it."""
         state, self.state = self.state, None
-        assert state is not None, "It is taken once."
+        assert state is not None, "The state can be taken only once."
         return state
 
 
@@ -75,11 +75,11 @@ class StartingPoints:
             )
 
     def new(self) -> StartingPoint:
-        """Returns step 0 of a new job, with random weights or weights from a source."""
+        """Returns the starting point of a new job, with random weights or weights from a source."""
         partitioner = self._job.partitioner
         key, source = partitioner.key(self._job.run.seed), self._initial()
         if source is None:
-            _print_line("initialising the state")
+            _print_line("initializing the state")
             with events.phase(COMPILE):
                 compile_init(partitioner, key)
             return StartingPoint(0, partitioner.init(key))
@@ -114,7 +114,7 @@ class StartingPoints:
         return dataclasses.replace(start, skipped_batches=skipped_batches)
 
     def _initial(self) -> InitialState | None:
-        """Returns the initial state selected by `run.init_from...`, or None to draw all arrays."""
+        """Returns the initial state selected by `run.init_from...`, or None for random weights."""
         if (setting := self._job.run.init_from) is None:
             return None
         name, value = setting

@@ -30,7 +30,7 @@ class PendingStep:
 
     Attributes:
       step: The step's number.
-      batch: Index of its batch in the training data.
+      batch_index: Index of its batch in the training data.
       outputs: The step's outputs, packed for one transfer per dtype.
       inputs: This process's rows of the batch, on the host.
       first_row: Index of this process's first row in the batch.
@@ -40,7 +40,7 @@ class PendingStep:
     """
 
     step: int
-    batch: int
+    batch_index: int
     outputs: Packed
     inputs: Any
     first_row: int
@@ -93,7 +93,7 @@ class LateMetrics:
         line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
         self.last_time = now
         metrics = StepMetrics(
-            pending.step, line, weight, pending.batch, pending.inputs, pending.first_row
+            pending.step, line, weight, pending.batch_index, pending.inputs, pending.first_row
         )
         for hook in self._add_hooks:
             line.update(hook.add_metrics(metrics))

@@ -18,7 +18,7 @@ from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 def summary(
     job: JobDir, *, num_prompts: int = 3, more: Callable[[JobDir], str] = lambda job: ""
 ) -> str:
-    """Returns a text with a job's losses, evaluations, step times, decoded samples and files.
+    """Returns a job's losses, evaluations, step times, decoded samples and files as text.
 
     Args:
       job: The job directory.
@@ -101,7 +101,7 @@ def _evaluations(job: JobDir) -> str:
 
 
 def _times_of_a_step(columns: Columns) -> str:
-    """Returns a table of mean step times, of which dispatch and device time overlap the others."""
+    """Returns a table of mean step times. The dispatch and device times overlap with the others."""
     if not columns.keys() >= set(TIMES):
         return ""
     is_known = np.isfinite([columns[name] for name in TIMES]).all(axis=0)
@@ -153,7 +153,7 @@ def _files(job: JobDir) -> str:
     lines = [f"  {name:<22}{file}" for name, file in files.items() if file.exists()]
     if job.tensorboard.exists():
         lines.append(
-            f"  {'drawn by TensorBoard':<22}tensorboard --logdir={job.tensorboard} "
+            f"  {'TensorBoard logs':<22}tensorboard --logdir={job.tensorboard} "
             "(after: pip install tensorboard)"
         )
     return "\n".join(["Files", *lines])

@@ -98,6 +98,8 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
     for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
+    # Each iteration dispatches a step, reads the metrics of the previous step while the devices
+    # run, and calls the hooks that are due.
     late_metrics = LateMetrics(loop)
     step_hooks = [hook for hook in loop.hooks if overrides(hook, "after_step")]
     key, batches = partitioner.key(job.run.seed), _batches(loop)

@@ -168,7 +168,7 @@ def _gradients(
         TrainState(old.step, {**old.mdl_vars, "params": params}, old.opt_states),
         inputs,
         key,
-        learner=_RecordingLearner(bound.learner, bound.groups),
+        learner=_RecordingLearner(bound.settings, bound.groups),
         value_and_grad=partitioner.gradients.value_and_grad,
     )
     old_params = dict(leaves_with_path(params))

@@ -156,7 +156,7 @@ class Rerun:
                 state,
                 partitioner.where.inputs(batch),
                 key,
-                learner=_MeasuringLearner(bound.learner, bound.groups, salt=salts[0]),
+                learner=_MeasuringLearner(bound.settings, bound.groups, salt=salts[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])

@@ -37,7 +37,7 @@ def grad_norms(
     for group in bound.groups.by_name.values():
         group_squares = squares_by_optimizer.setdefault(group.optimizer_name, [])
         group_squares += [squares["/".join(path)] for path in group.paths]
-    if not bound.learner.apply_separate_scaling:
+    if not bound.settings.apply_separate_scaling:
         return norm, dict.fromkeys(squares_by_optimizer, norm)
     return norm, {name: jnp.sqrt(sum(xs)) for name, xs in squares_by_optimizer.items()}
 
@@ -60,7 +60,7 @@ def is_step_kept(
       margin: Relative distance within which a norm is considered equal to the limit.
       was_kept: The result if a norm is considered equal to the limit.
     """
-    learner, number = bound.learner, opt_states["num_updates"]
+    learner, number = bound.settings, opt_states["num_updates"]
     rates = [learner.learning_rate, *(aux.learning_rate for aux in learner.auxiliary_optimizers)]
     rates = [rate(number) if callable(rate) else rate for rate in rates]
     is_finite &= jnp.isfinite(jnp.stack([jnp.asarray(x, jnp.float32) for x in rates])).all()
@@ -90,7 +90,7 @@ def updated_weights(
       loss: Loss of the step, which some optimizers read.
       per_layer: Function that maps a function over the layers in a group's stacked weights.
     """
-    learner, params = bound.learner, old.mdl_vars["params"]
+    learner, params = bound.settings, old.mdl_vars["params"]
     updated: dict[str, jax.Array] = {}
     for name, group in bound.groups.by_name.items():
         weights, slots = group.select(params), old.opt_states["slots"][name]
@@ -148,7 +148,7 @@ def updated_counts(
             is_kept, 0, opt_states["num_skipped_in_a_row"] + 1
         ),
     }
-    if bound.learner.loss_scale is not None:
-        scale = bound.learner.loss_scale.update(opt_states["loss_scale"], is_finite)
+    if bound.settings.loss_scale is not None:
+        scale = bound.settings.loss_scale.update(opt_states["loss_scale"], is_finite)
         counts |= {f"opt_states/loss_scale/{path}": x for path, x in leaves_with_path(scale)}
     return counts

@@ -161,7 +161,7 @@ class Damage:
             return f"crash: {tail(launch)}"
         kept = job / "checkpoints"
         # After the experiment, the mesh; before the training.
-        message = re.split(r"restored the checkpoint|initialising the state", launch.out)[0]
+        message = re.split(r"restored the checkpoint|initializing the state", launch.out)[0]
         lines = message.splitlines()[2:]
         if words and not any(all(_has(line, word) for word in words) for line in lines):
             return f"silent: restored {restored_step(launch)}, no line has {words}: {lines}"

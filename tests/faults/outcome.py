@@ -111,7 +111,7 @@ def restored_step(launch: Launch) -> int | None:
     actual = re.search(r"restored the checkpoint of step (\d+)", launch.out)
     if actual:
         return int(actual[1])
-    return 0 if "initialising the state" in launch.out else None
+    return 0 if "initializing the state" in launch.out else None
 
 
 def tail(launch: Launch) -> str:

@@ -131,7 +131,7 @@ def test_layout_txt_has_a_line_per_array(ran):
     weight = "softmax/logits_ffn/linear/w"
     for path in (f"mdl_vars/params/{weight}", f"opt_states/slots/unstacked/0/mu/{weight}"):
         assert f"\n{path} " in text
-    assert "weights with 3,186 parameters; the state of training takes" in text
+    assert "weights with 3,186 parameters; the training state takes" in text
     assert "Each device of the mesh (replica 1, data 4, mdl 2) holds" in text
     arrays, totals = read_layout(ran[0].layout_json)
     assert totals in text and all(f"\n{array.path} " in text for array in arrays)

@@ -19,7 +19,7 @@ from praxis_lite.inputs.__main__ import main as inputs
 from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
 from praxis_lite.job.command import run, status_of
 from praxis_lite.pax import job as pax_job
-from praxis_lite.trainer.begin_job import new_job_dir
+from praxis_lite.trainer.create_job import new_job_dir
 from tests.job.test_disk_full import files_of_at_most
 from tests.support.goldens import GOLDENS
 

@@ -1,4 +1,4 @@
-"""What devices sum in a step of micro-batches, in the program of an absent TPU; printed as JSON."""
+"""Prints the collectives of a train step with micro-batches, compiled for a TPU, as JSON."""
 
 import json
 
@@ -17,7 +17,7 @@ ROWS, LENGTH = 64, 64
 
 
 def summed(num_micro_batches: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict[str, int]:
-    """Returns bytes by kind of collective; weights lie whole on each of 8 devices."""
+    """Returns the bytes of each kind of collective; weights are replicated on each of 8 devices."""
     lm = rotary_lm(
         vocab_size=256,
         model_dims=128,

@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over a pipe: no package, no port, no network."""
+"""Controls a headless Chromium over a pipe, without additional packages, ports or network."""
 
 import base64
 import json
@@ -11,11 +11,11 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 EXECUTABLE = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-NO_BROWSER = "no Chromium is installed (apt-get install chromium), nor named by $CHROMIUM"
+NO_BROWSER = "Chromium is not installed (apt-get install chromium), and $CHROMIUM is not set"
 
 
 class Browser:
-    """One page of a Chromium, and what it complained of and asked for since it was opened."""
+    """A page in Chromium, with its console errors and requests since it was opened."""
 
     def __init__(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False):
         self.complaints: list[str] = []
@@ -23,7 +23,7 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory()
         to_browser, from_us = os.pipe()
         from_browser, to_us = os.pipe()
-        # A Chromium reads commands from its descriptor 3 and answers on 4.
+        # Chromium reads commands from file descriptor 3 and writes responses to file descriptor 4.
         self._process = subprocess.Popen(
             [
                 "bash",
@@ -65,7 +65,7 @@ class Browser:
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
         is_there = False
-        while not is_there:  # The empty page that the browser begins with is loaded too, once.
+        while not is_there:  # The browser also loads an empty page once when it starts.
             self._until(lambda event: event.get("method") == "Page.loadEventFired")
             is_there = self.run(
                 f"location.protocol === {json.dumps(url.partition(':')[0] + ':')} && "
@@ -82,7 +82,7 @@ class Browser:
         )
 
     def run(self, script: str) -> Any:
-        """Returns the value of a JavaScript expression; promises are waited for."""
+        """Returns the value of a JavaScript expression, after waiting for it if it is a promise."""
         answer = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -90,7 +90,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Waits until a JavaScript expression holds; fails after half a minute."""
+        """Waits until a JavaScript expression is true; fails after 30 s."""
         self.run(
             "new Promise((done, fail) => { const end = performance.now() + 30000; (function ask() {"
             f"if ({condition}) done(); else if (performance.now() > end) fail('waited in vain');"
@@ -118,7 +118,7 @@ class Browser:
         file.write_bytes(base64.b64decode(data))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Returns a command's answer (Chrome DevTools Protocol)."""
+        """Sends a command of the Chrome DevTools Protocol and returns the response."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": params}
         if self._session is not None:

@@ -1,4 +1,4 @@
-"""Callables of many signatures, for the tests of configs; importable, as config.json needs."""
+"""Callables with various signatures for tests of configs; config.json can refer to them."""
 
 import dataclasses
 import enum

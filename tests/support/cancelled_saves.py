@@ -1,8 +1,8 @@
-"""A save that processes cancel in `test_cancelled_saves`: run by each of two.
+"""Cancels a save in two processes; `test_cancelled_saves` runs this script in each of them.
 
-Arguments: the coordinator, the process's index, a folder, and the indices of those that get a
-SIGINT. Each writes a JSON file into the folder: its notes, its error, how many seconds its save
-took to end, and the steps that were then there.
+Arguments: the coordinator, the index of the process, a folder, and the indices of the processes
+that receive SIGINT. Each process writes a JSON file to the folder with its notes, its error, the
+duration of its save in seconds, and the steps that exist afterwards.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def main(coordinator: str, index: int, folder: Path, interrupted: str) -> None:
 
     async def slow(*args, **kwargs):
         began.set()
-        # A process that is not interrupted writes its part to the end.
+        # A process that is not interrupted writes its part completely.
         await asyncio.sleep(60 if gets_signal else 1)
         await WRITE(*args, **kwargs)
 

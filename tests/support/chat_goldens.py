@@ -1,4 +1,4 @@
-"""Writes tests/goldens/chats: which tokens are answers, as transformers says. Needs transformers.
+"""Writes tests/goldens/chats, the answer tokens according to transformers.
 
 python tests/support/chat_goldens.py tests/goldens/chats
 """
@@ -23,8 +23,8 @@ SPECIAL = [
     "<|assistant|>",
     "<|end|>",
 ]
-# Of each model's own template, what concerns users and assistants. What `[[` and `]]` enclose
-# stands between {% generation %} and {% endgeneration %}, or as it is.
+# The parts of each model's template for users and assistants. The text between `[[` and `]]` is
+# enclosed in {% generation %} and {% endgeneration %}, or used without them.
 TEMPLATES = {
     "chatml": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == "
@@ -75,7 +75,7 @@ TEMPLATES = {
         "{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     ),
-    "vicuna": (  # The blank before an answer, and its first word, are one token.
+    "vicuna": (  # The space before an answer and the first word of the answer form one token.
         "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}"
         "ASSISTANT:[[ {{ m.content + eos_token }}]]{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
@@ -85,7 +85,7 @@ TEMPLATES = {
         "ASSISTANT: [[{{ m.content + eos_token }}]]{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
     ),
-    "no end": (  # What ends an answer here is not marked, and not learnt.
+    "no end": (  # The end of an answer is not marked here, so it is not learned.
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}[[{{ m.content.strip() "
         "}}]]{% else %}{{ m.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -94,7 +94,7 @@ TEMPLATES = {
 
 
 def said(*turns: str) -> list[dict[str, str]]:
-    """Returns a conversation, the user first."""
+    """Returns a conversation that starts with the user."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
 
@@ -108,7 +108,7 @@ CONVERSATIONS = [
 
 
 def tokenizers() -> dict[str, Tokenizer]:
-    """Returns small ones of the kinds of GPT-2, of GPT-2 with trimmed places, and of Llama 2."""
+    """Returns small tokenizers like those of GPT-2, GPT-2 with trimmed offsets, and Llama 2."""
     texts = [turn["content"] for turns in CONVERSATIONS for turn in turns]
     texts += ["USER: hello there ASSISTANT: yes it is fine", "[INST] hello [/INST] yes it is"] * 20
     result = {}

@@ -1,10 +1,10 @@
-"""Chat templates of the kinds that published models have, written for the tests.
+"""Chat templates similar to those of published models, written for the tests.
 
-Those whose name ends in "marked" have {% generation %}.
+Templates whose names end in "marked" contain {% generation %}.
 """
 # ruff: noqa: E501  (templates have long lines)
 
-# ChatML with a default system message and tools in it; results of tools are the user's.
+# ChatML with a default system message that contains the tools. The user sends the tools' results.
 QWEN2_5 = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -62,7 +62,7 @@ QWEN2_5 = """\
 {%- endif %}
 """
 
-# Keeps the reasoning after the last question only, and has a switch for it.
+# Only keeps the reasoning after the last question, and has a switch for it.
 QWEN3 = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -141,7 +141,7 @@ QWEN3 = """\
 {%- endif %}
 """
 
-# Tools with indents in the system message or the first question, one call per answer, and a date.
+# Indented tools in the system message or the first question, one call per answer, and a date.
 LLAMA3_1 = """\
 {{- bos_token }}
 {%- if custom_tools is defined %}
@@ -219,7 +219,7 @@ LLAMA3_1 = """\
 {%- endif %}
 """
 
-# Tools before the last question; calls need ids of nine characters; the turns alternate.
+# Tools before the last question. Calls require ids of nine characters, and turns must alternate.
 MISTRAL = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -323,7 +323,7 @@ GEMMA = """\
 {% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
 """
 
-# Contents are texts or lists of parts, each of which is trimmed.
+# Contents are strings or lists of parts; each part is trimmed.
 GEMMA3 = """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
@@ -367,7 +367,7 @@ GEMMA3 = """\
 PHI3_MARKED = """\
 {% for message in messages %}{% if message['role'] == 'system' and message['content'] %}{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\\n'}}{% generation %}{{ message['content'] + '<|end|>\\n'}}{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 
-# Reasoning, and arguments of calls that are joined as text.
+# Reasoning, and arguments of calls that are concatenated as text.
 DEEPSEEK_R1 = """\
 {%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
 {%- set ns = namespace(is_first=false, is_tool=false, system_prompt='') %}
@@ -439,7 +439,7 @@ COMMAND_R = """\
 {%- endif %}
 """
 
-# Tools by a macro; names of tools with their results; several marked parts in an answer.
+# A macro for tools, tool names with the results, and several marked parts in an answer.
 HERMES_MARKED = """\
 {%- macro signature(tool) -%}
 {{ tool.name }}({% for name, spec in tool.parameters.properties.items() %}{{ name }}: {{ spec.type | default('any', true) }}{% if not loop.last %}, {% endif %}{% endfor %})

@@ -1,9 +1,10 @@
-"""A pytest plugin that runs chosen tests in a given order, and notes how each ends at once.
+"""A pytest plugin that runs chosen tests in a given order and records each result immediately.
 
     python -m pytest -p tests.support.chosen_tests --chosen=FILE.json TEST_FILE ...
 
-FILE.json has the names of the tests, when to stop (time.time) and where to write. Each test gets a
-line when it starts and when it ends, so that one which ends the process is known, too.
+FILE.json contains the names of the tests, the time at which to stop (time.time) and the output
+file. A line is written when a test starts and when it ends, so that a test that kills the process
+can be identified.
 """
 
 import json
@@ -20,12 +21,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if file := config.getoption("chosen"):
         config.pluginmanager.register(ChosenTests(**json.loads(Path(file).read_text())))
-        # Of all processes the kernel should end this one, if a fault fills the memory.
+        # If a fault uses all memory, the kernel should kill this process first.
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class ChosenTests:
-    """Selects the tests, stops after a time, and writes the lines."""
+    """Selects the tests, stops at a given time, and writes the lines."""
 
     def __init__(self, tests: list[str], stop_at: float, events: str):
         self._order = {test: number for number, test in enumerate(tests)}
@@ -35,7 +36,7 @@ class ChosenTests:
         with self._events.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps([test, event])}\n")
 
-    # After the hook of tests/conftest.py, which sorts them.
+    # Run after the hook in tests/conftest.py, which sorts the tests.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         chosen = [item for item in items if item.nodeid in self._order]

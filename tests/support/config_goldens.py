@@ -1,8 +1,9 @@
-"""The config of every registered experiment, config.txt sorted, kept in tests/goldens/configs.
+"""Writes the config of every registered experiment to tests/goldens/configs.
 
-    python -m tests.support.config_goldens    # writes the files anew
+    python -m tests.support.config_goldens
 
-A change of a default, anywhere below an experiment, is then seen in the diff.
+Each file contains the sorted lines of config.txt, so that the diff shows changes to the defaults of
+an experiment or of any class that it uses.
 """
 
 import sysconfig
@@ -15,13 +16,14 @@ CONFIGS = GOLDENS / "configs"
 
 
 def config_texts() -> dict[str, str]:
-    """Returns, by module of experiments/, the `path=value` lines of each experiment in it.
+    """Returns the `path=value` lines of each experiment, by module in experiments/.
 
-    The directory of Python's standard library, which some read as text, is STDLIB.
+    STDLIB stands for the directory of Python's standard library, which some experiments read as
+    text.
     """
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
-    list_experiments()  # Imports them; other tests of the process may have registered more.
+    list_experiments()  # Import the experiments here; tests may have registered more.
     for full, experiment in sorted(registered.items()):
         if not full.startswith(f"{HOME}."):
             continue

@@ -1,8 +1,10 @@
-"""A process of a job of two, or a stranger, for `test_strangers`: KIND COORDINATOR INDEX [DIR].
+"""A process of a two-process job, or an intruder, for `test_strangers`.
 
-KIND is plain or elastic: the process connects as the library does, and prints "connected". After a
-line on standard input it prints what the job's key has, and exits with status 0. A stranger
-has no secret, speaks to the coordinator's port with JAX's own client, and prints what it could do.
+Arguments: KIND COORDINATOR INDEX [DIR]. With KIND "plain" or "elastic", the process connects in
+the same way as the library and prints "connected". After it reads a line from standard input, it
+prints the value of the job's key and exits with status 0. With KIND "stranger", the process does
+not know the secret; it connects to the coordinator's port with JAX's client and prints the
+operations that succeed.
 """
 
 import os
@@ -34,7 +36,7 @@ def _stranger(coordinator: str, index: int) -> None:
 
 
 def main() -> None:
-    """Does as the first argument says."""
+    """Runs the process of the given kind."""
     kind, coordinator, index, *folder = sys.argv[1:]
     if kind == "stranger":
         _stranger(coordinator, int(index))

@@ -1,4 +1,4 @@
-"""What a job's Partitioner makes of declarations: the split of each weight, and some losses."""
+"""Returns the weight shardings that a Partitioner chooses, and the losses of a few steps."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ DEVICES, ONE_DEVICE = (1, 4, 2), (1, 1, 1)
 
 
 def no_loss(model: Any, inputs: Any, key: Any) -> float:
-    """The loss of a job of which only the layout is asked."""
+    """A constant loss, for tests that only need the layout."""
     return 0.0
 
 
@@ -30,10 +30,14 @@ def partitioner_of(
     optimizer: Any = optax.adam,
     **declared: Any,
 ) -> Partitioner:
-    """Returns a job's steps on a mesh of the axes replica, data and mdl.
+    """Returns a Partitioner for a model on a mesh with the axes replica, data and mdl.
 
     Args:
-      declared: settings of WeightSharding.
+      model: The model.
+      loss: The loss function.
+      mesh_shape: Shape of the mesh.
+      optimizer: The optimizer.
+      declared: Settings of WeightSharding.
     """
     weight_sharding = WeightSharding(**declared) if declared else None
     task = LossTask(
@@ -47,7 +51,7 @@ def partitioner_of(
 
 
 def splits_of(model: Any, **declared: Any) -> dict[str, tuple]:
-    """Returns by path the mesh axes of each dim of a weight, once its slots are found to agree."""
+    """Returns the mesh axes of each dim of each weight, and checks that its slots have the same."""
     leaves = partitioner_of(model, **declared).layout.leaves()
     specs = {leaf.path: tuple(leaf.spec) for leaf in leaves}
     weights = {
@@ -63,7 +67,7 @@ def splits_of(model: Any, **declared: Any) -> dict[str, tuple]:
 
 @contextlib.contextmanager
 def refused(words: Sequence[str]) -> Iterator[None]:
-    """Checks that the block raises a ConfigError whose message has all the words."""
+    """Checks that the block raises a ConfigError whose message contains all the words."""
     with pytest.raises(ConfigError) as error:
         yield
     message = str(error.value)
@@ -71,7 +75,7 @@ def refused(words: Sequence[str]) -> Iterator[None]:
 
 
 class Layers(nnx.Module):
-    """Layers side by side, each a case: one job decides on all."""
+    """A module with an independent layer per case, so that one Partitioner handles all cases."""
 
     def __init__(self, makes: Sequence[Callable[..., nnx.Module]], rngs: nnx.Rngs):
         for i, make in enumerate(makes):
@@ -79,11 +83,13 @@ class Layers(nnx.Module):
 
 
 class CasesOfRules:
-    """Cases of layers, those of equal rules decided in one job.
+    """Test cases that each consist of a layer and sharding rules.
+
+    Cases with the same rules share a Partitioner.
 
     Args:
       found: `splits_of` or `stacks_of`.
-      cases: by name what makes the layer of `rngs`, settings of WeightSharding, and more.
+      cases: Maps names to (function of `rngs` that creates a layer, WeightSharding settings, ...).
     """
 
     def __init__(self, found: Callable[..., dict[str, Any]], cases: Mapping[str, tuple]):
@@ -91,7 +97,7 @@ class CasesOfRules:
         self.results: dict[str, dict[str, Any]] = {}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Returns a case's results by path."""
+        """Returns the results of a case by path."""
         rules = self.cases[name][1]
         same = [other for other, case in self.cases.items() if case[1] == rules]
         if repr(rules) not in self.results:
@@ -102,7 +108,10 @@ class CasesOfRules:
 
 
 def stacks_of(model: Any, **declared: Any) -> dict[str, str]:
-    """Returns by path how an optimizer sees a weight: "unstacked", or "stack_3" of three layers."""
+    """Returns how the optimizer gets each weight, by path.
+
+    "unstacked" means one array per layer; "stack_3" means a stack of three layers.
+    """
     leaves = partitioner_of(model, **declared).layout.leaves()
     paths = [leaf.path.split("/") for leaf in leaves if "/mu/" in leaf.path]
     return {"/".join(path[path.index("mu") + 1 :]): path[2] for path in paths}
@@ -116,7 +125,7 @@ def losses_of(
     num_steps: int = 2,
     **settings: Any,
 ) -> list[float]:
-    """Returns the losses of a few steps; `settings` as of `partitioner_of`."""
+    """Returns the losses of a few steps. For `settings`, see `partitioner_of`."""
     partitioner = partitioner_of(model, loss, mesh_shape, **settings)
     key = partitioner.key(0)
     state, losses = partitioner.init(key), []
@@ -128,11 +137,11 @@ def losses_of(
 
 @functools.cache
 def batch_of(num_rows: int, dims: int) -> dict[str, np.ndarray]:
-    """Returns rows of floats, and labels that they tell."""
+    """Returns random rows, and labels that are the indices of their largest elements."""
     x = np.random.default_rng(3).normal(size=(num_rows, dims)).astype(np.float32)
     return {"x": x, "labels": np.argmax(x, axis=1).astype(np.int32)}
 
 
 def xent(model: Any, inputs: Any, key: Any) -> jax.Array:
-    """The loss of a classifier of such rows."""
+    """Returns the cross-entropy of a classifier for the batches of `batch_of`."""
     return optax.softmax_cross_entropy_with_integer_labels(model(inputs["x"]), inputs["labels"])

@@ -1,6 +1,6 @@
-"""The parts of the docs that run: the code blocks and the commands of a page.
+"""Runs the code blocks and commands in pages of the docs.
 
-A block is compiled under the name and the lines of its page, so a traceback names both.
+A block is compiled with the file name and line numbers of its page, so tracebacks show both.
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# As in Markdown: the closing fence stands under the opening one.
+# As in Markdown, the closing fence has the same indentation as the opening fence.
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced code block.
 
     Attributes:
-      page: the page's path from the root of the checkout.
-      number: its place among the page's blocks of its language, from 1 on.
-      line: the line of the page that its text begins with.
-      language: the word behind the fence, or "".
-      text: its lines.
+      page: Path of the page, relative to the checkout.
+      number: Index of the block among the page's blocks in the same language, from 1.
+      line: Line number of the first line of the text.
+      language: The word after the opening fence, or "".
+      text: Content of the block.
     """
 
     page: str
@@ -40,7 +40,12 @@ class Block:
     def run(
         self, names: dict[str, Any] | None = None, changed: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Executes the block in `names`, which it returns; `changed` maps texts to replacements."""
+        """Executes the block in the namespace `names` and returns it.
+
+        Args:
+          names: The namespace.
+          changed: Maps texts in the block to their replacements.
+        """
         names = {"__name__": "page"} if names is None else names
         text = self.text
         for old, new in (changed or {}).items():
@@ -59,15 +64,15 @@ class Page:
     """A page of the docs.
 
     Attributes:
-      name: its path from the root of the checkout.
-      text: its contents.
+      name: Path relative to the checkout.
+      text: Content of the page.
     """
 
     name: str
     text: str
 
     def blocks(self, language: str = "python") -> list[Block]:
-        """Returns the page's blocks of a language, in order."""
+        """Returns the page's blocks in a language, in order."""
         found = [match for match in FENCED.finditer(self.text) if match[2] == language]
         lines = [self.text[: match.start(3)].count("\n") + 1 for match in found]
         return [
@@ -76,13 +81,13 @@ class Page:
         ]
 
     def files(self, *languages: str) -> dict[str, Block]:
-        """Returns the blocks whose first line is a comment with a file's name, by that name."""
+        """Returns the blocks that start with a comment containing a file name, by this name."""
         blocks = [block for language in languages or ("python",) for block in self.blocks(language)]
         named = {re.match(r"# ([\w/.]+\.\w+)\n", block.text): block for block in blocks}
         return {match[1]: block for match, block in named.items() if match}
 
     def sections(self) -> dict[str, list[Block]]:
-        """Returns the Python blocks by the second-level heading under which they are."""
+        """Returns the Python blocks by the second-level heading above them."""
         headings = list(re.finditer(r"^## (.*)$", self.text, re.MULTILINE))
         lines = [self.text[: match.start()].count("\n") + 1 for match in headings]
         result: dict[str, list[Block]] = {}
@@ -94,7 +99,7 @@ class Page:
         return result
 
     def commands(self, beginning: str) -> list[list[str]]:
-        """Returns the arguments of each command line that begins so, without its comment."""
+        """Returns the arguments of each command line with this prefix, without comments."""
         lines = [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
         skipped = len(beginning.split())
         return [
@@ -106,11 +111,11 @@ class Page:
 
 @functools.cache
 def page(name: str) -> Page:
-    """Returns a page by its name below `docs/`, without the ending, or README."""
+    """Returns a page by its name in `docs/` without the suffix, or README."""
     path = f"{name}.md" if name == "README" else f"docs/{name}.md"
     return Page(path, (ROOT / path).read_text(encoding="utf-8"))
 
 
 def pages() -> list[Page]:
-    """Returns README and all pages of `docs/`."""
+    """Returns README and all pages in `docs/`."""
     return [page("README"), *(page(path.stem) for path in sorted((ROOT / "docs").glob("*.md")))]

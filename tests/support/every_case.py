@@ -1,4 +1,4 @@
-"""Many small cases in one test: it runs them all, and names each that fails."""
+"""Runs many small cases in a single test, and lists all cases that fail."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 
 def assert_each(check: Callable[[Any], None], cases: Iterable[tuple[str, Any]]) -> None:
-    """Runs `check` on each (name, case); the error has a line for each that failed.
+    """Calls `check` for each (name, case); the error message has a line for each failed case.
 
-    For cases that take no time: a test of its own for each would take more than the case.
+    Use this for fast cases, for which the overhead of separate tests would dominate.
     """
     num_cases, failed = 0, []
     for name, case in cases:

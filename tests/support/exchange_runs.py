@@ -1,4 +1,4 @@
-"""What an absent TPU computes while it exchanges tokens between experts; printed as JSON."""
+"""Prints the matmuls that overlap with token exchanges between experts on a TPU, as JSON."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PRESET = "fsdp+expert"
 
 
 def program() -> str:
-    """Returns the text of a training step of experts over 4 devices, with a shared expert."""
+    """Returns the HLO of a train step on 4 devices, with experts and a shared expert."""
     moe = fdl.Partial(
         TransformerFeedForwardMoe,
         num_experts=16,
@@ -60,7 +60,7 @@ def program() -> str:
 
 
 def products_beside(text: str) -> list[list[str]]:
-    """Returns for each exchange outside of the loops over turns the products of its time."""
+    """Returns the matmuls that run during each exchange outside the loops over rounds."""
     beside, running = [], {}
     for line in text.splitlines():
         if re.match(r"(ENTRY )?%?[\w.\-]+ \(", line):  # Another computation.

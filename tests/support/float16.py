@@ -1,8 +1,8 @@
-"""Whether the CPU that runs the tests can compute in float16.
+"""Determines whether the CPU that runs the tests can compute in float16.
 
-XLA's CPU compiler has no routine of its own that converts halves (jax 0.10 to 0.12: "Symbols not
-found: [ __extendhfsf2, __truncsfhf2 ]"); it needs the F16C instructions, which x86 has had since
-2012, or an ARM processor. float8 converts through halves.
+XLA's CPU compiler has no routine to convert float16 (jax 0.10 to 0.12: "Symbols not found:
+[ __extendhfsf2, __truncsfhf2 ]"). It requires an ARM processor or the F16C instructions, which x86
+processors have had since 2012. float8 is converted via float16.
 """
 
 import jax
@@ -18,6 +18,6 @@ def _cpu_has_float16() -> bool:
 
 
 HAS_FLOAT16 = _cpu_has_float16()
-# For tests that only pass through it.
+# For tests that use float16 only indirectly.
 HALF = jnp.float16 if HAS_FLOAT16 else jnp.bfloat16
-needs_float16 = pytest.mark.skipif(not HAS_FLOAT16, reason="this CPU converts no float16")
+needs_float16 = pytest.mark.skipif(not HAS_FLOAT16, reason="this CPU cannot convert float16")

@@ -1,4 +1,4 @@
-"""The numbers of other systems that our tests compare with; tests/goldens/README.md lists them."""
+"""Reads golden results of other systems; tests/goldens/README.md lists the files."""
 
 import functools
 import json
@@ -14,18 +14,18 @@ Arrays = dict[str, dict[str, np.ndarray]]
 
 @functools.cache
 def golden(path: str) -> Any:
-    """Returns the content of a JSON file of the goldens; it is shared, so do not change it."""
+    """Returns the content of a golden JSON file. It is cached, so do not modify it."""
     return json.loads((GOLDENS / path).read_text())
 
 
 def golden_arrays(path: str) -> dict[str, np.ndarray]:
-    """Returns the arrays of an npz file of the goldens by their names in it."""
+    """Returns the arrays in a golden npz file by name."""
     with np.load(GOLDENS / path) as file:
         return dict(file)
 
 
 def by_kind(arrays: dict[str, np.ndarray]) -> Arrays:
-    """Returns arrays by the first part of their names, then by the rest."""
+    """Groups arrays by the first part of their names."""
     actual: Arrays = {}
     for name, array in arrays.items():
         kind, _, rest = name.partition("/")
@@ -34,7 +34,7 @@ def by_kind(arrays: dict[str, np.ndarray]) -> Arrays:
 
 
 def pax_cases() -> dict[str, dict[str, Any]]:
-    """Returns, by case, what it ran: Pax's class and hyperparameters, and our tolerance."""
+    """Returns Pax's class, its hyperparameters and our tolerance, by case."""
     return golden("pax/cases.json")["cases"]
 
 
@@ -45,10 +45,10 @@ def pax_arrays(name: str) -> Arrays:
 
 
 def pax_options(name: str) -> dict[str, Arrays]:
-    """Returns, by case and kind, the arrays by path in pax_options/layers/NAME.npz.
+    """Returns the arrays in pax_options/layers/NAME.npz by case, kind and path.
 
-    Kinds: w (weights), stat (statistics before), new (after), out, grad (of weights), gin (of x).
-    The inputs under "in" are those of all cases, which is case "".
+    Kinds: w (weights), stat (statistics before), new (statistics after), out, grad (of weights) and
+    gin (gradient of x). Case "" contains the inputs of all cases as kind "in".
     """
     actual: dict[str, Arrays] = {}
     for entry, array in golden_arrays(f"pax_options/layers/{name}.npz").items():
@@ -58,7 +58,7 @@ def pax_options(name: str) -> dict[str, Arrays]:
 
 
 def trimmed(spec: Any) -> list:
-    """Returns a PartitionSpec, or its JSON, as a list without trailing None; P(()) is P(None)."""
+    """Converts a PartitionSpec or its JSON to a list without trailing None; P(()) is P(None)."""
     entries = [list(e) if isinstance(e, (list, tuple)) else e for e in spec]
     while entries and entries[-1] is None:
         entries.pop()

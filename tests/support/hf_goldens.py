@@ -1,10 +1,10 @@
-"""Makes goldens of families of Hugging Face with the real transformers, as those of `hf/` were.
+"""Creates golden files for Hugging Face model families with transformers, as in goldens/hf/.
 
     pip install torch transformers
     python tests/support/hf_goldens.py DIRECTORY [FAMILY ...]
 
-It needs nothing of praxis_lite, and writes a folder per family: config.json (in the spelling of the
-installed transformers), model.safetensors, goldens.npz and goldens.json.
+The script does not import praxis_lite. It writes a folder for each family with config.json (in the
+format of the installed transformers), model.safetensors, goldens.npz and goldens.json.
 """
 
 import json
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma": ("Gemma", {"head_dim": 14, "num_key_value_heads": 1}),  # As the model of 2B.
+    "gemma": ("Gemma", {"head_dim": 14, "num_key_value_heads": 1}),  # As in the 2B model.
     "gemma3": (
         "Gemma3Text",
         {
@@ -117,12 +117,12 @@ FAMILIES["gpt_oss"] = (
 LENGTHS, T, PROMPTS, NEW = (29, 17, 23), 29, (11, 4, 7), 16
 
 
-# What the file calls the head, where transformers 5 renames it.
+# Name of the head in the file; transformers 5 renames it.
 HEADS = {"gpt_neox": "embed_out.weight"}
 
 
 def made(family: str) -> Any:
-    """Returns a model whose random weights give logits of a deviation of about two."""
+    """Returns a model with random weights whose logits have a standard deviation of about two."""
     name, settings = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
     given = {key: x for key, x in {**SHARED, **settings}.items() if x is not None}
@@ -148,7 +148,7 @@ def made(family: str) -> Any:
 
 
 def goldens(model: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays of tests/goldens/README.md."""
+    """Returns the arrays that tests/goldens/README.md describes."""
     actual: dict[str, Any] = {}
     rows = [torch.randint(3, 101, (n,)) for n in LENGTHS]
     pad = torch.zeros(len(rows), T, dtype=torch.long)
@@ -203,7 +203,7 @@ def goldens(model: Any) -> dict[str, np.ndarray]:
 
 
 def packed(model: Any) -> dict[str, torch.Tensor]:
-    """Returns packed rows; the logits of a segment are those that it has alone."""
+    """Returns packed rows; the logits of each segment are computed without the other segments."""
     ids = torch.randint(3, 101, (2, T))
     segments, positions = torch.zeros_like(ids), torch.zeros_like(ids)
     logits = torch.zeros(2, T, 101)
@@ -223,7 +223,7 @@ def packed(model: Any) -> dict[str, torch.Tensor]:
 
 
 def greedy(model: Any) -> dict[str, Any]:
-    """Returns ragged prompts, padded on the left, and their greedy continuations, each alone."""
+    """Returns left-padded prompts of unequal length and their greedy continuations."""
     longest = max(PROMPTS)
     ids = torch.zeros(len(PROMPTS), longest, dtype=torch.long)
     mask, tokens, margin = torch.zeros_like(ids), [], np.inf
@@ -245,7 +245,7 @@ def greedy(model: Any) -> dict[str, Any]:
 
 
 def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross entropy over all targets that are no padding."""
+    """Returns the mean cross-entropy over all targets that are not padding."""
     logits = model(ids, attention_mask=mask).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1), reduction="none"
@@ -257,7 +257,7 @@ def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
 def trained(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, names: list[str]
 ) -> dict[str, np.ndarray]:
-    """Returns the losses of ten steps of AdamW, and the sums and norms of these tensors after."""
+    """Returns the losses of ten AdamW steps, and the sums and norms of the tensors after them."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
@@ -268,7 +268,7 @@ def trained(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    # As transformers writes them: under the names of the file.
+    # Use the names in the file, as transformers does when it writes the tensors.
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / "model.safetensors")
@@ -281,15 +281,16 @@ def trained(
 
 
 def training(folder: Path, actual: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays after ten steps of the model in a folder, and how far rounding takes them.
+    """Returns the arrays after ten training steps, and tolerances that allow for rounding.
 
     Args:
-      found: the folder's other arrays.
+      folder: The folder with the model.
+      actual: The other golden arrays of the model.
     """
     ids, mask = (torch.tensor(actual[f"right_{x}"]).long() for x in ("ids", "mask"))
     kind, names = transformers.AutoModelForCausalLM, [str(x) for x in actual["tensor_names"]]
     result = trained(read(kind, folder), ids, mask, names)
-    # The same ten steps with weights that are off by one unit of rounding.
+    # Repeat the ten steps with weights that differ by one rounding unit.
     nudged = read(kind, folder)
     with torch.no_grad():
         for weight in nudged.parameters():
@@ -303,14 +304,14 @@ def training(folder: Path, actual: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def read(kind: type, folder: Path) -> Any:
-    """Returns the model in a folder, computed without fused kernels."""
+    """Loads the model in a folder without fused kernels."""
     return kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
 def in_the_file(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns a tensor under the names of the file: transformers 5 joins those of experts."""
+    """Returns a tensor under its names in the file; transformers 5 merges those of experts."""
     if name.endswith("experts.gate_up_proj"):
         parts = {"gate_proj": x.chunk(2, 1)[0], "up_proj": x.chunk(2, 1)[1]}
     elif name.endswith("experts.down_proj"):
@@ -326,7 +327,10 @@ def in_the_file(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def main(directory: str, *families: str) -> None:
-    """Writes the goldens of these families, or of all; of one made elsewhere only the training."""
+    """Writes the goldens of the given families, or of all families.
+
+    For a family that is not in FAMILIES, only the training arrays are added to existing goldens.
+    """
     for family in families or FAMILIES:
         folder = Path(directory) / family
         if family not in FAMILIES:

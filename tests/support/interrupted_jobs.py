@@ -1,7 +1,7 @@
-"""Jobs of two real processes that get signals at places where they wait: `jobzoo.gated.Gated`.
+"""Jobs of two processes that receive signals while they wait at gates: `jobzoo.gated.Gated`.
 
-A process that comes to a place says so in a folder, and waits there until the test opens it, or
-for ever. So no clock decides when a signal comes.
+A process that reaches a gate writes a file, and waits until the test opens the gate, or forever.
+The time of a signal therefore does not depend on a clock.
 """
 
 import functools
@@ -151,14 +151,14 @@ GATED = "--exp=jobzoo.gated.Gated"
 
 
 class Pair:
-    """A job of two processes that wait at places.
+    """A job of two processes that wait at gates.
 
     Args:
-      folder: of the job, and of the places that are reached and opened.
-      places: where the processes wait: "write of 14", "digests of 14", "restore", "compile",
-        "evaluation" (of step 15); or what they only tell: "wait for 14", as they begin to wait for
-        that save.
-      in_python: each process calls `train()`, in place of the command line.
+      folder: Folder for the job and for the files of the gates.
+      places: The gates at which the processes wait: "write of 14", "digests of 14", "restore",
+        "compile" or "evaluation" (of step 15). At "wait for 14", the processes only report that
+        they start to wait for that save.
+      in_python: Whether the processes call `train()` instead of the command line.
     """
 
     def __init__(self, folder: Path, *places: str, in_python: bool = False):
@@ -175,26 +175,26 @@ class Pair:
         )
 
     def reaches(self, place: str, who: str = "01") -> None:
-        """Waits until these processes have come to a place."""
+        """Waits until the given processes have reached a gate."""
         pairs.wait_until(
             lambda: all((self._gates / f"{place}.{k}").exists() for k in who), self.processes
         )
 
     def signal(self, signum: int, who: str) -> None:
-        """Sends these processes a signal."""
+        """Sends a signal to the given processes."""
         for k in who:
             pairs.kill(self.processes[int(k)], signum)
 
     def answer(self, who: str) -> list[str]:
-        """Returns the next line on standard error of each of these processes."""
+        """Returns the next line on standard error of each given process."""
         return [self.processes[int(k)].stderr.readline() for k in who]
 
     def opens(self, place: str) -> None:
-        """Lets the processes go on from a place."""
+        """Opens a gate, so that the processes continue."""
         (self._gates / f"{place}.open").touch()
 
     def ended(self) -> list[pairs.Ended]:
-        """Returns how both ended; none of them may take a minute."""
+        """Returns how both processes ended; fails if this takes more than a minute."""
         return pairs.ended(self.processes, 60)
 
 
@@ -239,18 +239,18 @@ except BaseException as error:
 
 
 def steps_in(job: JobDir) -> list[str]:
-    """Returns the names of all that is in the folder of checkpoints and not half-written."""
+    """Returns the names of all entries in the checkpoint folder, except unfinished saves."""
     return sorted(path.name for path in job.checkpoints.iterdir() if "saving" not in path.name)
 
 
 def numbers_of(job: JobDir) -> list[dict]:
-    """Returns all lines of metrics and evaluations of a job, without what the clock says."""
+    """Returns a job's lines of metrics and evaluations, without values from clocks."""
     return lines_of(job.metrics_jsonl) + lines_of(job.eval_metrics_jsonl)
 
 
 @functools.cache
 def uninterrupted() -> list[dict]:
-    """Returns the numbers of the same job, of two processes that nobody interrupts."""
+    """Returns the lines of metrics and evaluations of the same job without interruptions."""
     pair = Pair(home() / "uninterrupted")
     assert [process.code for process in pair.ended()] == [0, 0]
     return numbers_of(pair.job)

@@ -1,7 +1,7 @@
-"""Small jobs for the tests of `main`: a user's package made on the fly, launched in this process.
+"""Launches small jobs from a user package in this process, for tests of `main`.
 
-Everything lies in one temporary folder per process: the package `jobzoo`, its texts, jobs that
-several tests look at, and compiled programs, so that the second launch of a program is quick.
+A temporary folder, one per process, contains the package `jobzoo`, its texts, jobs that are shared
+by several tests, and the compilation cache, so that a second launch is fast.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.metrics.step_times import TIMES
 
-# What lines of metrics.jsonl have that depends on clocks.
+# Keys in metrics.jsonl whose values depend on clocks.
 CLOCKS = {*TIMES, "examples_per_second", "tokens_per_second"}
 CHECKOUT = Path(__file__).parents[2]
 
@@ -218,13 +218,14 @@ class NoTrain(Tiny):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a command line did.
+    """The result of a command line.
 
     Attributes:
-      code: the exit status.
-      out, err: what it printed.
-      num_compiled: programs that XLA compiled, or took from its cache.
-      seconds: how long it took.
+      code: Exit status.
+      out: Text on standard output.
+      err: Text on standard error.
+      num_compiled: Number of executables that XLA compiled or read from its cache.
+      seconds: Duration of the launch.
     """
 
     code: int
@@ -235,9 +236,9 @@ class Launch:
 
 
 def home() -> Path:
-    """Returns the folder with the package `jobzoo`, on sys.path, and its texts."""
+    """Returns the folder with the package `jobzoo` and its texts, and adds it to sys.path."""
     folder = _home()
-    if str(folder) not in sys.path:  # A test that puts sys.path back takes it away.
+    if str(folder) not in sys.path:  # A test that restores sys.path removes it.
         sys.path.insert(0, str(folder))
     return folder
 
@@ -257,7 +258,7 @@ def _home() -> Path:
 
 
 def launch(*argv: str, num_devices: int | None = 8) -> Launch:
-    """Runs `main` with these arguments in this process, whose eight devices it takes."""
+    """Runs `main` with these arguments in this process, on its eight simulated devices."""
     from praxis_lite.main import main
 
     env = {"XDG_CACHE_HOME": str(home() / "cache")}
@@ -279,13 +280,13 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
 
 
 def loaded(job: JobDir, *args: Any, **settings: Any) -> praxis_lite.TrainedModel:
-    """Returns `praxis_lite.load` of a job."""
+    """Loads a job with `praxis_lite.load`."""
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(home() / "cache")}):
         return praxis_lite.load(job.path, *args, packages=["jobzoo"], **settings)
 
 
 def succeed(*argv: str) -> Launch:
-    """Runs `main`, which must succeed and leave nothing on standard error."""
+    """Runs `main`, and checks that it succeeds and prints nothing on standard error."""
     done = launch(*argv)
     assert done.code == 0, done.err
     assert done.err == ""
@@ -293,25 +294,25 @@ def succeed(*argv: str) -> Launch:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a JSON lines file, without what the clock says."""
+    """Returns the lines of a JSON lines file without values that depend on clocks."""
     return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 @functools.cache
 def trained() -> tuple[JobDir, Launch]:
-    """Returns a job of `Tiny`, trained to its end on (1, 4, 2); to look at, not to change."""
+    """Returns a job of `Tiny`, trained on a (1, 4, 2) mesh. It is shared: do not modify it."""
     folder = home() / "trained"
     done = succeed("--exp=jobzoo.experiments.Tiny", f"--job_log_dir={folder}")
     return JobDir(folder), done
 
 
 def copy_of_trained(folder: Path) -> JobDir:
-    """Returns a copy of the trained job, to change."""
+    """Returns a copy of the trained job, which may be modified."""
     return JobDir(Path(shutil.copytree(trained()[0].path, folder)))
 
 
 def as_it_died(job: JobDir, step: int) -> JobDir:
-    """Returns a copy of a job whose process died in the steps that follow the save of `step`."""
+    """Returns a copy of a job as if its process had died after the save of `step`."""
     copy = JobDir(Path(shutil.copytree(job.path, f"{job.path}_that_died")))
     for saved in copy.checkpoints.iterdir():
         if saved.name.isdigit() and int(saved.name) > step:
@@ -327,10 +328,12 @@ def _packages(argv: tuple[str, ...]) -> list[str]:
 def start_process(
     *argv: str, cwd: Path, env: dict[str, str] | None = None, out: Any = subprocess.PIPE
 ) -> subprocess.Popen:
-    """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on the path."""
+    """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on its path."""
     whole = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}"}
     whole |= {"XDG_CACHE_HOME": str(home() / "cache"), **(env or {})}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # pytest was started in the background of a shell.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
@@ -344,7 +347,7 @@ def start_process(
 
 @functools.cache
 def _compilations() -> list[str]:
-    # Never unregistered: jax has no public way that leaves other listeners alone.
+    # Never unregistered, because JAX has no public function that removes a single listener.
     names: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, _, **kw: names.append(name))
     return names

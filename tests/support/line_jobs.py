@@ -1,4 +1,4 @@
-"""Jobs that train in a second, on data with faults: `jobzoo.lines.Line`."""
+"""Jobs that train within a second, on data with faults: `jobzoo.lines.Line`."""
 
 import json
 
@@ -146,7 +146,7 @@ class Watched(Weightless):
         run.stopping = fdl.Config(StopSettings, early=early)
         return run
 '''
-# A tokenizer of the letters a and b.
+# A tokenizer for the letters a and b.
 TOKENIZER = home() / "line_tokenizer"
 TOKENIZER.mkdir(exist_ok=True)
 (TOKENIZER / "tokenizer.json").write_text(

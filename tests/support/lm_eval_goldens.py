@@ -1,9 +1,9 @@
-"""Makes tests/goldens/lm_eval: what lm_eval's own adapter of transformers (`hf`) computes.
+"""Creates tests/goldens/lm_eval, the results of lm_eval's transformers adapter (`hf`).
 
     pip install torch transformers accelerate lm_eval
     python -m tests.support.lm_eval_goldens
 
-It needs nothing of praxis_lite. The model is that of tests/goldens/hf/llama.
+The script does not import praxis_lite. It uses the model in tests/goldens/hf/llama.
 """
 
 import json
@@ -42,7 +42,7 @@ TEMPLATE = (
     "+ m['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Each begins a text in another way: as Llama, GPT-2, and Qwen, which has no beginning.
+# They start a text in different ways: like Llama, like GPT-2, and like Qwen (no start token).
 TOKENIZERS = {"llama": (True, "<s>"), "gpt2": (False, "<s>"), "qwen": (False, None)}
 TEXTS = ["the sun", " the sun", "a hen ", "<s>the sun", "</s>the sun", "", " ", "tea\n"]
 PAIRS = [
@@ -52,7 +52,7 @@ PAIRS = [
 
 
 def write_tokenizer(folder: Path, adds_bos: bool, bos: str | None) -> None:
-    """Writes a tokenizer of at most 101 ids, the model's."""
+    """Writes a tokenizer with at most 101 ids, like the model's vocabulary."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,14 +76,14 @@ def write_tokenizer(folder: Path, adds_bos: bool, bos: str | None) -> None:
 
 
 def model(name: str, **settings: Any) -> HFLM:
-    """Returns the adapter of transformers of the model with a tokenizer."""
+    """Returns lm_eval's transformers adapter for the model with a given tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         directory = model_directory(Path(folder), name)
         return HFLM(str(directory), device="cpu", dtype="float32", batch_size=3, **settings)
 
 
 def encoded(name: str, add_bos_token: bool | None) -> dict[str, Any]:
-    """Returns the ids of texts and pairs, and of the texts without special tokens."""
+    """Returns the ids of texts and of pairs, and of the texts without special tokens."""
     adapter = model(name, add_bos_token=add_bos_token)
     return {
         "tokenizer": name,
@@ -96,7 +96,7 @@ def encoded(name: str, add_bos_token: bool | None) -> dict[str, Any]:
 
 
 def evaluated(name: str) -> dict[str, Any]:
-    """Returns the answers to each task's requests, and its metrics."""
+    """Returns the responses to each task's requests, and the task's metrics."""
     with tempfile.TemporaryDirectory() as folder:
         tasks = TaskManager(include_path=str(write_tasks(Path(folder))))
         results = lm_eval.simple_evaluate(

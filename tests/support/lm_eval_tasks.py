@@ -1,6 +1,6 @@
-"""Small tasks of lm_eval, and the directory of the small Llama that they are asked of.
+"""Writes small lm_eval tasks and the small Llama that they evaluate.
 
-Needs nothing of praxis_lite, so that the goldens are made of the same.
+This module does not import praxis_lite, so that the script for the goldens can use it.
 """
 
 import json
@@ -15,11 +15,11 @@ QUESTIONS = [
     {"question": "the sun is over the", "choices": ["hill", "see", "hill and the sea."], "gold": 0},
     {"question": "a hen ", "choices": [" sat.", "ran over the hill.", "ate"], "gold": 1},
     {"question": "<s>the rat", "choices": ["sat on the hen", "ate the tea", "is thin"], "gold": 2},
-    # Longer than the 128 positions of the model.
+    # Longer than the model's 128 positions.
     {"question": "the sun is on the sea and the hen is in the tree. " * 12,
      "choices": ["the sun", "a hen is here and there"], "gold": 1},
     {"question": "here,\nthere", "choices": ["and", "\nand"], "gold": 0},
-    # Behind <s> the first choice is the likeliest token.
+    # After <s>, the first choice is the most likely token.
     {"question": "is on", "choices": ["tree", "sea"], "gold": 0},
 ]  # fmt: skip
 TEXTS = [
@@ -79,14 +79,14 @@ metric_list:
 
 
 def write_tasks(folder: Path) -> Path:
-    """Returns the folder after three tasks are written into it, for lm_eval's include_path."""
+    """Writes three tasks to a folder, and returns it as lm_eval's include_path."""
     for name, rows in zip(TASKS, (QUESTIONS, TEXTS, CONTEXTS), strict=True):
         write_task(folder, name, rows, MORE[name])
     return folder
 
 
 def write_task(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], more: str) -> None:
-    """Writes a task and its rows; `more` are the lines of YAML that say what is asked."""
+    """Writes a task and its rows; `more` contains additional lines of YAML."""
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     text = YAML.format(name=name, file=file, more=more)
@@ -94,7 +94,7 @@ def write_task(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], more:
 
 
 def model_directory(folder: Path, tokenizer: str) -> Path:
-    """Returns the folder after the goldens' Llama and one of their tokenizers are copied there."""
+    """Copies the golden Llama and a tokenizer to a folder, and returns the folder."""
     for path in (*(GOLDENS / "hf/llama").iterdir(), *(GOLDENS / "lm_eval" / tokenizer).iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.name != "goldens.json":
             shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Small language models trained on each mesh, once for all the tests that ask about them."""
+"""Trains small language models on several meshes; the results are cached for all tests."""
 
 import functools
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from tests.support import plain_training
 
 MESHES = [(1, 1, 1), (1, 4, 2), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 3, 2)]
 SIZES = {
-    # No axis of any mesh divides these, but that the heads divide over 3 and 1.
+    # Not divisible by the mesh axes, except that the number of heads is divisible by 3.
     "uneven": dict(vocab_size=37, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6),
     "even": dict(vocab_size=48, model_dims=24, hidden_dims=48, num_heads=8, dim_per_head=2),
 }
 OPTIMIZERS = {
     "adamw": optax.adamw,
-    # Every matrix is factored, the tiny ones too.
+    # Factor all matrices, including tiny ones.
     "adafactor": functools.partial(optax.adafactor, min_dim_size_to_factor=2),
 }
 NUM_ROWS = {"uneven": 11, "even": 24}
@@ -89,17 +89,17 @@ def plain(size, optimizer, num_rows=None):
 
 class Run(NamedTuple):
     partitioner: Partitioner
-    initial: TrainState  # NumPy, true shapes
+    initial: TrainState  # NumPy arrays with logical shapes
     state: TrainState
     losses: list[float]
     grad_norms: list[float]
     compiled: jax.stages.Compiled
-    num_left: int  # arrays of old states that were not deleted
+    num_left: int  # Number of arrays of old states that were not donated
 
 
 def on_host(layout, tree):
     return jax.tree.map(
-        # Of a copy: a view would keep the buffer from being donated.
+        # Copy first, because a NumPy view of the buffer would prevent its donation.
         lambda x, true: np.asarray(x.copy())[tuple(slice(dim) for dim in true.shape)],
         tree,
         layout.shapes,

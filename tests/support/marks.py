@@ -1,4 +1,4 @@
-"""Marks of tests."""
+"""Pytest marks and parameters with marks."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -8,14 +8,15 @@ import pytest
 from praxis_lite.host.optional_packages import is_installed
 
 needs_tensorflow = pytest.mark.skipif(
-    not is_installed("tensorflow"), reason="there is no tensorflow, as on Python 3.14"
+    not is_installed("tensorflow"),
+    reason="tensorflow is not installed",
 )
-needs_tokamax = pytest.mark.skipif(not is_installed("tokamax"), reason="there is no tokamax")
-needs_lm_eval = pytest.mark.skipif(not is_installed("lm_eval"), reason="there is no lm_eval")
+needs_tokamax = pytest.mark.skipif(not is_installed("tokamax"), reason="tokamax is not installed")
+needs_lm_eval = pytest.mark.skipif(not is_installed("lm_eval"), reason="lm_eval is not installed")
 
 
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Returns the values as parameters, which are slow tests but for some."""
+    """Returns the values as parameters; all except those in `quick` are marked slow."""
     return [
         pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values
     ]
@@ -24,7 +25,7 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def slow_or_nightly(
     quick: Collection[Any], slow: Collection[Any], values: Iterable[Any]
 ) -> list[Any]:
-    """Returns the values as parameters: some quick, some slow, and all others nightly."""
+    """Returns the values as parameters: quick, slow, or else nightly."""
 
     def marks(value: Any) -> tuple[Any, ...]:
         if value in quick:
@@ -35,7 +36,10 @@ def slow_or_nightly(
 
 
 def nightly_but(others: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Returns the values as parameters, nightly tests but for some; a tuple is several of them."""
+    """Returns the values as parameters, marked nightly except those in `others`.
+
+    Tuples are unpacked to several parameters.
+    """
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
@@ -46,6 +50,6 @@ def nightly_but(others: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def every(step: int, values: Iterable[Any]) -> list[Any]:
-    """Returns the values as parameters, of which the first and each `step`-th after it is quick."""
+    """Returns the values as parameters; every `step`-th value is quick, and the others are slow."""
     values = list(values)
     return slow_but(values[::step], values)

@@ -1,12 +1,12 @@
-"""Measures each test: its seconds, the processes it launches, the programs XLA compiles for it.
+"""Measures the time, the launched processes and the XLA compilations of each test.
 
     python -m pytest -n 2 --dist loadfile -p tests.support.measure --measure=FILE.jsonl
     python -m tests.support.measure FILE.jsonl [FILE.jsonl ...]
 
-The first command appends a line per test to the file; the last line of a test counts. The second
-command prints the tables. A shared fixture counts for the test that sets it up, and for the one
-that tears it down. Launches and programs are those of the process that runs the tests. Only
-`child_cpu`, the CPU seconds of all processes that ended below it, includes what these do in turn.
+The first command appends a line to the file for each test; if a test has several lines, the last
+one counts. The second command prints tables. The cost of a shared fixture is assigned to the tests
+that set it up and tear it down. Launches and compilations are counted only in the process that runs
+the tests. `child_cpu` is the CPU time in seconds of all descendant processes that have ended.
 """
 
 import collections
@@ -24,7 +24,7 @@ import pytest
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 FROM_CACHE = "/jax/compilation_cache/cache_hits"
-# subprocess.Popen may call os.posix_spawn, whose event would count its process twice.
+# subprocess.Popen may call os.posix_spawn. Counting both events would count a process twice.
 LAUNCHES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.system"})
 PHASES = ("setup", "call", "teardown")
 
@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--measure", metavar="FILE", help="append a line of JSON per test to FILE")
+    parser.addoption("--measure", metavar="FILE", help="append a JSON line to FILE for each test")
 
 
 def pytest_configure(config):
@@ -41,7 +41,7 @@ def pytest_configure(config):
 
 
 class TestMeter:
-    """Writes a line per test that this process runs; with pytest-xdist there is one per worker."""
+    """Writes a line for each test that this process runs; each pytest-xdist worker has a meter."""
 
     __test__ = False
 
@@ -51,7 +51,7 @@ class TestMeter:
 
     def pytest_collection_finish(self):
         _count_launches(self._count)
-        # Only after tests/conftest.py: it sets the environment before JAX starts.
+        # tests/conftest.py must run first, because it sets the environment before JAX starts.
         if "jax" in sys.modules:
             _count_programs(self._count)
 
@@ -71,7 +71,7 @@ class TestMeter:
             **{x: round(report.duration, 4) for x, report in self._reports.items()},
             **used,
         }
-        # One write, so that the lines of several workers do not mix.
+        # A single write, so that the lines of several workers are not interleaved.
         with self._file.open("ab", buffering=0) as file:
             file.write(f"{json.dumps(record)}\n".encode())
         return result
@@ -115,7 +115,7 @@ def _count_programs(count: Callable[..., None]):
             count("compile_seconds", seconds)
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)
-    # JAX reports the duration for a program from its persistent cache, too.
+    # JAX also reports a duration for executables from its persistent cache.
     jax.monitoring.register_event_listener(lambda name, **_: name == FROM_CACHE and count("cached"))
 
 
@@ -126,7 +126,7 @@ def read_measures(paths: Iterable[Path]) -> dict[str, Record]:
 
 
 def seconds_of(record: Record) -> float:
-    """Returns how long a test took, with what it set up and tore down."""
+    """Returns the duration of a test, including setup and teardown."""
     return sum(record.get(phase, 0.0) for phase in PHASES)
 
 
@@ -165,7 +165,7 @@ def _table(title: str, groups: dict[str, list[Record]], num_rows: int) -> list[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the tables of these files."""
+    """Prints the tables for the given files."""
     if not arguments:
         print(__doc__)
         return 2

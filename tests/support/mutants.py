@@ -1,16 +1,16 @@
-"""Which tests notice small faults in the library: `make mutants`.
+"""Determines which tests detect small faults (mutants) in the library: `make mutants`.
 
     python -m tests.support.reached_lines FOLDER               which tests reach which line
     python -m tests.support.mutants list                       the faults
-    python -m tests.support.mutants run --reached FOLDER --out FILE.jsonl     hours; it resumes
+    python -m tests.support.mutants run --reached FOLDER --out FILE.jsonl     hours; can be resumed
     python -m tests.support.mutants table FILE.jsonl --reached FOLDER
 
-`run` copies the checkout once per worker. It plants one fault at a time, runs the tests that reach
-its statement, the fastest first, until --limit seconds have passed, and records all that fail. A
-test that also fails without the fault does not count. FILE.jsonl has a record per fault; a fault
-that has one is not planted again, unless it escaped, tests were left out, and --limit grew.
+`run` copies the checkout for each worker. It plants one fault at a time, runs the tests that reach
+the changed statement, fastest first, until --limit seconds have passed, and records all failures.
+Tests that also fail without the fault are ignored. FILE.jsonl has a record for each fault. A fault
+with a record is skipped, unless no test detected it, tests were left out, and --limit has grown.
 
-Faults run as you do, and may write or delete files that no test would: use a container.
+Faulty code runs with your permissions, and may write or delete any files: use a container.
 """
 
 import argparse
@@ -48,19 +48,19 @@ NOT_COPIED = (
     "build",
     "dist",
 )
-# A test that takes longer than this, and five times as long as usual, hangs.
+# A test hangs if it takes longer than this and five times its usual time.
 HANGS_AFTER_SECONDS = 30.0
-# If more fail than this, none is run without the fault: they are not all unreliable.
+# If more tests fail than this, they are not rerun, because they cannot all be unreliable.
 MOST_CONFIRMED = 20
 
 
 class Tree:
-    """A copy of the checkout in which one fault at a time is planted, and its tests are run."""
+    """A copy of the checkout, in which one fault at a time is planted and its tests are run."""
 
     def __init__(self, root: Path, folder: Path):
         self.root, self._temporary = folder / root.name, folder / "tmp"
         shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
-        # By default Python takes a file for unchanged if its size and its second are.
+        # By default, Python detects changes of a file by its size and its mtime in seconds.
         subprocess.run(
             [
                 sys.executable,
@@ -76,7 +76,7 @@ class Tree:
 
     @contextlib.contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """Has the fault in the copy for as long as the context lasts."""
+        """Context manager during which the copy contains the fault."""
         path = self.root / mutant.file
         source = path.read_bytes()
         path.write_bytes(mutant.applied(source))
@@ -86,28 +86,28 @@ class Tree:
             path.write_bytes(source)
 
     def outcomes(self, tests: Sequence[str], stop_at: float, hangs_after: float) -> dict[str, str]:
-        """Runs tests until time.time() is `stop_at`, but one at least.
+        """Runs tests until time.time() is `stop_at`, but at least one test.
 
         Returns:
-          "passed" or "failed" for each test that ran; tests that skip themselves pass. A test that
-          hangs or ends its process failed. So did a file that cannot be imported, under its name.
+          "passed" or "failed" for each test that ran. Skipped tests count as passed. A test that
+          hangs or kills its process counts as failed. So does a file that cannot be imported.
         """
         actual: dict[str, str] = {}
         left = list(tests)
         while left:
             found, code = self._one_run(left, stop_at, hangs_after)
-            if not found and code not in (0, 1, 5):  # Not even tests/conftest.py can be imported.
+            if not found and code not in (0, 1, 5):  # tests/conftest.py cannot be imported.
                 found = {test.partition("::")[0]: "failed" for test in left}
             actual |= found
             if not found or time.time() > stop_at:
-                break  # Without any, the fault took the parameters of these tests away.
+                break  # If there are none, the fault removed the parameters of these tests.
             left = [x for x in left if x not in actual and x.partition("::")[0] not in actual]
         return actual
 
     def _one_run(
         self, tests: Sequence[str], stop_at: float, hangs_after: float
     ) -> tuple[dict[str, str], int | None]:
-        """Returns how tests ended in one process, and its exit code; None if it was killed."""
+        """Returns how tests ended in one process, and its exit code, or None if it was killed."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         chosen, events = self._temporary / "chosen.json", self._temporary / "events"
@@ -150,7 +150,7 @@ class Tree:
             stderr=subprocess.DEVNULL,
         )
         try:
-            # The last test starts before `stop_at`; importing hundreds of files takes a minute.
+            # The last test starts before `stop_at`, and importing hundreds of files takes a minute.
             code = process.wait(max(0.0, stop_at - time.time()) + hangs_after + 60)
         except subprocess.TimeoutExpired:
             code = None
@@ -171,19 +171,19 @@ class Tree:
         return actual, code
 
     def _kill_what_tests_left(self):
-        # Some processes have a session of their own; all have the folder for temporary files.
+        # Some processes start their own session, but all refer to the temporary folder.
         mark = f"TMPDIR={self._temporary}".encode()
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # It has ended meanwhile.
+            with contextlib.suppress(OSError):  # It has already ended.
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), signal.SIGKILL)
 
 
 class Confirmed:
-    """Runs tests that fail with a fault without it, too: those that fail again do not count."""
+    """Reruns failed tests without the fault, to ignore tests that fail anyway."""
 
     def __init__(self, records: Iterable[Record]):
-        # By a test, and all tests of its file that ran: it may need what another one sets up.
+        # Keyed by a test and all tests of its file that ran, because it may need their setup.
         self._failed: set[tuple[str, tuple[str, ...]]] = set()
         self._passed = {
             test
@@ -195,10 +195,10 @@ class Confirmed:
     def reliable(
         self, tree: Tree, failed: Iterable[str], tests: Sequence[str], hangs_after: float
     ) -> list[str]:
-        """Returns those of the failed tests that pass without the fault.
+        """Returns the failed tests that pass without the fault.
 
         Args:
-          tests: All tests that were run, in their order.
+          tests: All tests that were run, in order.
         """
         by_file = {x: tuple(_of_file(x, tests)) for x in {x.partition("::")[0] for x in tests}}
         keys = {x: (x, by_file.get(x.partition("::")[0], ())) for x in sorted(failed)}
@@ -303,7 +303,7 @@ def _record(
 
 
 def _affordable(stage: Sequence[str], reached: ReachedLines, seconds: float) -> list[str]:
-    """Returns the first tests of a stage, as many as take that long."""
+    """Returns as many of the first tests of a stage as fit into the time limit."""
     tests = []
     for test in stage:
         seconds -= reached.seconds(test)
@@ -314,7 +314,7 @@ def _affordable(stage: Sequence[str], reached: ReachedLines, seconds: float) -> 
 
 
 def tables(records: Sequence[Record], measures: dict[str, Measure]) -> Iterator[str]:
-    """Yields the lines of the tables: by kind and package, what escaped, the tests that matter."""
+    """Yields the lines of the tables: undetected faults by kind and package, and needed tests."""
     caught = {x["name"]: {*x["failed"]} for x in records if x["failed"]}
     by_quick = {
         name
@@ -369,10 +369,10 @@ def _tests_by_file(
     caught: dict[str, set[str]],
     only: Iterable[str],
 ) -> Iterator[str]:
-    """Yields the table of test files; those without a test that a fault needs come first.
+    """Yields the table of test files; files without any needed test come first.
 
-    A test is needed if it is in a set of tests that together catch all that is caught: the one that
-    catches most of what is left joins it, then the next; of equal ones the fastest.
+    A test is needed if it belongs to a greedy cover of all detected faults: repeatedly, the test
+    that detects most of the remaining faults is added, the fastest one in a tie.
     """
 
     def seconds(test: str) -> float:
@@ -412,10 +412,10 @@ def main(arguments: Sequence[str]) -> int:
     """Lists the faults, runs the tests with them, or prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.mutants")
     parser.add_argument("command", choices=["list", "run", "table"])
-    parser.add_argument("records", nargs="?", type=Path, help="of table: what run wrote")
+    parser.add_argument("records", nargs="?", type=Path, help="for table: the file written by run")
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=53)
-    parser.add_argument("--reached", type=Path, help="what reached_lines collected")
+    parser.add_argument("--reached", type=Path, help="the folder written by reached_lines")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per fault")

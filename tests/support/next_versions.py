@@ -1,9 +1,9 @@
-"""The quick tests on the newest libraries, with what JAX and Flax are going to make the default.
+"""Runs the quick tests with the newest libraries and the future defaults of JAX and Flax.
 
-`make test-next` calls it: python -m tests.support.next_versions [arguments of pytest]. It prints
-what pytest does, then a table of the libraries, how many tests passed and failed, and each that
-fails: with the settings below alone, or on the new versions without them, too. Tests that a known
-defect of JAX fails, and say so, are counted as known: docs/versions.md.
+`make test-next` runs: python -m tests.support.next_versions [pytest arguments]. The script prints
+pytest's output, a table of library versions, the numbers of passed and failed tests, and each
+failed test: whether it fails only with the settings below, or also without them. Tests that are
+marked as failing because of a known JAX bug are counted as known; see docs/versions.md.
 """
 
 import collections
@@ -25,7 +25,7 @@ from praxis_lite.host.text_table import table_lines
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-# New forms of jax.checkpoint, jax.custom_vjp and jax.custom_jvp; NNX modules as trees, not graphs.
+# New implementations of jax.checkpoint, custom_vjp and custom_jvp; NNX modules as trees.
 NEXT = {
     "JAX_REMAT3": "1",
     "JAX_CUSTOM_VJP3": "1",
@@ -36,7 +36,7 @@ NEXT = {
 
 
 def allowed(library: str) -> str:
-    """Returns the versions of a library that setup.py allows: "0.10.2 to below 0.13"."""
+    """Returns the versions of a library that setup.py allows, such as "0.10.2 to below 0.13"."""
     with mock.patch.object(setuptools, "setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     requirements = setup.call_args.kwargs["install_requires"]
@@ -47,11 +47,11 @@ def allowed(library: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """How tests ended.
+    """The results of the tests.
 
     Attributes:
-      failed: the names of those that failed, each with the first line of its error.
-      numbers: "6973 passed, 7 failed, 1 skipped, 2 known to fail".
+      failed: The first line of each failed test's error, by the test's name.
+      numbers: A summary, such as "6973 passed, 7 failed, 1 skipped, 2 known to fail".
     """
 
     failed: dict[str, str]
@@ -59,7 +59,7 @@ class Results:
 
 
 def results(arguments: list[str], settings: dict[str, str]) -> Results | None:
-    """Returns how the quick tests end with settings; None if none ran."""
+    """Runs the quick tests with settings, and returns the results, or None if no test ran."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         env = {name: x for name, x in os.environ.items() if name not in NEXT} | settings
@@ -92,7 +92,7 @@ def results(arguments: list[str], settings: dict[str, str]) -> Results | None:
             num["known to fail" if is_known else "passed" if skipped is None else "skipped"] += 1
             continue
         num["failed"] += 1
-        # Of a file that cannot be imported there is but a name with dots.
+        # For a file that cannot be imported, there is only a dotted name.
         file = case.get("file") or f"{case.get('name').replace('.', '/')}.py"
         name = f"{file}::{case.get('name')}" if case.get("file") else file
         failed[name] = (problem.get("message") or "").strip().partition("\n")[0][:120]
@@ -101,7 +101,7 @@ def results(arguments: list[str], settings: dict[str, str]) -> Results | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tests, and those that fail once more without the settings; returns 1 if any do."""
+    """Runs the tests, and reruns failed tests without the settings; returns 1 if any failed."""
     with_settings = results(arguments, NEXT)
     failed = list(with_settings.failed) if with_settings else []
     without = results(failed, {}) if failed else None
@@ -117,22 +117,22 @@ def main(arguments: list[str]) -> int:
         sep="\n",
     )
     if with_settings is None:
-        print("No test ran: pytest says why above.")
+        print("No test ran; see pytest's output above.")
         return 1
     print(with_settings.numbers)
     if not with_settings.failed:
-        print("Nothing has moved: no test fails.")
+        print("No test fails.")
         return 0
     broken = without.failed if without else {}
     of_settings = "The settings break" if without else "Fail, and without the settings none ran"
     for title, names in {
-        "New versions break, with the settings and without": sorted(broken),
+        "Fail on the new versions, with and without the settings": sorted(broken),
         of_settings: sorted(with_settings.failed.keys() - broken.keys()),
     }.items():
         if names:
             print(f"{title}, {len(names)} tests:")
             print(*(f"  {name}\n    {with_settings.failed[name]}" for name in names), sep="\n")
-    print("Mend them, or write them down in docs/versions.md.")
+    print("Fix them, or document them in docs/versions.md.")
     return 1
 
 

@@ -1,6 +1,6 @@
-"""A small language model that keeps some of its numbers in the host's memory.
+"""A small language model that stores part of its state or activations in host memory.
 
-Run as a module it is compiled for an absent TPU, and its bytes are printed.
+Run as a script, it compiles the model for a TPU and prints the memory use.
 """
 
 import functools
@@ -26,14 +26,14 @@ INPUTS = ("iteration_input", "query_proj", "ffn1")
 
 
 def placed(place: str) -> dict[str, str]:
-    """Returns a policy that has three activations in a place: on the device, or offloaded."""
+    """Returns a checkpoint policy that places three activations "device" or offloads them."""
     return dict.fromkeys(INPUTS, place)
 
 
 def partitioner(
     policy: Any, *, dims: Any = DIMS, mesh: Any = None, stack: Any = Repeat, **learner: Any
 ) -> Partitioner:
-    """Returns the model on a mesh of 8 devices, with settings of the stack and the learner."""
+    """Returns a Partitioner on 8 devices, with settings of the stack and the learner."""
     lm = rotary_lm(
         num_layers=NUM_LAYERS,
         stacked_transformer_tpl=fdl.Partial(stack, checkpoint_policy=policy),
@@ -59,7 +59,7 @@ def spec(rows: int = ROWS, length: int = LENGTH) -> dict[str, jax.ShapeDtypeStru
 
 
 def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]:
-    """Returns the losses of some steps, the state after them in NumPy, and that state."""
+    """Returns the losses of a few steps, the final state as NumPy arrays, and the final state."""
     key, inputs = made.key(7), made.global_batch(batch())
     state, losses = made.init(made.key(0)), []
     for _ in range(num_steps):
@@ -69,7 +69,7 @@ def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]
 
 
 def assert_same(actual: Any, expected: Any, rtol: float = 0.0) -> None:
-    """Asserts that all leaves are the same bits, or within `rtol` of the largest number."""
+    """Asserts that all leaves are bitwise equal, or differ by at most `rtol` times the maximum."""
     for (path, leaf), other in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
@@ -79,10 +79,10 @@ def assert_same(actual: Any, expected: Any, rtol: float = 0.0) -> None:
 
 
 def assert_restored(folder: Any, source: tuple, target: Partitioner) -> None:
-    """Asserts that a state saved by one partitioner is restored where another one keeps it.
+    """Asserts that a state saved by one partitioner can be restored by another one.
 
     Args:
-      source: a partitioner, and the results of `trained`.
+      source: A partitioner and the results of `trained`.
     """
     made, _, expected, state = source
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
@@ -95,9 +95,9 @@ def assert_restored(folder: Any, source: tuple, target: Partitioner) -> None:
 
 
 def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
-    """Returns the bytes that a v5e's compiler plans for a step, of the device and of its host.
+    """Returns the device and host bytes that the compiler for v5e plans for a step.
 
-    Beside them those that a plan counts on the link between the two.
+    Also returns the bytes that a plan counts on the link between device and host.
     """
     from praxis_tools.plan.costs import FITTED
     from praxis_tools.plan.schedule.schedule import schedule

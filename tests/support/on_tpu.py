@@ -1,4 +1,4 @@
-"""Modules that compile for an absent TPU, each in a process without the flags of this CPU."""
+"""Runs modules that compile for a TPU in processes without the CPU flags of the tests."""
 
 import importlib.util
 import json
@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed",
 )
 
 
 def printed_by(module: str) -> Any:
-    """Returns the JSON in the last line that a module prints."""
+    """Runs a module and returns the JSON in the last line of its output."""
     env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
+    env.pop("XLA_FLAGS", None)  # XLA_FLAGS are for the CPU.
     run = subprocess.run(
         [sys.executable, "-m", module],
         capture_output=True,

@@ -1,7 +1,7 @@
-"""Tiny models trained on each mesh, each by another optimizer, once for the tests that ask.
+"""Trains tiny models with different optimizers on several meshes; the results are cached.
 
-All train at once, each by an auxiliary optimizer of its own: one program per mesh, for compiling is
-what takes the time.
+All models train together, each with a separate auxiliary optimizer, because a single compilation
+per mesh takes much less time than one per optimizer.
 """
 
 import functools
@@ -35,10 +35,10 @@ from praxis_lite.optimizers import (
 )
 from tests.support.lm_runs import zero_padded
 
-# A mesh, and what splits the slots besides what splits their weights.
+# Mesh shape, and the axes that shard slots in addition to the axes of their weights.
 RUNS = {"uneven": ((1, 4, 2), ()), "zero1": ((1, 2, 4), ("data",))}
 NUM_LAYERS, NUM_STEPS, SAVED_STEP = 2, 5, 2
-SIZES = dict(vocab_size=17, model_dims=7, hidden_dims=11)  # No mesh divides them.
+SIZES = dict(vocab_size=17, model_dims=7, hidden_dims=11)  # Not divisible by any mesh axis.
 NUM_ROWS = 13
 
 _pow = functools.partial(
@@ -71,7 +71,7 @@ OPTIMIZERS = {
     "muon": _muon,
     "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, weight_decay=0.1),
     "low_precision": functools.partial(low_precision_slots, optimizer=optax.adamw),
-    # Two optimizers in one model, and weights that are frozen.
+    # A model with two optimizers and frozen weights.
     "two": optax.adamw,
     "partly_frozen": optax.adamw,
 }
@@ -79,7 +79,7 @@ FROZEN = "partly_frozen/(emb_var|blocks/b)"
 
 
 class Tiny(BaseLayer):
-    """An embedding that is the softmax too, and blocks side by side in one stack."""
+    """An embedding that is also the softmax, and blocks in a stack."""
 
     def __init__(self, vocab_size, model_dims, hidden_dims, data_axis, *, rngs):
         self.emb_var = self.weight((vocab_size, model_dims), ("mdl", data_axis), rngs=rngs)
@@ -101,7 +101,7 @@ class TinyBlock(BaseLayer):
 
 
 class Models(BaseLayer):
-    """A model per optimizer."""
+    """One model per optimizer."""
 
     def __init__(self, *args, rngs):
         for name in OPTIMIZERS:
@@ -109,10 +109,10 @@ class Models(BaseLayer):
 
 
 class TinyTask(Task):
-    """The sum of the models' cross-entropies."""
+    """Computes the sum of the models' cross-entropies."""
 
     def compute_loss(self, model, inputs, key):
-        # One pass for all the models: compiled apart they would take longer than the optimizers.
+        # Compute all models in one function, to compile only once.
         models = [getattr(model, name) for name in OPTIMIZERS]
         together = jax.tree.map(lambda *weights: jnp.stack(weights), *models)
         log_probs = jax.vmap(lambda item: item(inputs["ids"]))(together)
@@ -143,7 +143,7 @@ def task_of(slot_mesh_axes=()):
         ema_decay=0.9,
         slot_mesh_axes=slot_mesh_axes,
     )
-    # ZeRO-1 is for weights that the data axis does not split.
+    # ZeRO-1 requires weights that are not sharded over the data axis.
     data_axis = None if slot_mesh_axes else "data"
     return TinyTask(
         functools.partial(Models, *SIZES.values(), data_axis),
@@ -164,7 +164,7 @@ def batches():
 
 @functools.cache
 def one_device():
-    """Returns the states of a run without a mesh, before and after each step, in NumPy."""
+    """Returns the states before and after each step of a run without a mesh, as NumPy arrays."""
     task = task_of()
     rng = np.random.default_rng(12)
     mdl_vars = jax.tree.map(
@@ -183,13 +183,13 @@ def one_device():
 class Run(NamedTuple):
     partitioner: Partitioner
     step: jax.stages.Compiled
-    saved: TrainState  # of step SAVED_STEP, on the mesh
+    saved: TrainState  # The state on the mesh after SAVED_STEP
     last: TrainState
 
 
 @functools.cache
 def trained(name):
-    """Returns a run that starts from the weights and slots of `one_device`."""
+    """Trains on a mesh, starting from the initial weights and slots of `one_device`."""
     shape, slot_mesh_axes = RUNS[name]
     partitioner = Partitioner(task_of(slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape)))
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0])
@@ -197,7 +197,7 @@ def trained(name):
     padded = jax.tree.map(zero_padded, one_device()[0], partitioner.layout.padded_shapes)
     state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
     state = continued(partitioner, step, state, 0, SAVED_STEP)
-    saved = jax.tree.map(lambda x: x.copy(), state)  # The next step donates.
+    saved = jax.tree.map(lambda x: x.copy(), state)  # The next step donates the state.
     last = continued(partitioner, step, state, SAVED_STEP, NUM_STEPS)
     return Run(partitioner, step, saved, last)
 

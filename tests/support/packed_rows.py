@@ -1,4 +1,4 @@
-"""Documents one after the other in rows, or each in a row of its own; what a task makes of them."""
+"""Compares the loss and gradients of packed documents with those of one document per row."""
 
 import dataclasses
 import itertools
@@ -17,17 +17,17 @@ from praxis_tools.check.asserts.layers import drawn
 
 PADDING = -1
 NatsAndGradients = tuple[float, Any]
-Lengths = Sequence[Sequence[int]]  # Of the documents in each row.
+Lengths = Sequence[Sequence[int]]  # Lengths of the documents in each row.
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where documents lie in rows, each int [B, T].
+    """The positions of documents in rows; each array is int [B, T].
 
     Attributes:
-      document: which one a token is of, counted over all rows; or PADDING.
-      segment_ids: its place among those of the row, from 1; 0: padding.
-      positions: of the token in its document.
+      document: Index of the token's document among the documents of all rows, or PADDING.
+      segment_ids: Index of the document in its row, from 1, or 0 for padding.
+      positions: Index of the token in its document.
     """
 
     document: np.ndarray
@@ -35,9 +35,11 @@ class Packing:
     positions: np.ndarray
 
     def filled(self, filler: np.ndarray, of_documents: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns `filler` [B, T, ...] with the arrays [length, ...] of documents in their places.
+        """Returns a copy of `filler` [B, T, ...] that contains the documents at their positions.
 
-        They are cast to the filler's dtype.
+        Args:
+          filler: Values for padding. Its dtype is used for the result.
+          of_documents: An array [length, ...] for each document.
         """
         actual = filler.copy()
         for number, x in enumerate(of_documents):
@@ -46,7 +48,7 @@ class Packing:
 
 
 def packing(lengths: Lengths, length: int) -> Packing:
-    """Returns documents in rows of a length; as many rows as documents, the last ones empty."""
+    """Packs documents into rows; adds empty rows until there are as many rows as documents."""
     shape = sum(map(len, lengths)), length
     segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     document, counter = np.full(shape, PADDING), itertools.count()
@@ -60,14 +62,14 @@ def packing(lengths: Lengths, length: int) -> Packing:
 
 
 def apart(lengths: Lengths, length: int) -> Packing:
-    """Returns the same documents, each in a row of its own."""
+    """Returns a packing of the same documents with one document per row."""
     return packing([[n] for in_row in lengths for n in in_row], length)
 
 
 def of_each_document(
     batch: Mapping[str, np.ndarray], packing: Packing
 ) -> list[dict[str, np.ndarray]]:
-    """Returns the batch, and for each document the batch in which it alone has weights."""
+    """Returns the batch, followed by a copy per document in which only it has weights."""
     masks = [packing.document == item for item in range(packing.document.max() + 1)]
     return [{**batch, "weights": batch["weights"] * mask} for mask in (sum(masks), *masks)]
 
@@ -75,11 +77,13 @@ def of_each_document(
 def nats_and_gradients(
     task: Task, batch: Mapping[str, np.ndarray], packing: Packing, mesh: Mesh | None = None
 ) -> list[NatsAndGradients]:
-    """Returns the sum of the loss's nats, and its gradients: of all documents, and of each.
+    """Returns (total loss in nats, gradients) for all documents together, then for each document.
 
     Args:
-      packing: of the tokens that are predicted.
-      mesh: on which the task splits, its batch as its inputs_split_mapping; None: one device.
+      task: The task.
+      batch: The batch.
+      packing: Packing of the predicted tokens.
+      mesh: Mesh over which weights and batch are sharded, or None for one device.
     """
     model, mdl_vars = task.model, drawn(task.model)
     split = (task.inputs_split_mapping or {}).get("map_2d")
@@ -109,7 +113,7 @@ def nats_and_gradients(
 
 
 def table_rows(document: int, ids_per_document: int) -> slice:
-    """Returns the rows of a table of embeddings that are a document's own."""
+    """Returns the rows of an embedding table that only this document uses."""
     return slice(document * ids_per_document, (document + 1) * ids_per_document)
 
 
@@ -119,11 +123,13 @@ def check(
     tables: Mapping[str, int],
     tolerance: float = 1e-6,
 ) -> None:
-    """Checks nats and gradients of packed rows against those of rows apart.
+    """Checks losses and gradients of packed rows against those with one document per row.
 
     Args:
-      tables: of embeddings, by name: how many ids each document has for itself.
-      tolerance: of gradients, relative to the largest one.
+      actual: Results for packed rows.
+      wanted: Results for one document per row.
+      tables: Number of ids that each document uses exclusively, by name of the embedding table.
+      tolerance: Tolerance of gradients, relative to the largest gradient.
     """
     nats, nats_apart = ([element for element, _ in runs] for runs in (actual, wanted))
     np.testing.assert_allclose(nats, nats_apart, rtol=1e-6)
@@ -136,7 +142,7 @@ def check(
             np.testing.assert_array_equal(others, 0.0, err_msg=f"{document} sees another: {name}")
     of_packed = jax.tree.leaves(actual[0][1])
     sums = jax.tree.leaves(jax.tree.map(lambda *x: np.sum(x, axis=0), *[g for _, g in wanted[1:]]))
-    # Of all weights: the gradient of a key's bias is 0 but for what rounding leaves.
+    # Relative to all weights: the gradient of the keys' bias is 0 except for rounding errors.
     near = tolerance * max(np.abs(x).max() for x in sums)
     for item, total in zip(of_packed, sums, strict=True):
         np.testing.assert_allclose(item, total, rtol=0, atol=near)

@@ -1,4 +1,4 @@
-"""Our layers against the numbers of the real Pax in tests/goldens/pax_options/layers."""
+"""Compares our layers with the golden results of Pax in tests/goldens/pax_options/layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tests.support.goldens import Arrays, pax_options
 
 
 def mdl_vars_from(model: NnxModel, case: Arrays) -> MdlVars:
-    """Returns our variables with Pax's values; each has its place and none is left."""
+    """Returns our variables with Pax's values, and checks that all values are used."""
     pax_vars = {"params": case.get("w", {}), "non_trainable": case.get("stat", {})}
     return jax.tree.map(jnp.asarray, mdl_vars_from_pax(model, pax_vars))
 
@@ -31,11 +31,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 def assert_equals_pax(
     file: str, name: str, build: Callable[..., Any], call: Callable[..., jax.Array], *, jit=True
 ) -> None:
-    """Checks outputs, gradients (of weights and x) and new statistics of a case.
+    """Checks the outputs, the gradients (of weights and x) and the new statistics of a case.
 
     Args:
-      build: called with `rngs`, returns our layer.
-      call: called with (module, x, paddings), returns the outputs.
+      build: Function of `rngs` that returns our layer.
+      call: Function of (module, x, paddings) that returns the outputs.
     """
     numbers, model = pax_options(file), NnxModel(build)
     case, inputs = numbers[name], numbers[""]["in"]

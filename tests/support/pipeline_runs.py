@@ -1,4 +1,4 @@
-"""The collectives of pipelines' train steps in the programs of an absent TPU; printed as JSON."""
+"""Prints the collectives of pipelined train steps, compiled for a TPU, as JSON."""
 
 import json
 from typing import Any
@@ -23,12 +23,12 @@ from praxis_tools.explain import hlo
 from praxis_tools.plan.topology import topology_of
 
 STAGES, DATA, LAYERS, VOCABULARY, DIMS, HIDDEN = 2, 4, 4, 256, 128, 256
-ROWS, LENGTH = 8, 64  # Of a microbatch.
+ROWS, LENGTH = 8, 64  # Size of a microbatch.
 BATCH = ("stage", "data")
 
 
 def collectives(num_microbatches: int, one_forward: bool, **settings: Any) -> list[tuple]:
-    """Returns (kind, bytes, how often, devices that meet) of each; weights lie whole over data."""
+    """Returns (kind, bytes, count, group size) of collectives; weights are replicated over data."""
     lm = rotary_lm(
         vocab_size=VOCABULARY,
         model_dims=DIMS,

@@ -1,10 +1,10 @@
-"""A small job, and what needs more, where no package of the extras is there, nor tensorflow.
+"""Runs a small job, or features with optional dependencies, without the optional packages.
 
     python -m tests.support.plain_program DIRECTORY job|features
 
-A separate process: what is refused must not have been imported. With `job` it trains, evaluates and
-decodes `lm.PyDocs`, made small, and starts two jobs that need more; with `features` it prints for
-each feature that needs a package `FEATURE: WHAT IT SAYS`.
+It runs in a separate process, in which the packages have not been imported. With `job`, it trains,
+evaluates and decodes a small `lm.PyDocs`, and starts two jobs that require a package. With
+`features`, it prints `FEATURE: MESSAGE` for each feature that requires a package.
 """
 
 import sys
@@ -30,7 +30,7 @@ SMALL = [
 
 
 class Without:
-    """A finder of modules that finds some packages no more, as where they are not installed."""
+    """A module finder that hides some packages, as if they were not installed."""
 
     def __init__(self, finder: Any, packages: set[str]):
         self.finder, self.packages = finder, packages
@@ -45,7 +45,7 @@ class Without:
 
 
 def features(folder: Path) -> dict[str, Callable[[], object]]:
-    """Returns by name what needs a package; in `folder` files are made for it."""
+    """Returns functions that require a package, by name; they use files created in `folder`."""
     from flax import nnx
 
     from praxis_lite.experiments import vision
@@ -97,7 +97,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def main(folder: Path, what: str) -> None:
-    """Runs one part of the program."""
+    """Runs one part of the script."""
     refused = {*PACKAGES} - {"grain", "datasets", "pyarrow"}
     sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
     if what == "job":
@@ -111,7 +111,7 @@ def main(folder: Path, what: str) -> None:
 
 
 def run_jobs(folder: Path) -> None:
-    """Trains, evaluates and decodes, and starts two jobs that need a package."""
+    """Trains, evaluates and decodes, and starts two jobs that require a package."""
     from praxis_lite.main import main as praxis_lite
 
     job = f"--job_log_dir={folder / 'job'}"

@@ -1,7 +1,7 @@
-"""A language model trained and decoded on one device without the library's learner or steps.
+"""Trains and decodes a language model on one device without the library's learner and steps.
 
-The independent answer for what a Partitioner does: plain JAX and optax, layers of a stack updated
-one by one, decoding by a full forward pass per token.
+This is the independent reference for a Partitioner: it uses plain JAX and optax, updates stacked
+layers one by one, and decodes with a full forward pass per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ Batch = Mapping[str, np.ndarray]
 
 
 def split_model(build: Callable[..., nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the structure of `build(rngs=)` and its freshly drawn weights."""
+    """Returns the graph definition of `build(rngs=)` and its initial weights."""
     graphdef = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
     draw = jax.jit(lambda key: nnx.split(build(rngs=nnx.Rngs(key)))[1])
     return graphdef, draw(jax.random.key(0))
 
 
 def unstacked(weights: nnx.State) -> dict[str, jax.Array]:
-    """Returns the weights by name, those of a scanned stack as an array per layer."""
+    """Returns the weights by name, with a separate array for each layer of a scanned stack."""
     flat = {}
     for path, x in jax.tree_util.tree_flatten_with_path(weights)[0]:
         name = jax.tree_util.keystr(path)
@@ -36,7 +36,7 @@ def unstacked(weights: nnx.State) -> dict[str, jax.Array]:
 
 
 def restacked(flat: Mapping[str, jax.Array], like: nnx.State) -> nnx.State:
-    """Returns the inverse of `unstacked`."""
+    """Stacks the weights again; the inverse of `unstacked`."""
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -48,7 +48,7 @@ def restacked(flat: Mapping[str, jax.Array], like: nnx.State) -> nnx.State:
 
 
 def mean_loss(model: nnx.Module, batch: Batch) -> jax.Array:
-    """Returns the mean nats per token of weight 1."""
+    """Returns the mean loss in nats over tokens with weight 1."""
     logits, _ = model(batch["ids"])
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], axis=-1)
     return -jnp.sum(chosen[..., 0] * batch["weights"]) / jnp.sum(batch["weights"])
@@ -60,7 +60,7 @@ def train(
     max_norm: float,
     batches: Sequence[Batch],
 ) -> tuple[nnx.State, list[float], list[float]]:
-    """Returns weights, losses and gradient norms after a step per batch."""
+    """Returns the final weights, the losses and the gradient norms of one step per batch."""
     graphdef, weights = split_model(build)
 
     @jax.jit
@@ -82,7 +82,7 @@ def train(
 
 
 class PlainDecoder:
-    """Full forward passes over whole sequences: no cache."""
+    """Decodes by full forward passes over the sequences, without a cache."""
 
     def __init__(self, build: Callable[..., nnx.Module], weights: nnx.State, length: int):
         graphdef = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))[0]
@@ -92,13 +92,13 @@ class PlainDecoder:
         )
 
     def next_log_probs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Returns log-probabilities [V] of what follows `tokens`."""
+        """Returns the log-probabilities [V] of the token after `tokens`."""
         ids = np.zeros((1, self._length), np.int32)
         ids[0, : len(tokens)] = tokens
         return np.asarray(self._log_probs(self._weights, ids))[0, len(tokens) - 1]
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float, float]:
-        """Returns new tokens, the sum of their log-probabilities, the narrowest choice."""
+        """Returns the new tokens, their total log-probability, and the smallest top-2 margin."""
         tokens, log_prob, margin = [int(t) for t in prompt], 0.0, np.inf
         for _ in range(num_tokens):
             log_probs = self.next_log_probs(tokens)

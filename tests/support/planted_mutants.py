@@ -1,9 +1,9 @@
-"""Small faults planted in the source of the library, chosen with a fixed seed.
+"""Chooses small faults to plant in the library's source, with a fixed seed.
 
-Each one replaces one expression or statement, and leaves code that Python compiles. All kinds have
-the same share as far as there are places; within a kind, a file's chance grows with its lines of
-code. Statements that delete files or end processes stay as they are, for a fault there could reach
-beyond the tests.
+Each fault replaces one expression or statement, and the result still compiles. All kinds of faults
+are equally frequent as far as possible; within a kind, the probability of a file is proportional to
+its lines of code. Statements that delete files or end processes are never changed, because such a
+fault could affect more than the tests.
 """
 
 import ast
@@ -30,7 +30,7 @@ KINDS = {
     "flag": "True and False exchanged",
 }
 DANGEROUS = re.compile(r"kill|rmtree|unlink|rmdir|remove|terminate|shutil|truncate")
-# Nobody promises the text of a log.
+# The texts of log messages are not tested.
 LOGS = re.compile(r"^(logging|logger|_logger|log|_log|warnings|print)\b")
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "ppermute", "all_to_all"}
 CHECKS = re.compile(r"^_?(require|check)")
@@ -57,7 +57,7 @@ OPPOSITE = {
     ast.NotIn: ("not in", "in"),
 }
 SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+")}
-# Their arguments are of different types: exchanged, the call only raises.
+# Their arguments have different types, so exchanging them would only raise an error.
 ORDERED = {
     "isinstance",
     "issubclass",
@@ -73,12 +73,12 @@ ORDERED = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A fault: `before`, at byte `start` of a file, becomes `after`.
+    """A fault: replaces `before`, at byte `start` of a file, by `after`.
 
     Attributes:
-      line: The line on which `before` begins.
-      statement: The first and the last line of the statement around it, without its body.
-      is_in_function: Whether calls run the statement; imports run all others.
+      line: Line number of the start of `before`.
+      statement: First and last line of the enclosing statement, without its body.
+      is_in_function: Whether the statement runs in calls; otherwise it runs at import.
     """
 
     file: str
@@ -92,7 +92,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Identifies the fault for as long as the file before it does not change."""
+        """A name that stays the same as long as the file before the fault does not change."""
         return f"{self.file}:{self.line}:{self.start}:{self.kind}:{self.after}"
 
     def applied(self, source: bytes) -> bytes:
@@ -105,7 +105,7 @@ class Mutant:
 def plant(
     root: Path, num: int = 300, seed: int = 53, packages: Sequence[str] = PACKAGES
 ) -> list[Mutant]:
-    """Returns `num` different faults, or all there are; the same ones for the same source."""
+    """Returns up to `num` different faults; the same faults for the same source."""
     places = collections.defaultdict(lambda: collections.defaultdict(list))
     sources, sizes = {}, {}
     for path in sorted(path for folder in packages for path in (root / folder).rglob("*.py")):
@@ -118,7 +118,7 @@ def plant(
     chance, chosen = random.Random(seed), []
     while len(chosen) < num and any(places.values()):
         kind = [*KINDS][len(chosen) % len(KINDS)]
-        # A kind without a place left passes its turn on.
+        # Skip kinds without remaining locations.
         files = places[kind] or places[chance.choice([x for x in KINDS if places[x]])]
         file = chance.choices([*files], [sizes[x] for x in files])[0]
         mutant = files[file].pop(chance.randrange(len(files[file])))
@@ -130,7 +130,7 @@ def plant(
 
 
 def function_lines(tree: ast.Module) -> set[int]:
-    """Returns the lines of the bodies of functions, which calls run."""
+    """Returns the lines in bodies of functions, which run in calls."""
     return {
         line
         for node in ast.walk(tree)
@@ -149,7 +149,7 @@ def _is_fault(mutant: Mutant, source: bytes) -> bool:
 
 
 class _Faults:
-    """Finds the places of a file; `num_lines` is the number of lines on which code begins."""
+    """Finds possible faults in a file; `num_lines` is its number of lines of code."""
 
     def __init__(self, file: str, source: bytes):
         self._file, self._source = file, source
@@ -184,7 +184,7 @@ class _Faults:
             self._visit(child, statement)
 
     def _text_around(self, statement: ast.stmt) -> str:
-        """Returns a statement's text, with its body but for that of functions and classes."""
+        """Returns the text of a statement, including its body unless it is a function or class."""
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             start = self._at(statement.lineno, statement.col_offset)
             first = statement.body[0]
@@ -195,7 +195,7 @@ class _Faults:
         return self._starts[line - 1] + column
 
     def _text(self, first: ast.AST, last: ast.AST | None = None, is_between: bool = False) -> str:
-        """Returns the text of a node, or that from one node to another, or that between them."""
+        """Returns the text of a node, from one node to another, or between them."""
         start, end = self._range(first, last or first, is_between)
         return self._source[start:end].decode()
 
@@ -216,7 +216,7 @@ class _Faults:
         body = getattr(statement, "body", None)
         last = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno
         before = self._source[start:end].decode()
-        # A decorator's line is above that of its function.
+        # A decorator is above its function.
         span = (min(statement.lineno, line), max(last, line))
         in_function = line in self._function_lines
         self.found.append(Mutant(self._file, line, kind, before, after, start, span, in_function))
@@ -227,9 +227,9 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields a node's children in which a fault can change what is computed."""
+    """Yields the children of a node in which a fault can change the computation."""
     if isinstance(node, ast.Call) and CHECKS.match(_called(node)):
-        yield from node.args[:1]  # The others are parts of the message.
+        yield from node.args[:1]  # The other children are parts of the message.
         return
     if isinstance(node, ast.Assert):
         yield node.test
@@ -242,12 +242,12 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
                 yield child
 
 
-# From the first node to the second, or the text between the two if the third is True.
+# From the first node to the second, or only the text between them if the third is True.
 _Place = tuple[ast.AST, ast.AST, bool]
 
 
 def _replacements(node: ast.AST, text) -> Iterator[tuple[str, _Place, str]]:
-    """Yields the kind, the place and the new text of each fault that a node can have."""
+    """Yields the kind, location and new text of each possible fault at a node."""
     itself = (node, node, False)
     match node:
         case ast.BinOp(left=left, op=op, right=right) if not (_is_text(left) or _is_text(right)):
@@ -334,7 +334,7 @@ def _exchanged(first: ast.AST, second: ast.AST, text) -> tuple[_Place, str]:
 
 
 def _called(node: ast.Call) -> str:
-    """Returns the last part of the name of the function that is called."""
+    """Returns the last component of the name of the called function."""
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
@@ -344,7 +344,7 @@ def _operand(node: ast.AST, text) -> str:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Returns whether a `+` next to the node joins texts or lists."""
+    """Returns whether a `+` next to the node concatenates strings or lists."""
     if isinstance(node, ast.BinOp):
         return _is_text(node.left) or _is_text(node.right)
     is_str = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))

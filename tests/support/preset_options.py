@@ -1,4 +1,4 @@
-"""Prints how many options of ours libtpu was given, and those that it left out, as JSON."""
+"""Prints how many compiler options of our presets libtpu accepts, and the rejected ones."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def main() -> None:
-    """Asks libtpu for each kind of TPU, which need not be there."""
+    """Compiles for each kind of TPU; no TPU is required."""
     jax.config.update("jax_platforms", "cpu")
     from praxis_lite.core.partitioner.compiler_options import ACCUMULATING, DECODING, step_options
     from praxis_lite.core.sharding.devices.axis_types import mesh_of

@@ -1,4 +1,4 @@
-"""Jobs of several real processes on this machine, which meet over loopback."""
+"""Jobs of several processes on this machine, connected over the loopback interface."""
 
 import dataclasses
 import signal
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tests.support.job_runs import start_process
 
-# The compiled programs are kept, for the next pair.
+# Keep the compilation cache for the next pair.
 KEPT = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How one process ended: as `subprocess` has it, and when, in seconds of time.monotonic."""
+    """How a process ended: fields as in `subprocess`, and the time (time.monotonic)."""
 
     code: int
     out: str
@@ -25,7 +25,7 @@ class Ended:
 
 
 def free_port() -> int:
-    """Returns a port of this machine that was free just now."""
+    """Returns an unused port of this machine."""
     with socket.socket() as item:
         item.bind(("127.0.0.1", 0))
         return item.getsockname()[1]
@@ -41,8 +41,8 @@ def start_processes(
     """Starts `main` in `count` processes of one job.
 
     Args:
-      env: for each process, what its environment has besides; () for none.
-      more: for each process, flags besides those that all have; () for none.
+      env: Additional environment variables of each process, or () for none.
+      more: Additional flags of each process, or () for none.
     """
     coordinator = f"--coordinator=127.0.0.1:{free_port()}"
     return [
@@ -60,7 +60,7 @@ def start_processes(
 
 
 def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[Ended]:
-    """Waits for all and returns how each ended; kills them if one does not."""
+    """Waits for all processes and returns how each ended; kills them on a timeout."""
     deadline, actual = time.monotonic() + timeout, {}
     try:
         while len(actual) < len(processes) and time.monotonic() < deadline:
@@ -72,23 +72,23 @@ def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[E
         for process in processes:
             process.kill()
         texts = [process.communicate() for process in processes]
-    assert len(actual) == len(processes), ("a process does not end", actual, texts)
+    assert len(actual) == len(processes), ("a process did not end in time", actual, texts)
     return [Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)]
 
 
 def run(*argv: str, cwd: Path, **settings) -> list[Ended]:
-    """Starts the processes of a job and waits for their end."""
+    """Runs the processes of a job until they end."""
     return ended(start_processes(*argv, cwd=cwd, **settings))
 
 
 def wait_until(is_so: Callable[[], bool], processes: Sequence[subprocess.Popen]) -> None:
-    """Waits until something is so, while all processes run."""
+    """Waits until a condition is true, and checks that all processes are running."""
     while not is_so():
         assert all(process.poll() is None for process in processes), ended(processes)
         time.sleep(0.02)
 
 
 def kill(process: subprocess.Popen, signum: int = signal.SIGKILL) -> float:
-    """Sends a signal; returns when, in seconds of time.monotonic."""
+    """Sends a signal to a process, and returns the time in seconds of time.monotonic."""
     process.send_signal(signum)
     return time.monotonic()

@@ -1,6 +1,6 @@
-"""What two processes do together in `test_multiprocess`: run by each, with coordinator and index.
+"""Two processes run this script for `test_multiprocess`, with coordinator and index as arguments.
 
-The first one prints what it saw, as JSON. At the end the second one kills itself.
+The first process prints its observations as JSON. At the end, the second process kills itself.
 """
 
 import json
@@ -30,9 +30,9 @@ from praxis_lite.trainer.evaluation import Evaluator
 
 
 def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
-    """Returns whether a batch is on the devices as one process would place it.
+    """Returns whether a batch has the same shards on the devices as with a single process.
 
-    The processes pass their own rows first, then all rows.
+    The processes pass only their own rows first, and then all rows.
     """
     inputs = {
         "ids": np.arange(1, num_rows * 5 + 1, dtype=np.int32).reshape(num_rows, 5),
@@ -51,7 +51,7 @@ def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
 
 
 def examples_are_those_of_one_process(mesh: Mesh) -> bool:
-    """Returns whether an evaluation's examples, 13 in batches of 5, come whole and in order."""
+    """Returns whether an evaluation of 13 examples in batches of 5 yields all examples in order."""
     x = np.arange(13.0, dtype=np.float32)
 
     def loss(params, inputs, key):
@@ -69,13 +69,13 @@ def examples_are_those_of_one_process(mesh: Mesh) -> bool:
 
 
 def mesh_of(order: list[int]) -> Mesh:
-    """Returns a mesh of all devices in an order."""
+    """Returns a mesh of all devices in the given order."""
     devices = np.array(jax.devices())[order].reshape(2, -1)
     return Mesh(devices, ("data", "mdl"), axis_types=(AxisType.Auto,) * 2)
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Runs all parts of the script."""
     start(sys.argv[1], 2, int(sys.argv[2]))
     simulate_devices(6, 2)
     print_log()
@@ -86,7 +86,7 @@ def main() -> None:
         seen[name] = [rows_that_arrived(mesh, num_rows) for num_rows in (1, 2, 5, 6, 13)]
     seen["examples"] = examples_are_those_of_one_process(mesh)
     consensus, me = StopConsensus(mesh), processes.index()
-    # The second process asks in its third call: both hear of it in their fourth.
+    # The second process requests a stop in its third call; both see it in their fourth call.
     seen["agreed"] = [consensus.should_stop(me == 1 and call == 2) for call in range(6)]
     seen["asked by"] = consensus.stop_reason
     for _ in range(8):
@@ -106,7 +106,7 @@ def main() -> None:
     processes.exchange("after it", "")
     if me == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    peers.SILENT_SECONDS = 4.0  # Of 20: only the wait is shorter.
+    peers.SILENT_SECONDS = 4.0  # Shorten the timeout of 20 s.
     while True:
         consensus.should_stop(False)
 

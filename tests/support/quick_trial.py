@@ -1,9 +1,9 @@
-"""A program that writes what a job of a sweep writes, in no time: the sweep's trial in tests.
+"""Writes the files of a training job immediately; used as the trial of a sweep in tests.
 
-Its loss is a parabola of the learning rate's logarithm, lowest at 0.01, with the same value at each
-evaluation. Some learning rates are faults: 512 is refused, 256 fails, 128 has a NaN, 64 waits at
-step 10 until it is asked to end, and 32 damages its file of evaluations. It goes on from the lines
-that it has written before.
+The loss is a parabola of the logarithm of the learning rate, with its minimum at 0.01, and is the
+same at each evaluation. Some learning rates cause faults: 512 is refused, 256 fails, 128 has a NaN,
+64 waits at step 10 until it is stopped, and 32 damages its evaluation file. A repeated run resumes
+after the lines that it has already written.
 """
 
 import json
@@ -21,7 +21,7 @@ def main(argv):
     settings = dict(item.split("=", 1) for item in argv if "=" in item)
     folder, rate = Path(settings["--job_log_dir"]), float(settings["task.learner.learning_rate"])
     if rate == 512:
-        print("error: The state of training does\nnot fit.")
+        print("error: The training state does\nnot fit.")
         return 2
     folder.mkdir(exist_ok=True)
     (folder / "pid").write_text(str(os.getpid()))

@@ -1,18 +1,18 @@
-"""Which tests reach each line of the library, by coverage with a context per test.
+"""Records which tests reach each line of the library, with a coverage context per test.
 
     python -m tests.support.reached_lines FOLDER [--workers 2] [-m MARKS] [TEST_FILE ...]
 
-runs each test file in a process that runs no other, so that what a process caches (a job that
-several files read, a compiled program) is attributed to each file that uses it. FOLDER gets
+Each test file runs in a separate process, so that cached results (a job that several files read, a
+compiled function) are attributed to every file that uses them. FOLDER contains
 
-    parts/   coverage's data of each test file; a file that has some is not run again, so take
-             another folder for other marks
-    tests.jsonl   the measures of each test (tests.support.measure), under coverage
-    .coverage   all parts together
+    parts/   coverage data of each test file; test files with data are not run again, so use a
+             different folder for different marks
+    tests.jsonl   measurements of each test (tests.support.measure), under coverage
+    .coverage   the combined data
 
-Every Python process that a test launches is covered too, unless the test gives it an environment
-without COVERAGE_PROCESS_START, or a signal ends it. A context is a test's name and its phase, or a
-test file's name for what runs while the file is imported.
+Python processes that a test launches are covered too, unless the test removes
+COVERAGE_PROCESS_START from their environment or a signal ends them. A context is the name of a test
+and its phase, or the name of a test file for code that runs while the file is imported.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from tests.support.planted_mutants import PACKAGES, Mutant, function_lines
 ROOT = Path(__file__).parents[2]
 MEASURES = "tests.jsonl"
 HANGS_AFTER_SECONDS = 1200
-# sys.monitoring, which newer Pythons would use, reports a line once and not once per context.
-# The parent's own context is its test file, and the plugin below adds the test; that of a process
-# which a test launches is the test that pytest names in the environment.
+# sys.monitoring, the default in newer Python versions, reports a line only once, not per context.
+# The context of pytest's process is its test file, to which the plugin below adds the test. The
+# context of a launched process is the test in the environment variable that pytest sets.
 SETTINGS = """\
 [run]
 source = {source}
@@ -75,15 +75,15 @@ def pytest_runtest_teardown(item):
 def collect(
     root: Path, folder: Path, files: Sequence[str], arguments: Sequence[str] = (), workers: int = 2
 ) -> list[str]:
-    """Runs test files under coverage, and combines what each reached.
+    """Runs test files under coverage, and combines the results.
 
     Args:
       root: The checkout; its packages are covered.
       files: Test files, relative to root.
-      arguments: More arguments of pytest.
+      arguments: Additional arguments of pytest.
 
     Returns:
-      The files that pytest could not run; failing tests do not matter.
+      The files that pytest could not run. Failed tests are ignored.
     """
     import coverage
 
@@ -154,7 +154,7 @@ def _run_covered(
             data = coverage.Coverage(data_file=f"{temporary}/combined", config_file=False)
             data.combine(written)
             data.save()
-            # Otherwise pytest's own process was ended, such as by the timeout.
+            # Otherwise, pytest's process was killed, for example after a timeout.
             if file in data.get_data().measured_contexts():
                 shutil.move(f"{temporary}/combined", part)
     return code
@@ -162,7 +162,7 @@ def _run_covered(
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """What reaches some lines: tests in their call; test files by fixtures, or by imports."""
+    """What reaches some lines: tests during their call, and test files by fixtures or imports."""
 
     tests: frozenset[str]
     by_fixtures: frozenset[str]
@@ -170,7 +170,7 @@ class Reach:
 
 
 class ReachedLines:
-    """What `collect` wrote into a folder."""
+    """The results that `collect` wrote to a folder."""
 
     def __init__(self, folder: Path):
         import coverage
@@ -183,7 +183,7 @@ class ReachedLines:
         self._passing = {x for x in self.measures if self.measures[x]["outcome"] == "passed"}
 
     def by_lines(self, file: str, lines: Container[int]) -> Reach:
-        """Returns what reaches one of these lines of a file of the library."""
+        """Returns what reaches any of these lines of a file in the library."""
         tests, fixtures, imports = set(), set(), set()
         if file in self._paths:
             by_line = self._data.contexts_by_lineno(self._paths[file])
@@ -200,12 +200,13 @@ class ReachedLines:
         return Reach(frozenset(tests), frozenset(fixtures), frozenset(imports - {""}))
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
-        """Returns the tests to run for a fault, in stages; the first that notices it is the last.
+        """Returns the tests to run for a fault, in stages; running stops after a detection.
 
-        First come the tests that reach its statement, and the files whose fixtures do; then all
-        tests of the same files, for a test may use what another one has cached or set up. Tests
-        that failed under coverage, or were skipped, are left out. A statement that
-        imports run is tested by what reaches a function of its file, then by all who import it.
+        The first stage contains the tests that reach the changed statement, and the files whose
+        fixtures reach it. The second stage contains all tests of these files, because a test may
+        use what another test has cached or set up. Tests that failed or were skipped under coverage
+        are left out. For a statement that runs at import, the first stages contain the tests that
+        reach any function of its file, and then all tests that import the file.
         """
         first, last = mutant.statement
         reach, importers = self.by_lines(mutant.file, range(first, last + 1)), set()
@@ -224,13 +225,13 @@ class ReachedLines:
         return {test for test in self._passing if test.partition("::")[0] in files}
 
     def seconds(self, test: str) -> float:
-        """Returns how long a test took under coverage."""
+        """Returns the duration of a test under coverage."""
         return seconds_of(self.measures[test])
 
     def _by_file(self, tests: Iterable[str]) -> list[str]:
-        """Returns tests by files: the quick tests before the slow ones, then the fastest files.
+        """Groups tests by file: quick tests before slow tests, then the fastest files first.
 
-        A file's tests stay in their order, for some need what one before them has set up.
+        The tests of a file stay in order, because some need the setup of previous tests.
         """
         order = {test: number for number, test in enumerate(self.measures)}
         groups: dict[tuple[bool, str], list[str]] = {}
@@ -243,7 +244,7 @@ class ReachedLines:
 
 
 def _in_checkout(path: str) -> str:
-    """Returns a measured file's path relative to its checkout; "" if it is of no package."""
+    """Returns the path of a measured file relative to its checkout, or "" outside of packages."""
     parts = Path(path).parts
     for number in range(len(parts) - 1, 0, -1):
         if parts[number] in PACKAGES:
@@ -252,7 +253,7 @@ def _in_checkout(path: str) -> str:
 
 
 def _test_and_phase(context: str) -> tuple[str, str]:
-    """Splits "file|test (phase)" of pytest's process, or "test (phase)" of one below it."""
+    """Splits "file|test (phase)" of pytest's process, or "test (phase)" of a child process."""
     head, bar, rest = context.partition("|")
     test = rest if bar and "::" not in head else context
     if "::" not in test:
@@ -262,10 +263,10 @@ def _test_and_phase(context: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collects for test files of this checkout; returns 1 if pytest could not run some."""
+    """Collects coverage for test files of this checkout; returns 1 if pytest could not run some."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.reached_lines")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("files", nargs="*", help="all files, unless some are given")
+    parser.add_argument("files", nargs="*", help="default: all files")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("-m", dest="marks", help='such as "not slow"')
     args = parser.parse_intermixed_args(arguments)

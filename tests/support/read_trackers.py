@@ -1,8 +1,8 @@
-"""What W&B, MLflow and TensorBoard have of a job, each read by its own library.
+"""Prints the records of a job in W&B, MLflow and TensorBoard, read with their own libraries.
 
     python -m tests.support.read_trackers JOB TRACKING_URI
 
-Prints JSON. A process of its own: these libraries set loggers and hooks of the whole process.
+Prints JSON. It runs in a separate process, because these libraries change global loggers and hooks.
 """
 
 import json
@@ -12,24 +12,24 @@ from pathlib import Path
 
 
 def wandb_records(path: Path):
-    """Yields the records of an offline run: a log of LevelDB's form, blocks of 32 KiB."""
+    """Yields the records of an offline run, a log in LevelDB's format with blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        if 2**15 - at % 2**15 < 7:  # The rest of a block is filled.
+        if 2**15 - at % 2**15 < 7:  # The rest of a block is padding.
             at += 2**15 - at % 2**15
             continue
         size, kind = struct.unpack_from("<HB", data, at + 4)
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # Whole, or the last part.
+        if kind in (1, 4):  # A complete record, or its last part.
             record, parts = wandb_internal_pb2.Record.FromString(parts), b""
             yield record
 
 
 def of_wandb(job: Path) -> dict:
-    """Returns the runs' ids, the points by metric, the config and the names of pictures."""
+    """Returns the ids of the runs, the points by metric, the config and the names of images."""
     ids, points, config, files = set(), {}, {}, []
     paths = sorted(job.glob("wandb/offline-run-*/run-*.wandb"))
     for path in paths:
@@ -58,7 +58,7 @@ def of_wandb(job: Path) -> dict:
 
 
 def of_mlflow(uri: str) -> dict:
-    """Returns the runs, and of the only one points by metric, params, tags and artifacts."""
+    """Returns the runs, and the points by metric, params, tags and artifacts of the only run."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -82,8 +82,8 @@ def of_mlflow(uri: str) -> dict:
 
 
 def of_tensorboard(job: Path) -> dict:
-    """Returns the points by tag, and the steps of pictures."""
-    # TensorBoard prefers tensorflow where it is installed; this need not wait for that.
+    """Returns the points by tag, and the steps of images."""
+    # If tensorflow is installed, TensorBoard would import it, which is slow.
     sys.modules["tensorflow"] = None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

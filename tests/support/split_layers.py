@@ -1,4 +1,4 @@
-"""Layers for tests of splits: what makes them of `rngs`, with a mapping or without."""
+"""Layers for sharding tests, as functions of `rngs`, with or without a mapping."""
 
 import functools
 
@@ -12,7 +12,7 @@ from praxis_lite.layers import (
     lora,
 )
 
-# D model dims, F hidden dims, N heads; no axis divides the first two.
+# D model dims, F hidden dims, N heads; D and F are not divisible by any mesh axis.
 D, F, N = 7, 13, 4
 
 

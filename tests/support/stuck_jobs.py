@@ -1,4 +1,4 @@
-"""Jobs of three real processes of which one hangs, and what is seen of them."""
+"""Runs jobs of three processes, one of which hangs, and collects observations."""
 
 import dataclasses
 import functools
@@ -98,22 +98,22 @@ class Hanging(Tiny):
         return run
 '''
 
-# It takes half a minute; with much other work on the machine the processes end slowly.
+# It usually takes half a minute, but longer on a busy machine.
 _SECONDS = 180.0
 OUTSIDE = "is stopped from outside"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A job of three processes of which one hangs.
+    """A job of three processes, one of which hangs.
 
     Attributes:
-      culprit: the process that hangs.
+      culprit: Index of the process that hangs.
       where: "INPUT" or "HOOK".
-      hows: how it hangs, in turn: an elastic job comes there again.
-      settings: of `--set`.
-      flags: besides.
-      is_slow_before: the culprit takes 7 s for each batch of an evaluation before it hangs.
+      hows: How it hangs; in an elastic job, one entry for each time that it hangs.
+      settings: Settings for `--set`.
+      flags: Additional flags.
+      is_slow_before: Whether the culprit takes 7 s per evaluation batch before it hangs.
     """
 
     culprit: int
@@ -126,13 +126,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was seen of a job.
+    """Observations of a job.
 
     Attributes:
-      job: its directory.
-      texts: what each process wrote to standard error.
-      codes: the exit statuses.
-      seconds: how long it took until the others had ended, or the elastic job had gone on.
+      job: The job's directory.
+      texts: Standard error of each process.
+      codes: Exit statuses.
+      seconds: Time until the other processes had ended, or until the elastic job had continued.
     """
 
     job: Path
@@ -143,7 +143,7 @@ class Seen:
 
 @functools.cache
 def _package() -> Path:
-    """Returns a folder with the package of the experiment."""
+    """Writes the package with the experiment, and returns its parent folder."""
     folder = home() / "stuckzoo"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -157,7 +157,7 @@ def _num_steps(job: Path) -> int:
 
 
 def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
-    """Returns the three processes of a job of which one hangs by now, or is slow before."""
+    """Starts a job of three processes, and waits until one hangs or is slow."""
     _package()
     job, env = folder / "job", [{"MARKS": str(folder)} for _ in range(3)]
     if case.hows != (OUTSIDE,):
@@ -189,7 +189,7 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
 
 
 def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen:
-    """Returns the observations of a job until it ended, or went on."""
+    """Waits until a job has ended or continued, and returns the observations."""
     job, began = folder / "job", time.monotonic()
 
     def wait(is_so, most: float) -> None:
@@ -211,12 +211,12 @@ def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen
 
 
 def elastic_lines(job: Path) -> str:
-    """Returns the text of elastic.jsonl."""
+    """Returns the content of elastic.jsonl."""
     return (job / "elastic.jsonl").read_text()
 
 
 def _ended(processes: list[subprocess.Popen]) -> list[str]:
-    """Kills what is left, and returns what each process wrote to standard error."""
+    """Kills the remaining processes, and returns the standard error of each process."""
     for process in processes:
         process.kill()
     return [process.communicate()[1] for process in processes]

@@ -1,4 +1,4 @@
-"""A job that trains in a second, for sweeps of it: `jobzoo.swept.Swept`."""
+"""A job that trains within a second, for tests of sweeps: `jobzoo.swept.Swept`."""
 
 from tests.support import line_jobs
 from tests.support.job_runs import home
@@ -39,5 +39,5 @@ class Swept(Line):
         )
 '''
 SWEPT = "--exp=jobzoo.swept.Swept"
-assert line_jobs.LINE  # The module that this is made of is there.
+assert line_jobs.LINE  # jobzoo.lines, which the experiment imports, must exist.
 (home() / "jobzoo/swept.py").write_text(EXPERIMENTS)

@@ -1,4 +1,4 @@
-"""What a plan counts in tokamax's kernels in programs for an absent TPU; printed as JSON."""
+"""Prints what a plan counts for tokamax kernels compiled for a TPU, as JSON."""
 
 import json
 
@@ -14,7 +14,7 @@ from praxis_tools.explain.hlo_text import parse
 from praxis_tools.explain.kernels import is_kernel, kernel_flops, tiles_of_experts
 from praxis_tools.plan.topology import topology_of
 
-B, T, N, G, K = 1, 3072, 4, 2, 128  # Rows, tokens, heads, heads of keys, dims of a head.
+B, T, N, G, K = 1, 3072, 4, 2, 128  # Rows, tokens, query heads, key heads, dims per head.
 ROWS, EXPERTS, INPUTS, OUTPUTS = 1024, 4, 1408, 256
 
 
@@ -29,7 +29,7 @@ def experts(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def kernels(function: object, num_grads: int, *args: jax.ShapeDtypeStruct) -> dict[str, list]:
-    """Returns flops, those of the model, and tiles of each kernel of a gradient, by its name."""
+    """Returns [flops, model flops, tile sizes] of each kernel in a gradient, by its name."""
     devices = topology_of("v5e:2x2", 1).devices[:1]
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1,), axis_names=("data",)), devices)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Traces as the three kinds of devices write them, made by hand."""
+"""Hand-written profiler traces in the formats of three kinds of devices."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-# A name, its start and its duration in microseconds, and its stats.
+# Name, start and duration in microseconds, and stats of an event.
 HandMade = tuple[str, float, float, dict[str, Any]]
 
 
 def write_trace(file: Path, planes: dict[str, dict[str, Sequence[HandMade]]]) -> Path:
-    """Writes an `.xplane.pb`: planes by name, of lines by name."""
+    """Writes an `.xplane.pb` file from lines by name, grouped in planes by name."""
     text = "\n".join(_plane(name, lines) for name, lines in planes.items())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))

@@ -1,4 +1,4 @@
-"""A run as trackers see it, and trackers that remember, hang or fail."""
+"""A run as trackers see it, and trackers that record, hang or fail."""
 
 import threading
 from pathlib import Path
@@ -9,7 +9,7 @@ CONFIG = {"task.rate": 0.5, "run.on": True, "run.num_train_steps": 13, "task.nam
 
 
 def run_in(folder: Path, *, first_step: int = 0, **changes) -> TrackedRun:
-    """Returns a run in a job's directory."""
+    """Returns a run for a job's directory."""
     settings = {
         "id": "0123456789abcdef" * 2,
         "name": "job",
@@ -24,10 +24,10 @@ def run_in(folder: Path, *, first_step: int = 0, **changes) -> TrackedRun:
 
 
 class Remembers(Tracker):
-    """Keeps its calls in lists that its copies share.
+    """A tracker that appends its calls to lists, which its copies share.
 
     Attributes:
-      fails_at: a step at which `scalars` raises, as often as `num_failures` says.
+      fails_at: A step at which `scalars` raises, the first `num_failures` times.
     """
 
     def __init__(self, every=1, fails_at=None, num_failures=1):
@@ -55,14 +55,14 @@ class Remembers(Tracker):
 
 
 class Replaces(Remembers):
-    """Takes steps again."""
+    """A tracker that accepts repeated steps."""
 
     def go_on_from(self, step):
         self.points[:] = [point for point in self.points if point[0] <= step]
 
 
 class Hangs(Tracker):
-    """Never comes back from its first step, until `let_go` is set."""
+    """A tracker whose first step does not return until `let_go` is set."""
 
     every = 1
     let_go = threading.Event()
@@ -72,7 +72,7 @@ class Hangs(Tracker):
 
 
 class Raises(Tracker):
-    """Fails at its start, as where a service is not there."""
+    """A tracker that fails at its start, as if its service were unavailable."""
 
     every = 1
 

@@ -1,4 +1,4 @@
-"""Loops of a compiled program that count as one pass, for their trip count is not known."""
+"""Finds loops that a cost analysis counts once, because their trip count is unknown."""
 
 import jax
 
@@ -7,7 +7,7 @@ from praxis_tools.explain.hlo_text import op_name_of, parse
 
 
 def unknown_loops(compiled: jax.stages.Compiled | str) -> list[str]:
-    """Returns the op names of the loops whose trip count the program does not tell."""
+    """Returns the op names of loops in a compiled step whose trip count is unknown."""
     program = parse(compiled)
     loops = [site for site in executed(program) if site.instruction.opcode == "while"]
     unknown = [s for s in loops if trip_count(program, s.computation, s.instruction) is None]

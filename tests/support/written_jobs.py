@@ -1,4 +1,4 @@
-"""Directories of jobs that nobody trained: the files that a report reads."""
+"""Creates job directories without training, with the files that a report reads."""
 
 import json
 import random
@@ -32,7 +32,7 @@ LAYOUT = {
 
 
 def training_lines(num_steps: int, seed: int = 0, **others: Any) -> list[dict[str, Any]]:
-    """Returns lines as a run writes them, with numbers of float32; `others` are of each line."""
+    """Returns lines as written by a run, with float32 numbers; `others` are added to each line."""
     rng = np.random.default_rng(seed)
 
     def float32(values: np.ndarray) -> list[float]:
@@ -72,7 +72,7 @@ def written_job(
     elastic: Sequence[Mapping[str, Any]] = (),
     certificates: Sequence[Mapping[str, Any]] = (),
 ) -> JobDir:
-    """Returns a job with these files; `samples` are the records of "DATASET/STEP"."""
+    """Writes a job with these files; `samples` are the records by "DATASET/STEP"."""
     job = JobDir(path)
     path.mkdir(parents=True)
     job.write_config(
@@ -100,7 +100,7 @@ def written_job(
 
 
 def change_line(generation: int, kind: str, from_step: int, devices: int) -> dict[str, Any]:
-    """Returns a line of elastic.jsonl: a second each of notice, agreement and the first step."""
+    """Returns a line of elastic.jsonl with a second each for notice, agreement and first step."""
     return {
         "generation": generation,
         "time": 1e9 + 100 * generation,
@@ -136,7 +136,7 @@ def certificate_line(step: int, difference: Mapping[str, Any] | None = None) -> 
 
 
 def nonsense_job(path: Path, seed: int) -> JobDir:
-    """Returns a job whose files hold what no run writes, other nonsense for each seed."""
+    """Writes a job whose files contain random invalid content, determined by the seed."""
     rng = random.Random(seed)
 
     def value() -> Any:

@@ -48,7 +48,7 @@ def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, m
         assert launch(*argv).code == 130
     # It is the job's directory already, and not "no job of praxis_lite".
     assert "config.json" in os.listdir(job.path)
-    assert "initialising the state" in succeed(*argv).out
+    assert "initializing the state" in succeed(*argv).out
     succeed(LINE, f"--job_log_dir={whole.path}")
     assert lines_of(job.metrics_jsonl) == lines_of(whole.metrics_jsonl) != []
 

@@ -33,14 +33,14 @@ class BoundLearner:
     """A learner that is bound to the weights of a model; created by `Learner.bind`.
 
     Attributes:
-      learner: The Learner with its settings.
+      settings: The Learner, which holds the settings.
       groups: Groups of weights with their optimizers.
       weights_with_host_slots: Paths of the weights whose slots are stored in host memory.
       layouts: StateLayouts by name, of the trained "params" and of each entry of opt_states. The
         partitioner sets them if any of these arrays are in host memory. Otherwise empty.
     """
 
-    learner: Any  # A Learner; its module imports this one.
+    settings: Any  # A Learner, whose module imports this module.
     groups: WeightGroups
     weights_with_host_slots: frozenset[str] = frozenset()
     layouts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,7 +54,7 @@ class BoundLearner:
         Raises:
           ConfigError: A pattern of a mask matches no weight.
         """
-        learner = self.learner
+        learner = self.settings
         with collected_patterns() as patterns:
             slots = {
                 name: group.per_layer(group.optimizer.init)(group.select(params))
@@ -98,7 +98,7 @@ class BoundLearner:
           include is_gradient_too_large (0 or 1). If it scales the loss, they include loss_scale,
           the scale that this step used.
         """
-        learner, groups = self.learner, self.groups
+        learner, groups = self.settings, self.groups
         trainable, frozen = groups.split(params)
 
         def grads_on_device() -> PyTree:
@@ -177,7 +177,7 @@ class BoundLearner:
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in self.groups.by_name.items():
-            limits = self.learner.limits_by_optimizer[group.optimizer_name]
+            limits = self.settings.limits_by_optimizer[group.optimizer_name]
             norm = norms[group.optimizer_name]
             clip = functools.partial(limits.clipped, grad_norm=norm)
             local = group.per_weight(clip, group.select(grads))
@@ -199,7 +199,7 @@ class BoundLearner:
           use_ema: Whether to return the moving average. Otherwise, the result is the averages of a
             schedule-free optimizer, or `params` for other optimizers.
         """
-        read = self.learner.eval_opt_states(opt_states, use_ema=use_ema)
+        read = self.settings.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:
             return params
         _, frozen = self.groups.split(params)

@@ -94,7 +94,7 @@ def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
         _check_devices(x, f"{name}: {path}", mesh, "partitioner.global_batch(batch)")
 
 
-def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
+def check_host_batch(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
     """Checks that a batch contains numeric arrays whose ids are in the model's range.
 
     Args:

@@ -241,7 +241,7 @@ class Partitioner:
           ConfigError: A leaf is not an array or contains an id that is out of the model's range, or
             the leaves disagree on the number of rows.
         """
-        arguments.check_rows(inputs, "global_batch", self._num_ids)
+        arguments.check_host_batch(inputs, "global_batch", self._num_ids)
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:

@@ -63,7 +63,7 @@ def train_step(
     """
     key = jax.random.fold_in(key, state.step)
     bound = learner or _bound_learner(task)
-    settings, groups = bound.learner, bound.groups
+    settings, groups = bound.settings, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
     if settings.variational_noise is not None:  # Only trainable weights get noise.

@@ -266,7 +266,7 @@ def layout_and_learner(
     if layout.has_host_memory:
         opt_layout = layout.select("opt_states")
         params = layout.select("mdl_vars").select("params")
-        if params.has_host_memory and learner.learner.variational_noise is not None:
+        if params.has_host_memory and learner.settings.variational_noise is not None:
             raise ConfigError(
                 "Learner.variational_noise cannot be combined with weights in host memory "
                 "(Repeat.offload_weights). Remove one of the two."

@@ -23,7 +23,10 @@ __all__ = ("check_parts",)
 
 
 def check_parts(job: Any) -> None:
-    """Raises ConfigError if a field of the job has the wrong type, as in an edited config.json."""
+    """Raises ConfigError if a field of the job has the wrong type.
+
+    This happens if config.json was edited.
+    """
     _check_part("The config", job, Job)
     parts = {
         "mesh": MeshConfig,
@@ -50,9 +53,8 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
     if not isinstance(actual, expected):
         article = "an" if expected.__name__[0] in "AEIOU" else "a"
         raise ConfigError(
-            f"{path} is built as a {type(actual).__name__}; expected {article} "
-            f"{expected.__name__}. Fix it in the experiment, or start a new job if config.json was "
-            "changed."
+            f"{path} has type {type(actual).__name__}; expected {article} {expected.__name__}. Fix "
+            "the experiment or, if config.json was edited, start a new job."
         )
 
 
@@ -79,9 +81,9 @@ def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequenc
     num_batches = pipeline.num_batches
     if num_batches is not None and num_batches - len(skipped) < run.num_train_steps:
         raise ConfigError(
-            f"datasets.{TRAIN} has {num_batches} batches, of which {len(skipped)} were skipped "
-            f"after loss spikes ({', '.join(map(str, skipped[:5]))}), which leaves too few for "
-            f"run.num_train_steps={run.num_train_steps}. Set it to at most "
+            f"datasets.{TRAIN} has only {num_batches} batches for run.num_train_steps="
+            f"{run.num_train_steps}. Skipped because of loss spikes: "
+            f"{', '.join(map(str, skipped))}. Set run.num_train_steps to at most "
             f"{num_batches - len(skipped)}."
         )
 
@@ -107,8 +109,8 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
     if data_tokenizer.fingerprint() != task_tokenizer.fingerprint():
         raise ConfigError(
             f"{name} is tokenized by {data_tokenizer}, but the task's tokenizer is "
-            f"{task_tokenizer}. Use the same for both; in the library's text experiments, --set "
-            "corpus.tokenizer=DIRECTORY."
+            f"{task_tokenizer}. Use the same tokenizer for both. In the library's text "
+            "experiments, use --set corpus.tokenizer=DIRECTORY."
         )
     size = task.num_ids().get("ids")
     if size is not None and (largest := pipeline.largest_id()) is not None:
@@ -129,8 +131,8 @@ def byte_tokenizer_hint(pipeline: InputPipeline) -> str:
     if not isinstance(_without_workers(pipeline).tokenizer, ByteTokenizer):
         return ""
     return (
-        " Text is encoded as bytes, because no tokenizer is set and HF_DIR does not contain one: "
-        "put its tokenizer.json there, or use --set corpus.tokenizer=DIRECTORY."
+        " Text is encoded as bytes, because no tokenizer was found. Use --set "
+        "corpus.tokenizer=DIRECTORY, or put the model's tokenizer.json into HF_DIR."
     )
 
 
@@ -162,8 +164,7 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
         isinstance(fingerprint, Mapping) and not problem,
         f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint",
         fingerprint,
-        "a dict of everything that determines the batches, as numbers, strings and lists of "
-        f"these{problem}",
+        f"a JSON-serializable dict of everything that determines the batches{problem}",
     )
     for name, pipeline in datasets.items():
         if name != TRAIN:
@@ -219,9 +220,9 @@ def check_watched_metrics(
             )
         if run.evaluation.every_steps is None and not run.evaluation.by_follower:
             raise ConfigError(
-                f"run.{setting} uses {watcher.metric}, but the only evaluation is after the "
-                "last step: set run.evaluation.every_steps, or let a follower evaluate "
-                "(run.evaluation.by_follower)."
+                f"run.{setting} uses {watcher.metric}, but the only evaluation is after the last "
+                "step. Set run.evaluation.every_steps, or set run.evaluation.by_follower and run "
+                "a follower."
             )
     if run.evaluation.by_follower:
         return
@@ -230,9 +231,9 @@ def check_watched_metrics(
         saved_every is None or evaluated_every is None or saved_every % evaluated_every
     ):
         raise ConfigError(
-            f"run.checkpoints.best requires an evaluation at each checkpoint, but "
-            f"run.checkpoints.every_steps={saved_every} is not a multiple of "
-            f"run.evaluation.every_steps={run.evaluation.every_steps}. Change one of them."
+            "run.checkpoints.best requires an evaluation at each checkpoint, so "
+            "run.checkpoints.every_steps must be a multiple of run.evaluation.every_steps; they "
+            f"are {saved_every} and {evaluated_every}. Change one of them."
         )
 
 

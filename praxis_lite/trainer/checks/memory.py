@@ -45,7 +45,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     is_training, devices = mode == "train", mesh.local_devices
     leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
     per_device = sum(leaf.bytes_per_device for leaf in leaves)
-    subject = "The state of training" if is_training else "The model"
+    subject = "The training state" if is_training else "The model"
     if devices[0].platform == "cpu":
         # A training step allocates a separate buffer for each simulated device. Restored weights
         # share a single buffer among the devices.
@@ -58,10 +58,10 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         if needed <= available:
             return
         message = (
-            f"{subject} takes {format_bytes(needed)} on {len(devices)} simulated devices, which "
-            f"share this machine's memory, but {format_bytes(int(available))} are available. "
-            f"{_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, because each "
-            "device holds a copy of replicated arrays, or use real devices."
+            f"{subject} takes {format_bytes(needed)} of this machine's memory on {len(devices)} "
+            f"simulated device{'s' * (len(devices) > 1)}, but {format_bytes(int(available))} are "
+            f"available. {_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, "
+            "because each device holds a copy of replicated arrays, or use real devices."
         )
     else:
         leaves = [leaf for leaf in leaves if not leaf.is_on_host]
@@ -70,11 +70,11 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         if per_device <= available:
             return
         message = (
-            f"{subject} does not fit: each device of the mesh holds {format_bytes(per_device)} of "
-            f"it, but has {format_bytes(int(available))} of memory. {_largest(leaves)} "
-            f"{SMALLER_STATE}."
+            f"{subject} does not fit: it needs {format_bytes(per_device)} on each device of the "
+            f"mesh, but a device has {format_bytes(int(available))} of memory. "
+            f"{_largest(leaves)} {SMALLER_STATE}."
         )
-    raise OutOfMemory(f"{message} --mode=explain shows the layout without this memory.")
+    raise OutOfMemory(f"{message} --mode=explain shows the layout without allocating it.")
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
@@ -87,7 +87,7 @@ def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
 
 
 def check_batch_fits(spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, name: str) -> None:
-    """Checks that the host's rows of a batch fit in its memory, before the batch is created.
+    """Checks that this host's part of a batch fits in its memory, before the batch is created.
 
     Args:
       spec: Shapes and dtypes of the global batch.
@@ -104,8 +104,8 @@ def check_batch_fits(spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, 
         shapes = ", ".join(f"{key} {shape_text(leaf.shape)}" for key, leaf in spec.items())
         raise OutOfMemory(
             f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), but "
-            f"{format_bytes(int(available))} are available. Make {name}.batch_size, or its rows, "
-            "smaller; Learner.gradient_accumulation_steps does not make the batch smaller."
+            f"{format_bytes(int(available))} are available. Lower {name}.batch_size, or use "
+            "smaller examples. Learner.gradient_accumulation_steps does not make the batch smaller."
         )
 
 

@@ -33,9 +33,9 @@ def decode(
     Args:
       job: The job on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
-      prompts: Prompts from the command line, if they are the job's only decode dataset. Their
-        continuations are printed as they are decoded.
-      batchings: Compiled programs to reuse for other checkpoints; updated in place.
+      prompts: Prompts from the command line, which must be the job's only decode dataset. Their
+        continuations are printed as they are decoded. None for the experiment's decode datasets.
+      batchings: Compiled functions to reuse for other checkpoints; updated in place.
 
     Raises:
       ConfigError: There is no decode dataset, the checkpoint does not exist, or a prompt contains
@@ -57,7 +57,7 @@ def decode(
             records = decoder.records(name, pipeline)
             write_records(path, records, print)
         else:
-            assert isinstance(pipeline, IndexedPipeline), "`with_prompts` has made it."
+            assert isinstance(pipeline, IndexedPipeline), "`with_prompts` created it."
             records = _decode_and_print(decoder, pipeline, prompts)
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"

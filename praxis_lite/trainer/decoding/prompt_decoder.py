@@ -19,14 +19,14 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.trainer.compilation import compile_step
 
-# Number of steps between two reads of the tokens. Each read waits for the devices, but rows that
-# have reached a stop string only end at a read.
-STEPS_BETWEEN_LOOKS = 8
+# Number of steps after which the host reads the new tokens. Each read waits for the devices, but a
+# row that has produced a stop string only ends at the next read.
+STEPS_BETWEEN_READS = 8
 # Maximum number of rows to decode at a time if tokens are streamed.
 MAX_STREAMED_ROWS = 8
 
 OnTokens = Callable[[NewTokens], None]
-# Compiled programs by (num_rows, prompt_length).
+# Compiled functions for continuous batching by (num_rows, prompt_length).
 Batchings = dict[tuple[int, int], ContinuousBatching]
 
 
@@ -50,8 +50,8 @@ class PromptDecoder:
       mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
       step: The checkpoint's step.
       seed: Seed for sampling; the step and the index of the batch are folded in.
-      batchings: Compiled programs for continuous batching, which decoders of other checkpoints may
-        share.
+      batchings: Compiled functions for continuous batching. Decoders of several checkpoints may
+        share them.
       first_batch: Index of a pipeline's first batch, used for random keys. Nonzero if the pipeline
         is part of a larger dataset, such as a turn of a chat.
     """
@@ -71,8 +71,9 @@ class PromptDecoder:
         Args:
           name: Name of the dataset.
           pipeline: The dataset.
-          on_tokens: Called with new tokens as they are decoded. Their index is over all hypotheses
-            of all real rows. Not called for beam search, or if there are several processes.
+          on_tokens: Called with new tokens as they are decoded. `NewTokens.index` counts the
+            hypotheses of all prompts, without padding rows. Not called for beam search, or if
+            there are several processes.
 
         Returns:
           The task's records, in the order of the prompts.
@@ -121,7 +122,9 @@ class PromptDecoder:
     ) -> Iterator[tuple[Any, Any]]:
         """Yields (inputs, outputs) for each batch, decoded by continuous batching.
 
-        The tokens are the same as in `_batch_by_batch`.
+        The tokens are the same as in `_batch_by_batch`. Every hypothesis of every prompt is a
+        separate `Prompt` in the stream. Its new tokens are written to the row in `positions` of the
+        output arrays in `batches`.
         """
         require(
             jax.process_count() == 1,
@@ -165,14 +168,13 @@ class PromptDecoder:
 
         stream_settings: dict[str, Any] = {} if on_tokens is None else {"num_steps": 1}
         if decoder.stop_strings:
-            # Compare text, because a stop string can also be spelled by other tokens than its
-            # encoding.
+            # Compare text, because different tokens can spell the same stop string.
             def text_of(prompt: Prompt) -> ContinuationText:
                 ids = prompt.ids[: prompt.length]
                 return ContinuationText(task.tokenizer, ids, decoder.stop_strings)
 
             stream_settings = {
-                "num_steps": STEPS_BETWEEN_LOOKS,
+                "num_steps": STEPS_BETWEEN_READS,
                 "text_of": text_of,
             } | stream_settings
         for new in batching.stream(self.mdl_vars, prompts(), **stream_settings):
@@ -191,7 +193,7 @@ class PromptDecoder:
             yield inputs, decoder.outputs_of(outputs)
 
     def _batching(self, num_rows: int, prompt_length: int) -> ContinuousBatching:
-        """Returns the cached programs for this number of rows and prompt length."""
+        """Returns the cached functions for this number of rows and prompt length."""
         if (num_rows, prompt_length) not in self.batchings:
             task = self.partitioner.task
             self.batchings[num_rows, prompt_length] = ContinuousBatching(

@@ -106,7 +106,7 @@ def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
     return dataclasses.replace(job, decode_datasets={COMMAND_LINE: batch})
 
 
-def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemory:
+def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMemory:
     """Returns a pipeline with a single batch of prompts.
 
     The prompts are padded to one of a few lengths, because each length compiles separately.
@@ -116,7 +116,7 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
       prompts: Strings, conversations or token ids. Strings get the start token of training
         documents. Conversations are lists of messages, or mappings {"messages", "tools", ...}, and
         are formatted by the tokenizer's chat template. Token ids are used unchanged.
-      what: The function or flag to which the prompts were passed, for error messages.
+      caller: The function or flag to which the prompts were passed, for error messages.
 
     Raises:
       ConfigError: The task does not generate text, a prompt is empty, or the chat template is
@@ -125,7 +125,7 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
-            f"{what} requires a language model task, but {type(task).__name__} does not continue "
+            f"{caller} requires a language model task, but {type(task).__name__} does not continue "
             "prompts. Use --mode=decode without prompts, or decode(NAME), to decode the job's "
             "datasets, or predict(ARRAYS) to compute the model's outputs."
         )
@@ -135,11 +135,11 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
     elif isinstance(prompts, Iterable) and not isinstance(prompts, bytes):
         prompt_list = list(prompts)
     size = task.num_ids().get("ids")
-    rows = [prompt_ids(prompt, tokenizer, what, size) for prompt in prompt_list]
+    rows = [prompt_ids(prompt, tokenizer, caller, size) for prompt in prompt_list]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
-            f"{what} was given {prompts!a:.100}; expected a prompt or a list of prompts, each with "
-            "at least one token."
+            f"{caller} was given {prompts!a:.100}; expected a prompt or a list of prompts, each "
+            "with at least one token."
         )
     num_new, num_positions = task.decoder.max_decode_steps, task.num_ids().get("segment_pos")
     length = length_of_prompts(max(map(len, rows)), num_new, num_positions)
@@ -190,13 +190,13 @@ def check_language_model(task: Task, user: str) -> None:
     )
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:
+def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = None) -> np.ndarray:
     """Returns the token ids of a prompt as int32[length]. An empty list has length 0.
 
     Args:
       prompt: A string, a conversation or token ids.
       tokenizer: The task's tokenizer.
-      what: The function or flag to which the prompt was passed, for error messages.
+      caller: The function or flag to which the prompt was passed, for error messages.
       size: Size of the vocabulary, to check the range of token ids; None to skip the check.
 
     Raises:
@@ -205,13 +205,13 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = Non
     """
     with none_skipped():
         if isinstance(prompt, str):
-            return tokenizer.encode_prompt(require_valid_unicode(prompt, what, "prompt"))
+            return tokenizer.encode_prompt(require_valid_unicode(prompt, caller, "prompt"))
         if isinstance(prompt, Mapping):
-            prompt = conversation_of(prompt, what, fix="Remove them.")
+            prompt = conversation_of(prompt, caller, fix="Remove them.")
         elif _is_conversation(prompt):
-            prompt = Conversation(conversation(prompt, what))
+            prompt = Conversation(conversation(prompt, caller))
         if isinstance(prompt, Conversation):
-            with errors_at(prompt.where or what):
+            with errors_at(prompt.where or caller):
                 return tokenizer.apply_chat_template(
                     prompt.messages, add_generation_prompt=True, **prompt.variables
                 )
@@ -223,10 +223,10 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = Non
         kind, is_valid = shown(repr(prompt)), False
     if not is_valid:
         raise ConfigError(
-            f"{what} was given a prompt of {kind}; expected a string, a conversation "
+            f"{caller} was given a prompt of {kind}; expected a string, a conversation "
             '[{"role": ..., "content": ...}, ...], or the token ids of one prompt, int[length].'
         )
-    return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids
+    return token_ids(ids, f"{caller}: a prompt", size, ndim=1) if ids.size else ids
 
 
 def title(prompt: Prompt, tokenizer: Any) -> str:

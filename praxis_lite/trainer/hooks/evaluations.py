@@ -1,4 +1,4 @@
-"""Hooks that evaluate while a job trains, and stop it early."""
+"""Hooks that evaluate a job while it trains, and that stop it early."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class Evaluations(Hook):
-    """Evaluates all datasets except `train`, every `run.evaluation.every_steps` and at the end.
+    """Evaluates all datasets except `train` at regular steps and at the end.
 
     If the previous launch was stopped during an evaluation, the evaluation is repeated before the
     first step.

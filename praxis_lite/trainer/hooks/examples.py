@@ -29,7 +29,7 @@ from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 
 class Examples(Hook):
-    """Writes a line before each save about the rows that this process fed since the last save.
+    """Before each save, writes a line about the rows that this process fed since the last save.
 
     Every step from which a restore may start is therefore the last step of a line. The line is
     written by `to_save`, which every process calls before each save, after reading the step's
@@ -84,16 +84,16 @@ class Examples(Hook):
         self._reset()
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        digests = row_digests(metrics.inputs, metrics.batch, metrics.first_row)
+        digests = row_digests(metrics.inputs, metrics.batch_index, metrics.first_row)
         self._sum = (self._sum + total(digests[self._is_own])) % 2**64
         self._steps.append(metrics.step)
-        self._batches.append(metrics.batch)
+        self._batches.append(metrics.batch_index)
 
     def to_save(self) -> None:
         if not self._steps:
             return
         first, last, fed = self._batches[0], self._batches[-1], set(self._batches)
-        stretch = RowSpan(
+        span = RowSpan(
             start=self._number,
             process=processes.index(),
             steps=(self._steps[0], self._steps[-1]),
@@ -101,7 +101,7 @@ class Examples(Hook):
             skipped=tuple(index for index in range(first, last + 1) if index not in fed),
             digest=f"{self._sum:016x}",
         )
-        self._write(stretch.steps[1], line_of(stretch))
+        self._write(span.steps[1], line_of(span))
         self._reset()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -49,7 +49,7 @@ class FollowedEvaluations(Hook):
             self._poll()
         if not self._loop.consensus.end_is_due:
             return None
-        return from_first("the reason of an early end", lambda: self._loop.proposed_end)
+        return from_first("the reason for an early end", lambda: self._loop.proposed_end)
 
     def _poll(self) -> None:
         if time.monotonic() - self._polled_at < _POLL_SECONDS:

@@ -48,7 +48,7 @@ class StepMetrics:
       step: The step's number.
       line: The step's line of metrics.jsonl: "loss", "grad_norm", "step_time" and others by name.
       weight: Weight of the loss: the number of tokens or examples in the batch.
-      batch: Index of the batch in the training data.
+      batch_index: Index of the batch in the training data.
       inputs: This process's rows of the batch, as NumPy arrays.
       first_row: Index of this process's first row in the batch.
     """
@@ -56,7 +56,7 @@ class StepMetrics:
     step: int
     line: Mapping[str, Any]
     weight: float
-    batch: int
+    batch_index: int
     inputs: Any
     first_row: int
 
@@ -180,7 +180,7 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
         is_number = type(hook.every) is int and hook.every > 0
         require(
             hook.every is None or is_number,
-            f"{path}.every, of {name},",
+            f"{path}.every ({name})",
             hook.every,
             "a positive number of steps or None",
         )

@@ -40,7 +40,7 @@ class Loop:
       watchdog: Reports steps that take too long.
       consensus: Makes all processes stop, save and profile at the same step.
       hooks: All hooks, in the order in which they are called.
-      stops: Whether any process was asked to stop; the same in all processes.
+      stops: Whether any process has received a request to stop; the same in all processes.
       reason: The reason why a hook ends training, or None.
       proposed_end: The reason for which the first process wants to end training, before the other
         processes agree, or None.

@@ -42,4 +42,4 @@ class LossSpikes(Hook):
             f"{run.loss_spikes.factor})"
         )
         if run.loss_spikes.action == "roll_back":
-            self._loop.spike = LossSpike(metrics.step, metrics.batch)
+            self._loop.spike = LossSpike(metrics.step, metrics.batch_index)

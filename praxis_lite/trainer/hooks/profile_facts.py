@@ -1,4 +1,4 @@
-"""Writes files that supplement a profile's trace: the program, the mesh and memory use."""
+"""Writes files that supplement a profile's trace: the HLO, the mesh and memory use."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ __all__ = ("HLO_PROTO", "HLO_TXT", "ProfileFacts", "read_facts")
 # Files in the same folder as profile.json. Instructions have the same names in the HLO text as in
 # the trace.
 HLO_TXT = "train_step.hlo.txt"
-HLO_PROTO = "train_step.hlo_proto.pb"  # The program with its buffer assignment, for xprof.
+HLO_PROTO = "train_step.hlo_proto.pb"  # The HLO with its buffer assignment, for xprof.
 MEMORY_PROF = "memory.prof"  # Live arrays by the line of code that created them, for pprof.
 _MEMORY_KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
@@ -78,7 +78,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
 
     Raises:
       ConfigError: A file cannot be written.
-      jax.errors.JaxRuntimeError: XLA cannot serialize the program.
+      jax.errors.JaxRuntimeError: XLA cannot serialize the executable.
     """
     partitioner = job.partitioner
     # This hits JAX's cache, because the loop has already compiled this step.

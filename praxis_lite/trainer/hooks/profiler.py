@@ -1,4 +1,4 @@
-"""Traces steps with JAX's profiler, whose errors never end the run."""
+"""Traces steps with JAX's profiler. Errors of the profiler never end the run."""
 
 import contextlib
 import logging
@@ -39,13 +39,13 @@ class Profiler:
         self._start = 0.0
 
     def begin(self, steps: range, state: TrainState) -> None:
-        """Waits until the devices have computed `state`, the first step's input, and starts."""
+        """Starts a trace when the devices have computed `state`, the input of the first step."""
         self.steps = steps
         if not self._traces:
             return
         jax.block_until_ready(state)
         folder = self._job.files.profiles / str(steps.start)
-        with self._never_ending_the_run(f"no profile is recorded of {_words(steps)}"):
+        with self._never_ending_the_run(f"no profile is recorded of {_steps_text(steps)}"):
             if processes.is_first():
                 # An earlier launch may have profiled this step, which is now recomputed.
                 shutil.rmtree(folder, ignore_errors=True)
@@ -72,14 +72,14 @@ class Profiler:
             return None
         jax.block_until_ready(state)
         seconds, is_written = time.perf_counter() - self._start, False
-        with self._never_ending_the_run(f"the profile of {_words(steps)} is lost"):
+        with self._never_ending_the_run(f"the profile of {_steps_text(steps)} is lost"):
             _stop()
             _move(_unfinished(folder), folder / "plugins/profile" / f"step_{steps.start}")
             is_written = True
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
         if not is_written or not processes.is_first():
             return None
-        self.note(f"profiled {_words(steps)}: {folder}")
+        self.note(f"profiled {_steps_text(steps)}: {folder}")
         with self._never_ending_the_run(f"{folder} contains only the trace"):
             write_facts(self._job, folder, steps, seconds)
             return folder
@@ -150,6 +150,6 @@ def _move(unfinished: Path, session: Path) -> None:
                 file.replace(session / f"process_{processes.index()}{ending}")
 
 
-def _words(steps: range) -> str:
+def _steps_text(steps: range) -> str:
     """Returns "step 7" or "steps 7 to 9"."""
     return f"step{f's {steps[0]} to' if len(steps) > 1 else ''} {steps[-1]}"

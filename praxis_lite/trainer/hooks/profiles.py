@@ -69,8 +69,8 @@ class ProfileBegins(Hook):
 class ProfileEnds(Hook):
     """Ends a profile after its last step, before that step is evaluated or saved.
 
-    This is the first hook of a job. If the job is asked to stop, the profile is discarded, because
-    the remaining time is needed for the checkpoint.
+    This is the first hook of a job. If the job receives a request to stop, the profile is
+    discarded, because the remaining time is needed for the checkpoint.
     """
 
     every = None

@@ -77,7 +77,11 @@ def data_to_save(step: int, loop: Loop) -> dict[str, object]:
 
 
 def _hook_values(loop: Loop) -> dict[str, object]:
-    """Returns the values that hooks save, by hook name; raises ConfigError if not JSON."""
+    """Returns the values that hooks save, by hook name.
+
+    Raises:
+      ConfigError: A value is not JSON serializable.
+    """
     values = {}
     for name, hook in by_name(loop.hooks).items():
         if not overrides(hook, "to_save"):

@@ -39,17 +39,17 @@ class SkippedSteps(Hook):
         # Report the 1st, 2nd, 4th, 8th, ... step in a row.
         if not in_a_row or (in_a_row & (in_a_row - 1) and not is_end):
             return
-        train, batch = self._job.datasets[TRAIN], metrics.batch
+        train, batch_index = self._job.datasets[TRAIN], metrics.batch_index
         faults = [
             non_finite_rows(
-                metrics.inputs, metrics.first_row, lambda row: train.example_of(batch, row)
+                metrics.inputs, metrics.first_row, lambda row: train.example_of(batch_index, row)
             ),
             _without_weight(metrics),
         ]
         if text := "; ".join(filter(None, faults)):
-            hint = f"datasets.train: batch {batch} (counted from 0) has {text}"
+            hint = f"datasets.train: batch {batch_index} (counted from 0) has {text}"
         elif not self._job.run.debug_nans and in_a_row == 1:
-            hint = "Use --set run.debug_nans=true to find the layer that produces the number"
+            hint = "Use --set run.debug_nans=true to find the layer that produces it"
         self._loop.note(
             f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
             f"gradient is too large ({metrics.line['num_skipped_steps']} skipped so far"
@@ -63,16 +63,20 @@ class SkippedSteps(Hook):
     def _too_many_message(self, step: int, in_a_row: int, data_fault: str) -> str:
         last_good, checkpoints = step - in_a_row, self._loop.checkpoints
         good_steps = [saved for saved in checkpoints.all_steps() if saved <= last_good]
+        skipped = (
+            f"The last step, {step}, was skipped"
+            if in_a_row == 1
+            else f"The last {in_a_row} steps, up to step {step}, were skipped"
+        )
         checkpoint = (
-            f"The newest checkpoint before these steps is step {good_steps[-1]}, in "
-            f"{checkpoints.directory}"
+            f"the newest checkpoint up to it is step {good_steps[-1]}, in {checkpoints.directory}"
             if good_steps
-            else "There is no checkpoint before these steps"
+            else "there is no checkpoint up to it"
         )
         if data_fault:
             advice = f"{data_fault}: fix the data"
         elif self._job.run.debug_nans:
-            advice = f"run.debug_nans wrote the layer to {self._job.files.non_finite_txt}"
+            advice = f"{self._job.files.non_finite_txt} identifies the layer (run.debug_nans)"
         else:
             advice = (
                 "Look at grad_norm and learning_rate in metrics.jsonl, and find the layer with "
@@ -80,11 +84,10 @@ class SkippedSteps(Hook):
                 "bfloat16 instead of float16"
             )
         return (
-            f"The last {in_a_row} steps, up to step {step}, were skipped, because the loss, "
-            "gradient or learning rate was not finite or the gradient was too large; the last step "
-            f"that was not skipped is step {last_good}. {checkpoint}. {advice}; to allow more "
-            "skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it to None for "
-            "no limit."
+            f"{skipped}, because the loss, gradient or learning rate was not finite or the "
+            f"gradient was too large. The last good step is {last_good}; {checkpoint}. {advice}. "
+            "To allow more skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it "
+            "to None."
         )
 
 
@@ -97,7 +100,7 @@ def _without_weight(metrics: StepMetrics) -> str | None:
 
 
 def _check_learning_rates(line: Mapping[str, Any]) -> None:
-    """Checks that finite learning rates are in range; a step with other rates was skipped."""
+    """Checks that finite learning rates are in range; steps with other rates were skipped."""
     for name, value in line.items():
         is_rate = name.startswith("learning_rate") and math.isfinite(value)
         if is_rate and not 0 <= value <= MAX_LEARNING_RATE:

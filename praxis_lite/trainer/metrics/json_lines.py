@@ -103,7 +103,12 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
                 raise not_written(self.path, error) from error
 
     def _move_lost(self, file: IO[bytes], last: int) -> None:
-        """Moves the lines of steps after `last` to the file of lost lines."""
+        """Moves the lines of steps after `last` to the file of lost lines.
+
+        The file is read backwards to find `cut`, the offset of the first lost line. Lines after it
+        are either lost or, if another process has appended them, kept. Lost lines are copied and
+        synced to disk before the file is changed.
+        """
         finish_last_line(file)
         cut: int | None = None
         newest, size = 0, os.fstat(file.fileno()).st_size
@@ -233,7 +238,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the results of `read_json_lines` in reverse order, and none if there is no file.
+    """Yields the parsed lines of a file, newest first; nothing if the file does not exist.
 
     The file is read backwards, and only as far as needed.
     """
@@ -346,7 +351,7 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: A line is not valid, has no dataset, or has a metric that is not a number.
     """
-    return _checked_lines(path, "a text 'dataset' and numbers", _is_evaluation)
+    return _checked_lines(path, "a string 'dataset' and numbers", _is_evaluation)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:

@@ -53,9 +53,9 @@ class RetryingLineWriter:
             self._write()
         self._close_file()
         if self._lines:
-            assert self._error is not None, "It is why lines are left."
+            assert self._error is not None, "Lines remain only after an error."
             message = (
-                f"{self._path} could not be written: {_reason(self._error)}; {self._of_steps()} "
+                f"{self._path} could not be written: {_reason(self._error)}; {self._lines_text()} "
                 "are lost. Free disk space or repair the file system before the next launch."
             )
             self._lines.clear()
@@ -80,7 +80,7 @@ class RetryingLineWriter:
             self._failed(error)
             return
         if self._error is not None:
-            self._note(f"{self._path} can be written again; wrote {self._of_steps()}")
+            self._note(f"{self._path} can be written again; wrote {self._lines_text()}")
         self._error = None
         self._lines.clear()
 
@@ -103,7 +103,7 @@ class RetryingLineWriter:
                 os.close(self._file)
             self._file = None
 
-    def _of_steps(self) -> str:
+    def _lines_text(self) -> str:
         steps = [step for step, _ in self._lines]
         if steps[0] == steps[-1]:
             return f"the line of step {steps[0]}"

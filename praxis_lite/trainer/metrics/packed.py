@@ -1,4 +1,4 @@
-"""Packs scalars on the devices into one array per dtype, so that few transfers read them all."""
+"""Packs scalars into one array per dtype on the devices, to reduce transfers to the host."""
 
 import dataclasses
 import functools

@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT = 640, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
 _COLOR = "#1f77b4"
 _EVALUATION_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
-_MAX_LOSS = 1e100  # Below it, squares and differences of losses do not overflow.
+_MAX_LOSS = 1e100  # Squares and differences of smaller losses do not overflow.
 _MAX_POINTS = 1_000  # More points than pixels would only make the SVG larger.
 
 Columns = Mapping[str, np.ndarray]

@@ -267,7 +267,9 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
-    learner.bind = lambda *weights: _ReportingLearner(**vars(bind(*weights)) | {"learner": learner})
+    learner.bind = lambda *weights: _ReportingLearner(
+        **vars(bind(*weights)) | {"settings": learner}
+    )
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner

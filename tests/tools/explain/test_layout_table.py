@@ -187,7 +187,7 @@ def test_the_last_line_sums_up(tiny_layout):
         "optimizer slots": 2 * weight_bytes + counts,
     }
     assert layout_table(tiny_layout).splitlines()[-1] == (
-        f"{len(BY_HAND)} weights with {num_parameters:,} parameters; the state of training takes "
+        f"{len(BY_HAND)} weights with {num_parameters:,} parameters; the training state takes "
         f"{(12 * num_parameters + counts) / 1024:.1f} KiB. Each device of the mesh (replica 1, "
         f"data 4, mdl 2) holds {weight_bytes / 1024:.1f} KiB of weights + "
         f"{(2 * weight_bytes + counts) / 1024:.1f} KiB of optimizer slots = "

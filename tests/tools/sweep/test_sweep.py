@@ -116,7 +116,7 @@ def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     quick(tmp_path / "s", f"{RATE}=512,256,128,32,1e-2", parallel=3)
     reasons = [(record.status, record.reason) for record in records_in(tmp_path / "s")]
     assert reasons == [
-        ("refused", "The state of training does not fit."),
+        ("refused", "The training state does not fit."),
         ("failed", "status 1: the plug was pulled"),
         ("failed", "heldout/loss is nan at step 20"),
         ("failed", mock.ANY),
@@ -124,7 +124,7 @@ def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     ]
     assert "eval_metrics.jsonl, line 2: " in records_in(tmp_path / "s")[3].reason
     out = capsys.readouterr().out
-    assert "trial 0 refused: The state of training does not fit.\n" in out
+    assert "trial 0 refused: The training state does not fit.\n" in out
     assert quick(tmp_path / "none", f"{RATE}=512,512.0") == 1
     assert "no trial is complete" in capsys.readouterr().out
 

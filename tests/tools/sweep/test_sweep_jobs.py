@@ -96,7 +96,7 @@ def test_a_state_that_does_not_fit_is_refused_and_lines_for_a_scheduler_run(tmp_
     ]
     (done,) = ended([start_process(*argv, cwd=tmp_path)])
     assert done.code == 0, done
-    assert re.search(r"trial 0 refused: The state of training takes [\d.]+ [TP]iB", done.out)
+    assert re.search(r"trial 0 refused: The training state takes [\d.]+ [TP]iB", done.out)
     assert not (tmp_path / "s/trials/0000/config.json").exists()
     assert "best trial: 1" in done.out
     lines = succeed(*argv[:2], f"--job_log_dir={tmp_path}/p", *argv[3:], "--print").out

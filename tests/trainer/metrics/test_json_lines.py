@@ -158,7 +158,7 @@ def test_an_evaluation_without_a_dataset_or_numbers_is_named(tmp_path, bad):
     (line,) = evaluation_lines(path)
     assert math.isnan(line["loss"])
     path.write_text(f"{good}{bad}\n")
-    with pytest.raises(ConfigError, match=r"line 2 is .*; expected a text 'dataset' and numbers"):
+    with pytest.raises(ConfigError, match=r"line 2 is .*; expected a string 'dataset' and numbers"):
         evaluation_lines(path)
     path.write_text(f"{bad}\n")
     with pytest.raises(ConfigError, match="line 1 is .*; expected a number 'loss'"):

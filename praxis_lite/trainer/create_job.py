@@ -54,7 +54,7 @@ def new_job_dir(
             raise
 
 
-def begin_job_with(
+def create_job(
     source: Callable[[Partitioner, Job], InitialState],
     experiment: str,
     job_dir: JobDir,
@@ -67,13 +67,13 @@ def begin_job_with(
     Optimizer slots are initialized, and training starts with the first batch of the data.
 
     Args:
-      source: Function that returns the pretrained arrays. All other arrays are drawn with the run's
-        seed.
+      source: Function that returns the pretrained arrays. All other arrays are initialized randomly
+        from the run's seed.
       experiment: Name of the experiment, as for `--exp`.
       job_dir: The directory that `new_job_dir` yielded.
       settings: Settings "path=value", as for `--set`.
       packages: Packages to import, as for `--packages`.
-      note: Function that prints lines about the progress of reading.
+      note: Function that prints progress messages.
 
     Returns:
       `job_dir`.
@@ -84,7 +84,7 @@ def begin_job_with(
     launched = config_of_experiment(experiment, settings, packages)
     check_required(launched.config)
     job = build(launched.config)
-    # Mode "load" checks no dataset, because the user may set the data later, to train the job.
+    # Mode "load" checks no dataset, because the user may choose the data later, before training.
     partitioner = partitioner_of(job, "load")
     check_fits(partitioner.layout, partitioner.mesh, "train")
     initial, groups = source(partitioner, job), partitioner.learner.groups
