@@ -36,7 +36,8 @@ class WorkerProcess:
     """A process that computes batches of a pipeline, up to `num_prefetched` ahead.
 
     The worker writes each batch to a pipe: a JSON header, then the bytes of the arrays. A second
-    pipe sends the pickled pipeline to the worker, and signals to it that the parent is gone.
+    pipe sends the pickled pipeline to the worker; when this pipe breaks, the worker knows that the
+    parent is gone, and exits.
     """
 
     def __init__(self, name: str, num_prefetched: int):
@@ -114,7 +115,7 @@ class WorkerProcess:
         return batch
 
     def _read_into(self, leaf: np.ndarray) -> None:
-        remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+        remaining = leaf.reshape(-1).view(np.uint8).data
         while remaining:
             num_bytes = os.readv(self._batches.fileno(), [remaining])
             if not num_bytes:
@@ -124,7 +125,7 @@ class WorkerProcess:
     def _exit_error(self, index: int) -> ConfigError:
         self._process.join(timeout=5)
         code, advice = self._process.exitcode, ""
-        cause = f"exited with status {code}"
+        cause = "closed its pipe" if code is None else f"exited with status {code}"
         if code is not None and code < 0:
             cause = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
@@ -187,7 +188,7 @@ def _send(finished: "queue.Queue[_Message]", batches: Connection) -> None:
         try:
             batches.send_bytes(header)
             for leaf in leaves:
-                remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+                remaining = leaf.reshape(-1).view(np.uint8).data
                 while remaining:
                     remaining = remaining[os.write(batches.fileno(), remaining) :]
         except OSError:  # The pipe is broken: the parent is gone.

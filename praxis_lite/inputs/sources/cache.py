@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]) -> list[Entry]:
-    """Reads the named entries from a folder, and first computes missing entries.
+    """Reads the named entries from a folder, after computing missing entries.
 
     Args:
       folder: Cache folder.
@@ -53,14 +53,16 @@ def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]
     found = [read(folder, name) for name in names]
     if None in found:
         with locked(folder):
-            # Look again: another process may have written entries before we acquired the lock.
+            # Look again: another process may have written entries before this one got the lock.
             found = [entry or read(folder, name) for entry, name in zip(found, names, strict=True)]
             missing = [index for index, entry in enumerate(found) if entry is None]
             if missing:
                 make(missing)
             for index in missing:
                 found[index] = read(folder, names[index])
-    return found
+    complete = [entry for entry in found if entry is not None]
+    assert len(complete) == len(names), "`make` did not write all missing entries"
+    return complete
 
 
 def read(folder: str, name: str) -> Entry | None:
@@ -92,7 +94,9 @@ def write(
     """Writes an entry atomically. Raises ConfigError if it cannot be written."""
     path = os.path.join(folder, name)
     partial = os.path.join(folder, f".{secrets.token_hex(8)}.partial")
-    digests = {key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x)) for key, x in arrays.items()}
+    digests = {
+        key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x).data) for key, x in arrays.items()
+    }
     try:
         os.makedirs(partial)
         for key, array in arrays.items():

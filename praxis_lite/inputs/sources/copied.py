@@ -139,14 +139,17 @@ class FileSource(CopiedFiles):
         """Decodes the record at location `where`. Raises BadExample if it is invalid."""
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
-        pyarrow = optional_module("pyarrow", path)
-        schema = pyarrow.schema(
-            {"row": pyarrow.int64(), "record": pyarrow.binary(), "fault": pyarrow.string()}
+        arrow = optional_module("pyarrow", path)
+        schema = arrow.schema(
+            {"row": arrow.int64(), "record": arrow.binary(), "fault": arrow.string()}
         )
-        rows, records, faults, size = [], [], [], 0
+        rows: list[int] = []
+        records: list[bytes | None] = []
+        faults: list[str | None] = []
+        size = 0
 
         def table() -> "pyarrow.Table":
-            return pyarrow.table([rows, records, faults], schema=schema)
+            return arrow.table([rows, records, faults], schema=schema)
 
         row = -1
         try:

@@ -56,7 +56,8 @@ class PreferenceData(DocumentPipeline):
     split: str
     batch_size: int
     seq_len: int
-    tokenizer: Tokenizer | str | None = None
+    # `__post_init__` converts it to a Tokenizer.
+    tokenizer: Tokenizer | str | None = None  # type: ignore[assignment]
     seed: int = 0
     _: dataclasses.KW_ONLY
     shuffle: bool
@@ -100,7 +101,7 @@ class PreferenceData(DocumentPipeline):
             )
 
     @functools.cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> Documents:  # type: ignore[override]  # Built from the settings.
         """The pairs of both splits."""
         source, ignored_keys = self.files, tuple(self.ignored_keys)
         if source is None:
@@ -120,7 +121,7 @@ class PreferenceData(DocumentPipeline):
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
-        """Indices of the split's pairs in `documents`."""
+        """The indices in `documents` of the split's pairs."""
         return self.documents.of_split(self.split)
 
     @property

@@ -1,4 +1,4 @@
-"""Validates token ids, positions and counts that users pass to Python functions."""
+"""Validates token ids, positions and counts that users pass to the Python API."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def token_ids(
       what: Name of the argument for error messages, such as "logits: ids".
       size: Vocabulary size, or number of positions; None accepts any non-negative int32.
       ndim: Expected rank.
-      counts: Bool array of the same shape. Where it is False, negative numbers are padding and are
+      counts: Bool array of the same shape, False for padding. Negative numbers in padding are
         replaced by 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Names and contents of the files in a tokenizer directory."""
+"""Finds and reads the files in a tokenizer directory."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ _VOCABULARIES = (
     "tekken.json",
     "*.tiktoken",
 )
-# All files that a tokenizer may consist of, except config.json, which belongs to the model.
+# All files of a tokenizer. They do not include config.json, which belongs to the model.
 _PATTERNS = (
     *_VOCABULARIES,
     "merges.txt",
