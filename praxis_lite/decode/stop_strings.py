@@ -1,4 +1,4 @@
-"""Decodes continuations to text, and ends them at stop strings, on devices and on the host."""
+"""Ends continuations at stop strings: as token sequences on devices, as text on the host."""
 
 import dataclasses
 import itertools
@@ -88,7 +88,7 @@ class ContinuationText:
         self._compared, self._special = "", list[tuple[int, int]]()
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the text that it completes, even past a stop string."""
+        """Adds a token, and returns the text that it completes; this may include a stop string."""
         if self.is_stopped:
             return ""
         if token not in self._tokenizer.special_ids:
@@ -144,7 +144,7 @@ class ContinuationText:
             self.num_final = len(self.text)
         else:
             # Text that may be the beginning of a stop string is not final yet.
-            num_held = max(
+            num_pending = max(
                 (
                     n
                     for stop in self._stop_strings
@@ -153,7 +153,7 @@ class ContinuationText:
                 ),
                 default=0,
             )
-            num_final = self._num_in_text(len(self._compared) - num_held)
+            num_final = self._num_in_text(len(self._compared) - num_pending)
             self.num_final = max(self.num_final, num_final)
 
     def _num_in_text(self, end: int) -> int:
