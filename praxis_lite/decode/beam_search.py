@@ -148,7 +148,7 @@ class BeamSearch(Decoder):
         return ended
 
     def _logprobs(self, logits_BKV: jax.Array, t: jax.Array) -> jax.Array:
-        """Returns the log-probs, without an end of text before min_decode_steps."""
+        """Returns the log-probs; those of EOS tokens are -1e20 before min_decode_steps."""
         logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
         if not self.min_decode_steps:
             return logprobs_BKV

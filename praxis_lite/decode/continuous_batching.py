@@ -80,10 +80,10 @@ class ContinuousBatching:
         cache_lengths = {cache_length(decoder, length) for length in lengths}
         if len(cache_lengths) != 1:
             raise ConfigError(
-                f"ContinuousBatching: prompts padded to {', '.join(map(str, sorted(lengths)))} "
-                f"tokens need caches with {', '.join(map(str, sorted(cache_lengths)))} slots; "
-                "expected the same number of slots. Set decoder.seqlen to this number, and "
-                "decoder.max_decode_steps to at least seqlen minus the shortest of these lengths."
+                f"ContinuousBatching: prompts padded to {sorted(lengths)} tokens need caches with "
+                f"{sorted(cache_lengths)} slots; expected the same number of slots. Set "
+                "decoder.seqlen to this number, and decoder.max_decode_steps to at least seqlen "
+                "minus the shortest prompt length."
             )
         self._decoder, self._module = decoder, module
         self.num_rows, self.prompt_lengths = num_rows, lengths

@@ -43,7 +43,7 @@ class Prefix(NamedTuple):
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of tokens that a row of the cache must have room for."""
+    """Returns the number of token slots that a row of the cache needs."""
     length = prompt_length + decoder.max_decode_steps
     return length if decoder.seqlen is None else max(prompt_length, min(length, decoder.seqlen))
 

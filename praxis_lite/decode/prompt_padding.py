@@ -96,7 +96,7 @@ def _skips_padding(layer_class: type) -> bool:
 def log_slow_prefill(names: tuple[str, ...]) -> None:
     """Logs once per model that prompts are read a token at a time, and how to avoid this."""
     logging.getLogger("praxis_lite").info(
-        "prompts are read a token at a time, because %s does not declare cache_skips_padding "
-        "(docs/how_to_add.md)",
+        "prompts are read one token at a time, because these layers do not declare "
+        "cache_skips_padding (docs/how_to_add.md): %s",
         ", ".join(names),
     )

@@ -71,15 +71,15 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
         raise ConfigError(
-            f"{setting} requires a cache with a slot for each token, to remove rejected drafts, "
-            f"but {', '.join(states[:3])} in the model's cache is a state that every token "
-            f"changes, as in a recurrent layer. Set {setting} to 0."
+            f"{setting} requires a cache with a slot for each token, to remove rejected drafts. "
+            "Every token changes these entries of the model's cache, as in a recurrent layer: "
+            f"{', '.join(states[:3])}. Set {setting} to 0."
         )
     if names := layers_that_keep_padding(model):
         raise ConfigError(
-            f"{setting} requires caches from which rejected drafts can be removed, but "
-            f"{', '.join(names)} does not declare cache_skips_padding. Set {setting} to 0, or "
-            "declare it (docs/how_to_add.md)."
+            f"{setting} requires caches from which rejected drafts can be removed, but these "
+            f"layers do not declare cache_skips_padding: {', '.join(names)}. Set {setting} to 0, "
+            "or declare it (docs/how_to_add.md)."
         )
     for path, layer in layers_of(model):
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:

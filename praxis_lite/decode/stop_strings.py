@@ -16,7 +16,7 @@ _TEXTS_BEFORE = ("", "a", ".", "\n")
 
 
 def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """Returns a decoder whose end of text and stop strings are tokens of `tokenizer`.
+    """Returns a decoder with the EOS ids of a tokenizer and its encodings of the stop strings.
 
     Args:
       decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
@@ -107,7 +107,7 @@ class ContinuationText:
         return new
 
     def replace(self, text: str) -> None:
-        """Replaces the decoded text by `text`, and marks it as final."""
+        """Replaces the decoded text with `text`, and marks it as final."""
         self.text, self.num_final = text, len(text)
 
     @property
@@ -176,7 +176,7 @@ def continuation_text(
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yields a stop string as it is decoded, if decoding its tokens adds spaces."""
+    """Yields the decoded form of a stop string, if encoding and decoding it adds spaces."""
     decoded = tokenizer.decode(tokenizer.encode(text, False))
     if len(decoded) > len(text) and _without_spaces(decoded) == _without_spaces(text):
         yield decoded

@@ -67,7 +67,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Stores a weight in int8.
+    """Stores a weight as int8, with a scale per output channel.
 
     Attributes:
       summed_dims: Dims that a matmul sums over, as negative indices, so that they are the same with

@@ -35,7 +35,7 @@ class HasFingerprint(Protocol):
 
 
 class InputPipeline(abc.ABC):
-    """Batches of host arrays, each a pure function of (settings, seed, index).
+    """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
     A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
     iterator state. All batches of a pipeline have the same shapes; an incomplete last batch is

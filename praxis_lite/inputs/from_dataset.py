@@ -166,7 +166,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _nondeterminism_and_digest(self) -> tuple[str | None, str]:
-        """What `nondeterminism` returns, and a hash of the first two batches."""
+        """The result of `nondeterminism`, and a hash of the first two batches."""
         first, second = (
             list(itertools.islice(self.batches_from(0, self.rows_or_all(None)), _NUM_COMPARED))
             for _ in range(2)

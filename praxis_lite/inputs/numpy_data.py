@@ -82,7 +82,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
-        """Computes the positions in `stream` of each window's tokens."""
+        """Computes which positions of `stream` each window contains."""
         num_labels = len(self.corpus.tokens(self.split)) - 1
         if self.shuffle:
             return TrainingWindows(num_labels, self.seq_len, self.seed)

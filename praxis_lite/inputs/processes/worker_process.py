@@ -48,10 +48,10 @@ class WorkerProcess:
         self._process = context.Process(
             target=_run_worker, args=(requests, batches, num_prefetched), name=name, daemon=True
         )
-        # Start the resource tracker of multiprocessing first. Otherwise `start` below starts it for
-        # the first worker, which unblocks the signals.
+        # Start the resource tracker of multiprocessing first. Otherwise, `start` below would start
+        # it for the first worker, and this would unblock the signals.
         resource_tracker.ensure_running()
-        # A child inherits the signal mask, so a Ctrl-C cannot kill a worker before it ignores it.
+        # The worker inherits this mask, so Ctrl-C cannot kill it before it ignores SIGINT.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
         try:
             self._process.start()

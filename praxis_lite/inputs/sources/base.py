@@ -105,7 +105,7 @@ class Source(NeedsPackage, abc.ABC):
         """Returns JSON that identifies the examples, without machine-specific paths."""
 
     def contains_location(self, where: str) -> bool:
-        """Returns whether an example's location, in the format of `where`, is in this source."""
+        """Returns whether a location, in the format of `where`, belongs to this source."""
         return where.startswith(self.location)
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
@@ -208,10 +208,11 @@ class GlobSource(Source):
         """Raises ConfigError if file number `file` is missing or changed since first use."""
         path, expected, actual = self.paths[file], self.states[file], file_state(self.paths[file])
         if actual != expected:
+            sizes = f"{expected.size:,} bytes then and {actual.size:,} bytes now"
             raise ConfigError(
-                f"{path} has changed while it was in use: it had {expected.size:,} bytes and now "
-                f"has {actual.size:,}, or a different modification time. Restore the file, or "
-                "launch again, which compares the data with the checkpoint's data."
+                f"{path} has changed since it was first read ({sizes}; modification times are also "
+                "compared). Restore the file, or launch the job again to check whether its data "
+                "still matches the checkpoint."
             )
 
     def cache_folder(self) -> str:
@@ -229,7 +230,9 @@ class GlobSource(Source):
 
 @dataclasses.dataclass(eq=False)
 class RowsOfFiles(GlobSource):
-    """Base class of sources over files with several rows, which are numbered across all files.
+    """Base class of sources whose files contain several rows each.
+
+    Rows are numbered across all files.
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
@@ -318,7 +321,7 @@ class RowsOfFiles(GlobSource):
         return parts
 
     def _file_groups(self) -> list[list[int]]:
-        """Groups small files, so that thousands of them do not have thousands of parts."""
+        """Returns the indices of the files that share parts; only small files share them."""
         files = range(len(self.paths))
         if len(files) <= _MAX_SEPARATE_FILES:
             return [[file] for file in files]

@@ -76,8 +76,8 @@ def read(folder: str, name: str) -> Entry | None:
         arrays = {key: _read_array(os.path.join(path, f"{key}.npy")) for key in content["digests"]}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"The cached data in {path} cannot be read ({error}). Delete it and launch again, "
-            "which recomputes it."
+            f"The cached data in {path} cannot be read ({error}). Delete it and launch again "
+            "to recompute it."
         ) from None
     return Entry(content["values"], arrays, content["digests"])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class _PreparedDataset(Source):
-    """Base class of sources over a dataset folder that its library reads with random access."""
+    """Base class of sources over a folder that a dataset library reads with random access."""
 
     path: str
     split: str | None = None

@@ -58,7 +58,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def errors_at(where: str) -> Iterator[None]:
-    """Converts a RefusedConversation to a BadExample that names the location `where`."""
+    """Converts a RefusedConversation to a BadExample with the location `where`."""
     try:
         yield
     except RefusedConversation as error:

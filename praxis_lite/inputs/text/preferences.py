@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PreferenceData(DocumentPipeline):
     """Batches for `DpoTask`: `ids`, `labels` and `answers` [B, 2, T], and `weights` [B].
 
-    Index 0 of the second dimension is the chosen side, index 1 the rejected one. `answers` is 1 for
-    the labels of an answer, including the token that ends its turn or text.
+    Index 0 of the second dimension is the chosen side, and index 1 is the rejected side. `answers`
+    is 1 for the labels of an answer, including the token that ends its turn or text.
 
     Examples have one of TRL's formats: "prompt", "chosen" and "rejected" are all strings or lists
     of messages, or "chosen" and "rejected" are conversations with a common prefix, and "prompt" is
@@ -177,7 +177,8 @@ class PreferenceData(DocumentPipeline):
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
     """Yields a question for each topic of Python's language reference, with two answers.
 
-    The chosen answer is a paragraph of the topic, the rejected one that of the previous topic.
+    The chosen answer is a paragraph about the topic, and the rejected answer is the chosen answer
+    to the previous question.
     """
     previous_answer = None
     for name, text in language_reference():

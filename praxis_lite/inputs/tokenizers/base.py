@@ -56,7 +56,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Decodes ids to text, in which special tokens are written as text unless skipped."""
+        """Decodes ids to text, with or without the text of special tokens."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Tokenizer(abc.ABC):
         return tuple(self.end_ids) if self.eos_id is None else (self.eos_id,)
 
     def with_start(self, ids: np.ndarray) -> np.ndarray:
-        """Returns ids that begin with `document_start`, which is not repeated.
+        """Adds `document_start` before the ids, unless they already begin with it.
 
         For example, the output of a chat template already begins with BOS.
         """
@@ -122,17 +122,17 @@ class Tokenizer(abc.ABC):
         return ids if has_start else np.concatenate([np.array(start, np.int32), ids])
 
     def with_end(self, ids: np.ndarray) -> np.ndarray:
-        """Returns ids that end with `document_end`, which is not repeated."""
+        """Adds `document_end` after the ids, unless they already end with it."""
         end = self.document_end
         has_end = tuple(ids[len(ids) - len(end) :].tolist()) == end
         return ids if has_end else np.concatenate([ids, np.array(end, np.int32)])
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Returns the ids of a text to continue, which begin with `document_start`."""
+        """Encodes a text to continue, with `document_start` before it."""
         return self.with_start(self.encode(text, False))
 
     def without_start(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the ids of a prompt without `document_start`, if they begin with it."""
+        """Removes `document_start` from the ids of a prompt, if they begin with it."""
         start = self.document_start
         return ids[len(start) :] if tuple(ids[: len(start)].tolist()) == start else ids
 
