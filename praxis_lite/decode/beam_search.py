@@ -181,7 +181,7 @@ class BeamSearch(Decoder):
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         sums = carry["scores"] + eos_logprobs_BK
-        # Compare sums, not normalized scores: the norm of a long text moves any sum close to 0.
+        # Compare sums, not scores: normalization by a large length moves any sum close to 0.
         is_empty = (sums < NEVER / 2) | ~is_open_B[:, None]
         scores = jnp.where(is_empty, NEVER, sums / self._norm(t + 1))
         new = {

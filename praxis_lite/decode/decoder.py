@@ -29,7 +29,7 @@ class Prompts(NamedTuple):
     keys: jax.Array
     temperature: jax.Array | None = None
     per_example_max_decode_steps: jax.Array | None = None
-    top_k: jax.Array | None = None  # For `SampleByRow`, like top_p.
+    top_k: jax.Array | None = None  # top_k and top_p are only used by `SampleByRow`.
     top_p: jax.Array | None = None
     wants_likeliest: jax.Array | None = None
 

@@ -124,6 +124,8 @@ class PrefixCache:
           ids: int32 [P], the prompt, padded on the right.
           length: Length of the prompt without padding. The prefix is always shorter.
         """
+        # Look up the longest stored prefix. If a recent prompt has an even longer prefix in common
+        # with this prompt, read the remaining tokens of that prefix and store it.
         prompt = ids[:length]
         tokens = tuple(prompt.tolist())
         prefixes = [x for x in self._rows if len(x) < length and x == tokens[: len(x)]]

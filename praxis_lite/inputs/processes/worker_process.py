@@ -177,7 +177,7 @@ def _message(batch: Mapping[str, np.ndarray]) -> _Message:
     leaves = {name: np.asarray(leaf) for name, leaf in batch.items()}
     for name, leaf in leaves.items():
         require_numbers("WithWorkers", name, leaf)
-    # Send dtype names: the type code of bfloat16 is that of two raw bytes.
+    # Send dtype names, because bfloat16 has the same type code as two raw bytes.
     header = {"leaves": [(name, leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()]}
     return json.dumps(header).encode(), [np.ascontiguousarray(leaf) for leaf in leaves.values()]
 

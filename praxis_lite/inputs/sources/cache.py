@@ -18,8 +18,8 @@ from praxis_lite.host.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VALUES = "values.json"
-# Arrays of more bytes are memory-mapped. Smaller ones are read, because Linux limits a process to
-# 65,530 mappings.
+# Larger arrays are memory-mapped. Smaller arrays are read, because Linux limits a process to 65,530
+# mappings.
 _MAX_BYTES_READ = 1 << 20
 Contents = tuple[dict[str, Any], dict[str, np.ndarray]]  # (JSON values, arrays) of an entry.
 

@@ -83,8 +83,8 @@ def _check_special(token: str, before: Sequence[str]) -> None:
     check(token not in before, f"a token other than the existing {', '.join(before)}")
     library = optional_module("tokenizers", "Training a tokenizer")
     cut = library.pre_tokenizers.Split(library.Regex(PIECES), "isolated")
-    # The trainer may learn any single match of the pattern, which would then get the special
-    # token's id.
+    # The trainer may learn any single match of the pattern as an ordinary token. If a special token
+    # were such a match, text that contains it would be encoded as the special token.
     is_text = len(cut.pre_tokenize_str(token)) == 1 or token != token.strip()
     is_text |= all(part.isalnum() for part in token.split())
     check(not is_text, "a token that does not occur in ordinary text")

@@ -241,11 +241,11 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> str:
-        given = {"tools": None, "documents": None} | self.variables | variables
+        all_variables = {"tools": None, "documents": None} | self.variables | variables
         template = self._template
         try:
             return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **given
+                messages=messages, add_generation_prompt=add_generation_prompt, **all_variables
             )
         except Exception as error:  # Templates may raise any exception.
             # Older templates concatenate the arguments of calls as strings.

@@ -14,7 +14,7 @@ TEMPLATE, GENERATION_CONFIG, CONFIG = (
     "generation_config.json",
     "config.json",
 )
-# In transformers, a subdirectory of additional named templates, such as tool_use.jinja.
+# Subdirectory in which transformers stores additional templates, such as tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
 # Vocabulary files of the libraries and algorithms tokenizers, SentencePiece, BPE, WordPiece and
 # tiktoken.

@@ -24,7 +24,7 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.normalized import opened
 
-_MAX_ID = 2**32 - 1  # The library's ids are uint32. It ignores ids without a token.
+_MAX_ID = 2**32 - 1  # The library's ids are uint32. Decoding ignores ids without a token.
 # An answer that does not occur in any template, and the pattern of an end-of-turn token.
 _ANSWER = "praxislite"
 _MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
@@ -66,8 +66,8 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        given = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
-        return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
+        valid_ids = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
+        return self._tokenizer.decode(valid_ids, skip_special_tokens=skip_special_tokens)
 
     def name_of(self, token: int) -> str | None:
         return self._tokenizer.id_to_token(token)

@@ -44,6 +44,8 @@ class StreamingDecoder:
 
     def push(self, token: int) -> str:
         """Adds an id, and returns the text that it completes, or "" within a character."""
+        # Wait until the new ids end with a complete character. If more than _NUM_CONTEXT new ids do
+        # not, they are invalid UTF-8: return the text before the replacement character.
         self._ids.append(int(token))
         text = self._decode(self._ids)
         is_incomplete = text.endswith(UNKNOWN)
