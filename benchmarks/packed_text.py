@@ -110,7 +110,7 @@ def main() -> None:
             print(f"ready in {time.perf_counter() - began:.1f} s (cache_tokens={cache_tokens})")
         ways: dict[str, Callable[[], Iterator[Any]]] = {
             "Grain alone": functools.partial(of_grain, records, size),
-            "PackedText, tokens made ahead": ours[True].batches,
+            "PackedText, cached tokens": ours[True].batches,
             "PackedText, on the fly": ours[False].batches,
             "tf.data, without gaps": functools.partial(of_tf, lines, size),
         }
