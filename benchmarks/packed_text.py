@@ -102,16 +102,16 @@ def main() -> None:
         records, lines = write(Path(folder), options.documents)
         source = ArrayRecords(records, decode=json.loads)
         ours = {}
-        for ahead in (True, False):
+        for cache_tokens in (True, False):
             began = time.perf_counter()
-            ours[ahead] = PackedText(
-                Documents(source, ahead=ahead), "train", size, TOKENS, shuffle=True
+            ours[cache_tokens] = PackedText(
+                Documents(source, cache_tokens=cache_tokens), "train", size, TOKENS, shuffle=True
             )
-            ours[ahead].check()
-            print(f"ready in {time.perf_counter() - began:.1f} s (ahead={ahead})")
+            ours[cache_tokens].check()
+            print(f"ready in {time.perf_counter() - began:.1f} s (cache_tokens={cache_tokens})")
         ways: dict[str, Callable[[], Iterator[Any]]] = {
             "Grain alone": functools.partial(of_grain, records, size),
-            "PackedText, tokens made ahead": ours[True].batches,
+            "PackedText, cached tokens": ours[True].batches,
             "PackedText, on the fly": ours[False].batches,
             "tf.data, without gaps": functools.partial(of_tf, lines, size),
         }

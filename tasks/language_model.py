@@ -36,7 +36,7 @@ __all__ = [
     "LanguageModelTask",
     "outputs_of_logits",
     "paddings_with_filler",
-    "reports_of_batches",
+    "reports_batch_summaries",
     "require_unpacked",
 ]
 
@@ -220,8 +220,8 @@ class LanguageModelTask(Task):
         return records
 
 
-def reports_of_batches(model: Any) -> bool:
-    """Returns whether layers of a model report batch summaries, such as the load of experts."""
+def reports_batch_summaries(model: Any) -> bool:
+    """Returns whether a layer of the model reports batch summaries, such as the load of experts."""
     return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
 
 
@@ -251,7 +251,7 @@ def _outputs_of(
             argument: inputs[name] for name, argument in OPTIONAL_INPUTS.items() if name in inputs
         }
         takes_paddings = "paddings" in inspect.signature(model.compute_loss).parameters
-        if takes_paddings and reports_of_batches(model):
+        if takes_paddings and reports_batch_summaries(model):
             segment_ids = optional.get("segment_ids", jnp.ones_like(ids))
             optional["paddings"] = paddings_with_filler(
                 weights, optional.get("paddings"), segment_ids
@@ -262,20 +262,20 @@ def _outputs_of(
     return {**outputs, "total_loss": outputs["avg_xent"]}
 
 
-def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
+def require_unpacked(inputs: Mapping[str, Any], reason: str) -> None:
     """Raises an error if a batch is packed, for models that do not support segments.
 
     Args:
       inputs: The batch.
-      why: Why segments are not supported, as the beginning of the message.
+      reason: Why segments are not supported, as a main clause; the error message begins with it.
 
     Raises:
       ConfigError: The batch has `segment_ids`.
     """
     if "segment_ids" in inputs:
         raise ConfigError(
-            f"{why}, so it cannot use the segment_ids of the batch, and documents that are packed "
-            "into a row would attend to each other. Train a model whose compute_loss takes "
+            f"{reason}, so it cannot use the segment_ids of the batch, and documents that are "
+            "packed into a row would attend to each other. Train a model whose compute_loss takes "
             "segment_ids and positions, or use unpacked batches without the leaf 'segment_ids'."
         )
 

@@ -22,7 +22,7 @@ from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import (
     paddings_with_filler,
-    reports_of_batches,
+    reports_batch_summaries,
 )
 
 __all__ = ["SequenceToSequenceTask"]
@@ -136,7 +136,7 @@ class SequenceToSequenceTask(Task):
         optional = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
         optional["input_paddings"] = inputs["src_paddings"]
-        if reports_of_batches(model):
+        if reports_batch_summaries(model):
             segment_ids = inputs.get("segment_ids", jnp.ones_like(labels))
             for name, segments in (("input_paddings", None), ("target_paddings", segment_ids)):
                 optional[name] = paddings_with_filler(weights, optional.get(name), segments)

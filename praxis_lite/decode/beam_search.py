@@ -81,7 +81,7 @@ class BeamSearch(Decoder):
         num_rows, num_hyps, num_steps = ids.shape[0], self.beam_size, self.max_decode_steps
         dims = batch_dims(model.init_cache)
         shape = (num_rows, num_hyps)
-        nothing = {
+        no_tokens = {
             "output_ids": jnp.zeros((*shape, num_steps), jnp.int32),
             "logprobs": jnp.zeros((*shape, num_steps), jnp.float32),
         }
@@ -93,9 +93,9 @@ class BeamSearch(Decoder):
             "scores": jnp.broadcast_to(NEVER * jnp.arange(num_hyps, dtype=jnp.float32), shape),
             "done": jnp.zeros(shape, bool),
             "hyp_ids": jnp.zeros(shape, jnp.int32),
-            "going": nothing,
+            "open": no_tokens,
             "ended": {
-                **nothing,
+                **no_tokens,
                 "decode_lengths": jnp.zeros(shape, jnp.int32),
                 "scores": jnp.full(shape, NEVER, jnp.float32),
             },
@@ -116,13 +116,13 @@ class BeamSearch(Decoder):
             is_open_B = t < prefix.max_steps
             ended = self._update_ended(carry, logprobs_BKV, is_open_B)
             scores, hyps_BK, new_ids = self._extend_open(carry["scores"], logprobs_BKV)
-            going, done, logprobs_BKV = _take(
-                (carry["going"], carry["done"], logprobs_BKV), hyps_BK
+            open_hyps, done, logprobs_BKV = _take(
+                (carry["open"], carry["done"], logprobs_BKV), hyps_BK
             )
             new_logprobs = jnp.take_along_axis(logprobs_BKV, new_ids[..., None], axis=2)[..., 0]
-            going = {
-                "output_ids": going["output_ids"].at[..., t].set(new_ids),
-                "logprobs": going["logprobs"].at[..., t].set(new_logprobs),
+            open_hyps = {
+                "output_ids": open_hyps["output_ids"].at[..., t].set(new_ids),
+                "logprobs": open_hyps["logprobs"].at[..., t].set(new_logprobs),
             }
             positions = jnp.repeat(prompts.lengths + t, num_hyps)
             logits, cache = rebuilt(model)(
@@ -137,7 +137,7 @@ class BeamSearch(Decoder):
                 "scores": scores,
                 "done": done | self.is_eos(new_ids) | ~is_open_B[:, None],
                 "hyp_ids": hyps_BK,
-                "going": going,
+                "open": open_hyps,
                 "ended": ended,
             }
 
@@ -148,7 +148,7 @@ class BeamSearch(Decoder):
         return ended
 
     def _logprobs(self, logits_BKV: jax.Array, t: jax.Array) -> jax.Array:
-        """Returns the log-probs, without an end of text before min_decode_steps."""
+        """Returns the log-probs; those of EOS tokens are -1e20 before min_decode_steps."""
         logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
         if not self.min_decode_steps:
             return logprobs_BKV
@@ -160,9 +160,10 @@ class BeamSearch(Decoder):
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
-        """Returns a bool array [B]: True if no open hypothesis can still beat an ended one.
+        """Returns a bool array [B], True if no open hypothesis can still beat an ended hypothesis.
 
-        Scores are at most 0, so the bound divides by the largest norm of the remaining steps.
+        Log-prob sums are at most 0 and only decrease, so the best possible score of an open
+        hypothesis is its current sum divided by the largest norm of the remaining steps.
         """
         largest = jnp.maximum(self._norm(carry["step"] + 1), self._norm(max_steps))
         # Leave a margin for the rounding of norms.
@@ -172,20 +173,20 @@ class BeamSearch(Decoder):
     def _update_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best of the hypotheses that have ended and the open ones that end now."""
-        t, going = carry["step"], carry["going"]
+        """Returns the best ended hypotheses, including open hypotheses that end at this step."""
+        t, open_hyps = carry["step"], carry["open"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
         eos_logprobs_BKE = logprobs_BKV[..., eos_ids]
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         sums = carry["scores"] + eos_logprobs_BK
-        # Compare sums, not normalized scores: the norm of a long text moves any sum close to 0.
+        # Compare sums, not scores: normalization by a large length moves any sum close to 0.
         is_empty = (sums < NEVER / 2) | ~is_open_B[:, None]
         scores = jnp.where(is_empty, NEVER, sums / self._norm(t + 1))
         new = {
-            "output_ids": going["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
-            "logprobs": going["logprobs"].at[..., t].set(eos_logprobs_BK),
+            "output_ids": open_hyps["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
+            "logprobs": open_hyps["logprobs"].at[..., t].set(eos_logprobs_BK),
             "decode_lengths": jnp.full(scores.shape, t + 1, jnp.int32),
             "scores": scores,
         }
@@ -198,7 +199,7 @@ class BeamSearch(Decoder):
     def _extend_open(
         self, scores_BK: jax.Array, logprobs_BKV: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Extends open hypotheses, and returns scores, parents and new ids of the K best ones."""
+        """Returns the scores, parents and new tokens of the K best open hypotheses."""
         num_classes = logprobs_BKV.shape[-1]
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)

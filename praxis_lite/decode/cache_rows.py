@@ -1,4 +1,4 @@
-"""Repeats, restores, reorders and inserts rows of a cache with any layout of its leaves."""
+"""Repeats, restores, reorders and inserts rows of a cache, along the batch dim of each leaf."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,8 +61,8 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
 def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
     """Selects the hypotheses `hyps_BK` of each batch element in a cache with B x K rows.
 
-    The gather is local to each batch element, so a batch that is split over devices requires no
-    communication.
+    The gather is local to each batch element, so it requires no communication if the batch is
+    sharded.
     """
     num_rows, num_hyps = hyps_BK.shape
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.decode.cache_rows import batch_dims, put_rows
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
@@ -24,29 +24,31 @@ __all__ = ("ContinuousBatching", "Prompt")
 
 # R rows, P longest prompt, M maximum number of new tokens.
 PyTree = Any
-Program = Callable[..., Any]
+Function = Callable[..., Any]
 
 # Maximum number of prompt tokens per prefill call. Several short prompts take as long as one,
-# because reading the weights takes most of the time. Batching long prompts would only use memory.
+# because reading the weights takes most of the time. For long prompts, a larger batch would take
+# more memory without being faster.
 MAX_TOKENS_PER_PREFILL = 1024
 
 
 class ContinuousBatching:
-    """Decodes any number of prompts, `num_rows` at a time, with a few compiled programs.
+    """Decodes any number of prompts, `num_rows` at a time, without recompilation.
 
-    One program runs decode steps. The other programs prefill prompts into rows; there is one per
+    One compiled function runs decode steps. The others prefill prompts into rows; there is one per
     combination of a padded length and a number of prompts from `sizes`. The state, including the
-    caches, is donated between calls. Each prompt gets the same tokens as if it were decoded alone.
+    caches, is donated to each call. Each prompt gets the same tokens as if it were decoded alone.
 
-    Between calls, an array of the state keeps the model's sharding if its split is even. Otherwise,
-    it is replicated. num_rows should be divisible by the number of devices along the batch.
+    Between calls, each array of the state has the sharding that the model chose, or is replicated
+    if its dims do not divide evenly. num_rows should therefore be divisible by the number of
+    devices over which the batch is sharded.
 
     Args:
       decoder: Greedy or Sample; each sample of a prompt is a separate Prompt.
-      module: Maps mdl_vars to the model, inside a compiled program.
+      module: Maps mdl_vars to the model; called inside the compiled functions.
       num_rows: Number of rows, R.
-      prompt_length: Padded length of prompts, P, or several lengths. All lengths must result in the
-        same cache length; use decoder.seqlen to set it.
+      prompt_length: Padded length of prompts, P, or several lengths. All of them must need caches
+        of the same length; see decoder.seqlen.
       wrap: Transforms `function(mdl_vars, ...)` into a function to compile with jit. Pass the
         partitioner's `with_mdl_vars` with `has_splits`, which handles the mesh and the storage
         format of mdl_vars.
@@ -64,7 +66,7 @@ class ContinuousBatching:
         num_rows: int,
         prompt_length: int | Sequence[int],
         *,
-        wrap: Callable[[Program], Program] = lambda function: function,
+        wrap: Callable[[Function], Function] = lambda function: function,
         compiler_options: Mapping[str, Any] | None = None,
         advice: str = "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest "
         "prompt smaller.",
@@ -76,27 +78,29 @@ class ContinuousBatching:
             )
         lengths = (prompt_length,) if isinstance(prompt_length, int) else tuple(prompt_length)
         cache_lengths = {cache_length(decoder, length) for length in lengths}
-        require(
-            len(cache_lengths) == 1,
-            "The lengths of the caches of ContinuousBatching",
-            sorted(cache_lengths),
-            "a single length",
-            "Set decoder.seqlen to it, and raise max_decode_steps.",
-        )
+        if len(cache_lengths) != 1:
+            raise ConfigError(
+                f"ContinuousBatching: prompts padded to {sorted(lengths)} tokens need caches with "
+                f"{sorted(cache_lengths)} slots; expected the same number of slots. Set "
+                "decoder.seqlen to this number, and decoder.max_decode_steps to at least seqlen "
+                "minus the shortest prompt length."
+            )
         self._decoder, self._module = decoder, module
         self.num_rows, self.prompt_lengths = num_rows, lengths
         length = cache_length(decoder, max(lengths))
-        # Both programs take the weights only to run on their devices.
+        # Both functions take the weights only so that they run on the devices of the weights.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._empty_row = jax.jit(
             wrap(lambda mdl_vars: module(mdl_vars).init_cache(1, length)), keep_unused=True
         )
-        self._wrap, self._compiler_options = wrap, compiler_options
-        self._programs: tuple[Program, Program] | None = None
+        self._wrap = wrap
+        self._compiler_options = None if compiler_options is None else dict(compiler_options)
+        # Compiled `_insert` and `_advance`; None until `empty` has determined their shardings.
+        self._steps: tuple[Function, Function] | None = None
         self._runs = FirstRuns(f"Decoding {num_rows} rows at a time", advice)
         self.latest: Rows | None = None
-        self._read_prefix: Program | None = None
-        self._block_size = None
+        self._read_prefix: Function | None = None
+        self._block_size: int | None = None
         if decoder.num_cached_prefixes:
             self._block_size = block_size(decoder, max(lengths))
 
@@ -113,10 +117,10 @@ class ContinuousBatching:
         Args:
           mdl_vars: The weights.
           prompts: Prompts to decode; the next one is requested when a row is free.
-          num_steps: Maximum number of steps between two reports of new tokens. None reports when a
-            row ends.
-          text_of: Returns the text of a prompt's continuation, to end it at a stop string in any
-            tokenization, checked at each report.
+          num_steps: Maximum number of steps between two reports of new tokens. If None, tokens are
+            reported when a row ends.
+          text_of: Creates the text of a prompt's continuation. If given, each report is searched
+            for stop strings, and a prompt ends at the first one, in any tokenization.
         """
         num_steps = self._decoder.max_decode_steps if num_steps is None else num_steps
         rows = self.latest = self.rows(mdl_vars)
@@ -141,11 +145,11 @@ class ContinuousBatching:
                 yield new
 
     def rows(self, mdl_vars: PyTree) -> Rows:
-        """Allocates rows for a stream, all of them free, on the devices that hold the weights."""
+        """Allocates free rows for a stream, on the devices of the weights."""
         return Rows(self, mdl_vars)
 
     def prefix_cache(self, mdl_vars: PyTree) -> PrefixCache | None:
-        """Returns an LRU cache of prompt prefixes for these weights, or None without sharing."""
+        """Returns an LRU cache of prompt prefixes for these weights; None without sharing."""
         if self._block_size is None:
             return None
         empty = self._runs.run(self._empty_row, mdl_vars)
@@ -168,26 +172,26 @@ class ContinuousBatching:
         return PrefixCache(self._decoder.num_cached_prefixes, self._block_size, empty, read)
 
     def empty(self, mdl_vars: PyTree) -> DecodeState:
-        """Returns an empty decode state with the shardings that later calls return."""
+        """Returns an empty decode state, sharded like the states that later calls return."""
         state = self._runs.run(self._empty, mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, state)
-        if self._programs is None:
+        if self._steps is None:
             # Return the state with the input's shardings, so that the next call is not recompiled.
             jitted = functools.partial(
                 jax.jit, donate_argnums=1, compiler_options=self._compiler_options
             )
-            self._programs = (
+            self._steps = (
                 jitted(self._wrap(self._insert), out_shardings=shardings),
                 jitted(self._wrap(self._advance), out_shardings=(shardings, None)),
             )
-        # Use the programs' output shardings, so that the first call does not compile them twice.
+        # Use the same shardings as for the outputs, so that the second call is not recompiled.
         return jax.device_put(state, shardings)
 
     def sizes(self, prompt_length: int) -> list[int]:
         """Returns the numbers of prompts that can be prefilled together, largest first.
 
-        These are powers of 4, to limit the number of compiled programs. With prefix sharing it is
-        1, because prompts have different prefixes.
+        They are powers of 4, to limit the number of compiled functions. With prefix sharing,
+        prompts are prefilled one at a time, because their prefixes differ.
         """
         if self._block_size is not None:
             return [1]
@@ -203,20 +207,22 @@ class ContinuousBatching:
         prompts: Sequence[Prompt],
         prefix: tuple[PyTree, int] | None = None,
     ) -> DecodeState:
-        """Prefills prompts of equal length into rows; donates the state.
+        """Prefills prompts of the same padded length into rows; donates the state.
 
         Args:
           mdl_vars: The weights.
           state: The current state.
           rows: The row of each prompt.
           prompts: Prompts; their number is one of `sizes`.
-          prefix: For a single prompt, a row of the cache with its first tokens, and their number.
+          prefix: For a single prompt, a row of the cache that contains the prompt's first tokens,
+            and the number of these tokens.
 
         Returns:
           The new state.
         """
+        assert self._steps is not None, "call `empty` first"
         decoder = self._decoder
-        defaults = {
+        defaults: dict[str, tuple[float | None, Callable[[Any], np.generic]]] = {
             "temperature": (decoder.temperature, np.float32),
             "per_example_max_decode_steps": (decoder.max_decode_steps, np.int32),
             "top_k": (decoder.top_k, np.int32),
@@ -224,28 +230,26 @@ class ContinuousBatching:
         }
 
         def with_settings(prompt: Prompt) -> Prompts:
-            settings = {}
+            # NumPy arrays, which jit converts to the arrays that Prompts declares.
+            fields: dict[str, Any] = {
+                "ids": np.asarray(prompt.ids, np.int32),
+                "lengths": np.int32(prompt.length),
+                "keys": prompt.key,
+                "wants_likeliest": np.bool_(prompt.wants_likeliest),
+            }
             for name, (default, dtype) in defaults.items():
                 value = getattr(prompt, name)
                 value = default if value is None else value
-                settings[name] = None if value is None else dtype(value)
-            return Prompts(
-                np.asarray(prompt.ids, np.int32),
-                np.int32(prompt.length),
-                prompt.key,
-                **settings,
-                wants_likeliest=np.bool_(prompt.wants_likeliest),
-            )
+                fields[name] = None if value is None else dtype(value)
+            return Prompts(**fields)
 
-        if prefix is not None:
-            prefix = (prefix[0], np.int32(prefix[1]))
         return self._runs.run(
-            self._programs[0],
+            self._steps[0],
             mdl_vars,
             state,
             np.asarray(rows, np.int32),
             tuple(map(with_settings, prompts)),
-            prefix,
+            None if prefix is None else (prefix[0], np.int32(prefix[1])),
             key=(len(prompts), np.shape(prompts[0].ids)),
         )
 
@@ -269,9 +273,10 @@ class ContinuousBatching:
         Returns:
           The new state, and a copy of its outputs on the host.
         """
+        assert self._steps is not None, "call `empty` first"
         is_taken = np.isin(np.arange(self.num_rows), list(taken))
         state, report = self._runs.run(
-            self._programs[1],
+            self._steps[1],
             mdl_vars,
             state,
             np.int32(num_steps),
@@ -304,10 +309,11 @@ class ContinuousBatching:
         prefix: tuple[PyTree, jax.Array] | None,
     ) -> DecodeState:
         model, prefilled = self._module(mdl_vars), None
-        prompts = jax.tree.map(lambda *x: jnp.stack(x), *prompts)
+        batch: Prompts = jax.tree.map(lambda *x: jnp.stack(x), *prompts)
         if prefix is not None:
-            prefilled = prefill_after(self._decoder, model, prompts, *prefix, self._block_size)
-        new, _ = start(self._decoder, model, prompts, prefilled)
+            assert self._block_size is not None
+            prefilled = prefill_after(self._decoder, model, batch, *prefix, self._block_size)
+        new, _ = start(self._decoder, model, batch, prefilled)
         dims = jax.tree.map(lambda x: 0, dataclasses.replace(state, cache=None))
         dims = dataclasses.replace(dims, cache=batch_dims(model.init_cache))
         return put_rows(state, dims, new, rows)
@@ -315,6 +321,7 @@ class ContinuousBatching:
     def _with_prefix(
         self, mdl_vars: PyTree, row: PyTree, ids: jax.Array, start: jax.Array, end: jax.Array
     ) -> PyTree:
+        assert self._block_size is not None
         return read_blocks(self._module(mdl_vars), ids, end, row, start, self._block_size)[1]
 
     def _advance(

@@ -1,9 +1,9 @@
-"""The base class of decoders: their common settings, checks and call interface."""
+"""The base class of decoders, with their common settings, checks and call signature."""
 
 import abc
 import dataclasses
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class Prompts(NamedTuple):
     keys: jax.Array
     temperature: jax.Array | None = None
     per_example_max_decode_steps: jax.Array | None = None
-    top_k: jax.Array | None = None  # For `SampleByRow`, like top_p.
+    top_k: jax.Array | None = None  # top_k and top_p are only used by `SampleByRow`.
     top_p: jax.Array | None = None
     wants_likeliest: jax.Array | None = None
 
@@ -73,11 +73,12 @@ class Decoder(abc.ABC):
     weights_outputs_first: bool = False
     fprop_for_prefix: bool = True
     prefill_chunk_size: int | None = None
-    # Defaults for decoders without these settings.
+    # Defaults for decoders without these settings. An annotation would make them dataclass fields.
     temperature = 0.0
-    stop_strings = ()
+    stop_strings = tuple[str, ...]()
     num_speculative_tokens = num_cached_prefixes = 0
-    top_k = top_p = None
+    top_k = cast("int | None", None)
+    top_p = cast("float | None", None)
 
     def __post_init__(self):
         # JSON and the command line pass lists, but a decoder is a static argument of jit and must
@@ -105,7 +106,7 @@ class Decoder(abc.ABC):
         self._require(
             "eos_id",
             self.eos_id is None or all(map(is_token, self.eos_ids)),
-            "a token, a tuple of tokens, or None for the tokenizer's",
+            "a token id, a tuple of token ids, or None to use the tokenizer's",
         )
 
     @property
@@ -121,7 +122,7 @@ class Decoder(abc.ABC):
 
         Args:
           size: Vocabulary size of the model.
-          of_tokenizer: Additional ids from a tokenizer, besides the ids that `for_tokenizer` set.
+          of_tokenizer: Ids that come from a tokenizer but were not set by `for_tokenizer`.
 
         Raises:
           ConfigError: An id that the user set is not in the vocabulary.
@@ -152,7 +153,7 @@ class Decoder(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a row, or () if neither the decoder nor its tokenizer sets any."""
+        """The tokens that end a row; () if neither the decoder nor a tokenizer sets any."""
         if self.eos_id is None:
             return ()
         return self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id,)
@@ -220,4 +221,6 @@ _TYPES = {
 
 def is_token(i: object) -> bool:
     """Returns whether a value is a valid token id."""
-    return isinstance(i, int | np.integer) and not isinstance(i, bool) and 0 <= i < 2**31
+    if isinstance(i, bool) or not isinstance(i, int | np.integer):
+        return False
+    return 0 <= int(i) < 2**31

@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
-from praxis_lite.decode.decoder import Decoder, Prompts
+from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, prefill
 from praxis_lite.decode.prefix_sharing import prefill_shared
 from praxis_lite.decode.speculation import lookup_drafts
 from praxis_lite.layers.base.variables import rebuilt
+
+if TYPE_CHECKING:
+    from praxis_lite.decode.sampling import Greedy
 
 # B prompts, R rows (B x samples), P longest prompt, M maximum number of new tokens, V classes,
 # S cache slots per row, T tokens per call of the model, K drafts.
@@ -22,7 +25,7 @@ from praxis_lite.layers.base.variables import rebuilt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The state of R sequences, which may be at different steps.
+    """The state of R sequences, each of which may be at a different step.
 
     The tokens of a row depend only on that row's entries, so rows can be added, removed and
     reordered between steps.
@@ -31,7 +34,7 @@ class DecodeState:
       cache: The model's cache.
       logits: float32 [R, V], for each row's next token.
       positions: int32 [R], the position of each row's next token.
-      keys: Random keys [R]; each step folds in the row's number of new tokens.
+      keys: Random keys [R]. Each step folds the row's number of new tokens into its key.
       temperature: float32 [R].
       top_k: int32 [R] for a decoder with settings per row, else None.
       top_p: float32 [R] for a decoder with settings per row, else None.
@@ -77,7 +80,7 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
 
 
 def start(
-    decoder: Decoder, model: Any, prompts: Prompts, prefix: Prefix | None = None
+    decoder: "Greedy", model: Any, prompts: Prompts, prefix: Prefix | None = None
 ) -> tuple[DecodeState, jax.Array | None]:
     """Reads the prompts and returns the initial state of the loop.
 
@@ -85,7 +88,7 @@ def start(
       decoder: The decoder.
       model: The model.
       prompts: Prompts with a key per row, [R], from `sample_keys`; R is a multiple of B.
-      prefix: The model's state after the prompts, if they have been read already.
+      prefix: The model's state after the prompts; None to read them here.
 
     Returns:
       (state, logprobs), where logprobs are the log-probs [B, P] of the prompts, or None; see
@@ -102,12 +105,9 @@ def start(
     def repeat(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_samples, axis=0) if num_samples > 1 else x
 
-    def setting(name: str, dtype: Any) -> jax.Array | None:
-        given, default = getattr(prompts, name), getattr(decoder, name)
-        if default is None:
-            return None
-        given = jnp.full((num_prompts,), default) if given is None else given
-        return repeat(jnp.asarray(given, dtype))
+    def setting(values: jax.Array | None, default: float, dtype: Any) -> jax.Array:
+        values = jnp.full((num_prompts,), default) if values is None else values
+        return repeat(jnp.asarray(values, dtype))
 
     in_prompt = in_output = None
     if decoder.penalizes:
@@ -128,6 +128,11 @@ def start(
         num_shared = prefix.num_shared
         num_shared = jnp.zeros_like(prompts.lengths) if num_shared is None else num_shared
         num_shared = repeat(num_shared)
+    top_k = top_p = None
+    if decoder.top_k is not None:
+        top_k = setting(prompts.top_k, decoder.top_k, jnp.int32)
+    if decoder.top_p is not None:
+        top_p = setting(prompts.top_p, decoder.top_p, jnp.float32)
     max_steps = repeat(prefix.max_steps)
     shape = (num_rows, decoder.max_decode_steps)
     state = DecodeState(
@@ -135,9 +140,9 @@ def start(
         logits=repeat(prefix.logits),
         positions=repeat(prompts.lengths),
         keys=prompts.keys,
-        temperature=setting("temperature", jnp.float32),
-        top_k=setting("top_k", jnp.int32),
-        top_p=setting("top_p", jnp.float32),
+        temperature=setting(prompts.temperature, decoder.temperature, jnp.float32),
+        top_k=top_k,
+        top_p=top_p,
         max_steps=max_steps,
         done=max_steps <= 0,
         output_ids=jnp.zeros(shape, jnp.int32),
@@ -154,7 +159,7 @@ def start(
 
 
 def advance(
-    decoder: Decoder,
+    decoder: "Greedy",
     model: Any,
     state: DecodeState,
     num_steps: int | jax.Array,
@@ -190,7 +195,7 @@ def advance(
     return jax.lax.while_loop(is_active, body, (varying_alike(state), jnp.zeros((), jnp.int32)))
 
 
-def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
+def step(decoder: "Greedy", model: Any, state: DecodeState) -> DecodeState:
     """Appends a token to each row that has not ended, and computes the next token's logits."""
     is_active, positions = ~state.done, state.positions
     new_ids, state = append_tokens(decoder, state, is_active)
@@ -202,7 +207,7 @@ def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
 
 
 def append_tokens(
-    decoder: Decoder, state: DecodeState, is_active: jax.Array, drafts: jax.Array | None = None
+    decoder: "Greedy", state: DecodeState, is_active: jax.Array, drafts: jax.Array | None = None
 ) -> tuple[jax.Array, DecodeState]:
     """Chooses a token from the logits and appends it to the active rows.
 
@@ -216,7 +221,7 @@ def append_tokens(
         draft.
 
     Returns:
-      The chosen tokens, int32 [R] with 0 in other rows, and the new state.
+      The appended tokens, int32 [R] (0 for all other rows), and the new state.
     """
     index = jnp.arange(state.done.shape[0])
     new_ids = decoder.choose(decoder.penalized(state), state)
@@ -251,21 +256,25 @@ def append_tokens(
     )
 
 
-def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
+def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> DecodeState:
     """Appends a token and its accepted drafts to each row that has not ended.
 
-    The model reads the token and K drafts in a single call. The next token is chosen from the
-    resulting logits as in `step`, and a draft is accepted if it equals the chosen token. The next
-    draft is checked in the same way. The outputs are therefore the same as with `step`.
+    The model reads the token and K drafts in a single call, which returns the logits after each of
+    them. The next token is then chosen from the logits as in `step`. If it equals the first draft,
+    this draft is accepted, and the second draft is checked in the same way. The outputs are
+    therefore the same as with `step`.
 
     Rejected drafts remain in the cache until later tokens overwrite them, but no token attends to
     them. Near the end of a row, the model reads some tokens a second time, so that drafts do not
     exceed the last cache slot.
     """
+    assert state.history is not None and state.num_model_steps is not None
     num_slots = state.history.shape[1]
     num_drafts = min(decoder.num_speculative_tokens, num_slots - 1)
     index, is_active, positions = jnp.arange(len(state.done)), ~state.done, state.positions
+    num_model_steps = state.num_model_steps + is_active
     _, state = append_tokens(decoder, state, is_active)
+    assert state.history is not None
     drafts_RK = lookup_drafts(state.history, state.positions, decoder.prompt_lookup_max, num_drafts)
     slots_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
     history = state.history.at[index[:, None], slots_RK].set(drafts_RK, mode="drop")
@@ -301,7 +310,7 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
         state,
         cache=None,
         logits=logits_after(state, is_active),
-        num_model_steps=state.num_model_steps + is_active,
+        num_model_steps=num_model_steps,
     )
     carry = varying_alike((state, ~state.done), logits_RTV)
     carry = (*carry, jnp.zeros((), jnp.int32))

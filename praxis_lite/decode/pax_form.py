@@ -39,7 +39,7 @@ def pax_outputs(
     Returns:
       A dict of arrays:
       * output_ids: int32 [B, S, T], prompt and continuation.
-      * decode_lengths: int32 [B, S], their total length.
+      * decode_lengths: int32 [B, S], the total length of prompt and continuation.
       * logprobs: float32 [B, S, T], 1.0 for the prompt and after the end.
       * prefix_lengths, original_lengths: int32 [B, S], the length of the prompt.
       * prefix_ids: int32, the prompts: [B, S, T] with fprop_for_prefix, otherwise [B, S, P], and
@@ -55,10 +55,10 @@ def pax_outputs(
     new_lengths_BS = outputs["decode_lengths"]
     (B, S, M), P = new_ids.shape, ids.shape[1]
     T = P + M if seqlen is None else seqlen
-    whole_lengths_BS = np.repeat(lengths_B[:, None], S, axis=1)
+    prompt_lengths_BS = np.repeat(lengths_B[:, None], S, axis=1)
     output_ids = np.zeros((B, S, T), np.int32)
     logprobs = np.ones((B, S, T), np.float32)
-    decode_lengths = whole_lengths_BS + new_lengths_BS
+    decode_lengths = prompt_lengths_BS + new_lengths_BS
     for b, length in enumerate(lengths_B):
         output_ids[b, :, :length] = ids[b, :length]
         if decoder.fprop_for_prefix:
@@ -74,13 +74,13 @@ def pax_outputs(
                 decode_lengths[b, s] = T
     is_prefix = np.arange(P) < lengths_B[:, None]
     prefix_ids = np.where(is_prefix, ids, 0)[:, None]
-    of_beams = {}
+    beam_outputs = {}
     if "hyp_ids" in outputs:
         end_logprobs = np.ones((B, S, P + M), np.float32)
         is_new = np.arange(M) < new_lengths_BS[..., None]
         end_logprobs[..., P:] = np.where(is_new, new_logprobs, 1.0)
-        of_beams = {name: outputs[name] for name in ("done", "hyp_ids")}
-        of_beams["end_logprobs"] = end_logprobs
+        beam_outputs = {name: outputs[name] for name in ("done", "hyp_ids")}
+        beam_outputs["end_logprobs"] = end_logprobs
     else:
         room = T - P if decoder.fprop_for_prefix else 0
         prefix_ids = np.pad(np.repeat(prefix_ids, S, axis=1), ((0, 0), (0, 0), (0, room)))
@@ -88,9 +88,9 @@ def pax_outputs(
         "output_ids": output_ids,
         "decode_lengths": decode_lengths,
         "logprobs": logprobs,
-        "prefix_lengths": whole_lengths_BS,
-        "original_lengths": whole_lengths_BS,
+        "prefix_lengths": prompt_lengths_BS,
+        "original_lengths": prompt_lengths_BS,
         "prefix_ids": prefix_ids,
         "scores": outputs["scores"],
-        **of_beams,
+        **beam_outputs,
     }

@@ -43,7 +43,7 @@ class Prefix(NamedTuple):
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of tokens that a row of the cache must have room for."""
+    """Returns the number of token slots that a row of the cache needs."""
     length = prompt_length + decoder.max_decode_steps
     return length if decoder.seqlen is None else max(prompt_length, min(length, decoder.seqlen))
 
@@ -70,13 +70,13 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     last = jnp.maximum(lengths - 1, 0)
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
-        positions = {}
+        options: dict[str, jax.Array] = {}
         # The angles of dynamic rotary embeddings depend on the largest position, which must not be
         # the position of padding.
         if any(isinstance(layer, DynamicRotary) for _, layer in layers_of(model)):
             clipped = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
-            positions = {"positions": clipped[None, :]}
-        logits, cache = model(ids, paddings=paddings, cache=cache, **positions)
+            options = {"positions": clipped[None, :]}
+        logits, cache = model(ids, paddings=paddings, cache=cache, **options)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
         rest = prompt_length % size
@@ -119,7 +119,7 @@ def read_blocks(
     *,
     has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Reads the remaining tokens of prompts into the cache, a block per forward pass.
+    """Reads the tokens of prompts from `start` on into the cache, one block per forward pass.
 
     Args:
       model: The model.

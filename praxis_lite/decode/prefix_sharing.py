@@ -23,7 +23,10 @@ NUM_RECENT_PROMPTS = 64
 
 
 def block_size(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of prompt tokens per forward pass; prefix lengths are multiples of it."""
+    """Returns the number of prompt tokens per forward pass.
+
+    The lengths of shared prefixes are multiples of it.
+    """
     largest, smallest = decoder.prefill_chunk_size, min(8, prompt_length)
     if largest is None:
         largest = max(min(DEFAULT_BLOCK_SIZE, prompt_length // 4), smallest)
@@ -84,7 +87,7 @@ def common_prefix_length(ids: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 class PrefixCache:
-    """An LRU cache of model states after prefixes that several prompts have in common.
+    """An LRU cache of the model's states after prefixes that several prompts share.
 
     A prefix is stored when a second prompt begins with it, because its length is not known earlier,
     and a recurrent state cannot be shortened later. Each entry uses as much memory as one row of
@@ -121,6 +124,8 @@ class PrefixCache:
           ids: int32 [P], the prompt, padded on the right.
           length: Length of the prompt without padding. The prefix is always shorter.
         """
+        # Look up the longest stored prefix. If a recent prompt has an even longer prefix in common
+        # with this prompt, read the remaining tokens of that prefix and store it.
         prompt = ids[:length]
         tokens = tuple(prompt.tolist())
         prefixes = [x for x in self._rows if len(x) < length and x == tokens[: len(x)]]

@@ -50,7 +50,9 @@ def layers_that_keep_padding(model: Any) -> list[str]:
     A model that is not an nnx.Module must not store padding; see `Decoder.__call__`.
     """
     classes = {type(layer) for _, layer in layers_of(model)}
-    return sorted(x.__name__ for x in classes if hasattr(x, "init_cache") and not _declares(x))
+    return sorted(
+        cls.__name__ for cls in classes if hasattr(cls, "init_cache") and not _skips_padding(cls)
+    )
 
 
 def layers_of(model: Any) -> Iterator[tuple[tuple, nnx.Module]]:
@@ -76,15 +78,15 @@ def check_has_rows(model: Any) -> None:
         jax.eval_shape(lambda x: keep_rows(x, x, dims, jnp.zeros((2,), bool)), cache)
 
 
-def _declares(layer_class: type) -> bool:
-    """Returns whether a class declares `cache_skips_padding`.
+def _skips_padding(layer_class: type) -> bool:
+    """Returns whether a class declares that its cache does not store padding.
 
     Overriding `init_cache` or `__call__` in a subclass invalidates the declaration of its base
     class.
     """
     for owner in layer_class.__mro__:
         if "cache_skips_padding" in vars(owner):
-            return bool(owner.cache_skips_padding)
+            return bool(vars(owner)["cache_skips_padding"])
         if {"init_cache", "__call__"} & vars(owner).keys():
             return False
     return False
@@ -94,7 +96,7 @@ def _declares(layer_class: type) -> bool:
 def log_slow_prefill(names: tuple[str, ...]) -> None:
     """Logs once per model that prompts are read a token at a time, and how to avoid this."""
     logging.getLogger("praxis_lite").info(
-        "prompts are read a token at a time, because %s does not declare cache_skips_padding "
-        "(docs/how_to_add.md)",
+        "prompts are read one token at a time, because these layers do not declare "
+        "cache_skips_padding (docs/how_to_add.md): %s",
         ", ".join(names),
     )

@@ -42,18 +42,19 @@ class Prompt(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a prompt has gained since the last report.
+    """The new tokens of a prompt since the last report.
 
     Attributes:
       index: Index of the prompt in the order of submission.
       ids: int32 [n]; n may be 0 when the prompt ends.
       logprobs: float32 [n].
       done: Whether the prompt has ended.
-      likeliest_ids: int32 [n, N], the N likeliest tokens of each step, if the prompt requests them.
+      likeliest_ids: int32 [n, N], the N likeliest tokens of each step; None unless the prompt
+        requests them.
       likeliest_logprobs: float32 [n, N], their log-probs.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # Hides tuple.index, which this class does not need.
     ids: np.ndarray
     logprobs: np.ndarray
     done: bool
@@ -64,17 +65,18 @@ class NewTokens(NamedTuple):
 class Rows:
     """A fixed number of rows that are decoded together; each row is free or contains a prompt.
 
-    Prompts may enter free rows between two calls of `advance`, whose num_steps therefore limits the
-    waiting time of prompts. Prompts of the same length that enter together are prefilled together.
+    New prompts can only enter between two calls of `advance`, so its argument num_steps limits how
+    long a prompt waits for a free row. Prompts of the same length that are submitted between the
+    same two calls are prefilled together.
 
     Attributes:
       num_steps: Number of model steps so far, each of which advances all rows.
       num_prefills: Number of prompts so far.
-      num_passes: Number of prefill calls of the model.
+      num_passes: Number of model calls for prefill.
       num_prompt_tokens: Total number of tokens in these prompts.
       num_read_tokens: Number of prompt tokens that the model has read. Shared prefixes are counted
         once.
-      num_row_tokens: Number of new tokens of prompts that have ended, with speculation only.
+      num_row_tokens: Number of new tokens of prompts that have ended; 0 without speculation.
       num_row_steps: Number of model steps that computed these tokens.
     """
 
@@ -93,11 +95,11 @@ class Rows:
         self.num_row_tokens = self.num_row_steps = 0
 
     def warm_up(self, key: jax.Array) -> None:
-        """Compiles all programs before the first prompt; only the dtype of `key` matters."""
+        """Compiles all functions before the first prompt; only the dtype of `key` matters."""
         for length in self._batching.prompt_lengths:
             ids = np.zeros(length, np.int32)
             prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
-            # Insert another prompt, because a shared prefix is read when a second prompt has it.
+            # Insert one more prompt, because a shared prefix is read when a second prompt has it.
             for size in (*self._batching.sizes(length), 1):
                 self._insert(dict.fromkeys(range(size), prompt))
         self.advance(1)
@@ -134,14 +136,14 @@ class Rows:
         self.num_prefills += 1
         return self.num_prefills - 1
 
-    def summary(self, what: str) -> str:
+    def summary(self, prompts: str) -> str:
         """Returns a log line with the numbers of prompts, steps and tokens.
 
         Args:
-          what: Name of the prompts, such as "rows of prompts".
+          prompts: Description of the prompts, such as "rows of prompts".
         """
         line = (
-            f"{self.num_prefills} {what} took {self.num_steps} model steps, "
+            f"{self.num_prefills} {prompts} took {self.num_steps} model steps, "
             f"{self._batching.num_rows} rows at a time"
         )
         if self._prefixes is not None:
@@ -156,7 +158,9 @@ class Rows:
     def cancel(self, index: int) -> None:
         """Frees the row of a prompt unless the prompt has ended."""
         self._taken = {row: taken for row, taken in self._taken.items() if taken[0] != index}
-        self._entering = {row: item for row, item in self._entering.items() if row in self._taken}
+        self._entering = {
+            row: prompt for row, prompt in self._entering.items() if row in self._taken
+        }
 
     def advance(self, num_steps: int, *, until_one_ends: bool = False) -> list[NewTokens]:
         """Prefills submitted prompts, runs up to `num_steps` steps, and returns the new tokens.
@@ -193,7 +197,7 @@ class Rows:
         return new_tokens
 
     def _insert(self, prompts: Mapping[int, Prompt]) -> None:
-        """Prefills prompts of equal length into rows, in groups of the sizes of `sizes`."""
+        """Prefills prompts of the same length into rows, in groups with the sizes from `sizes`."""
         rows, length = list(prompts), len(next(iter(prompts.values())).ids)
         while rows:
             size = next(n for n in self._batching.sizes(length) if n <= len(rows))
@@ -214,7 +218,7 @@ class Rows:
 
 def _new_tokens(report: dict[str, Any], row: int, index: int, seen: int, length: int) -> NewTokens:
     new, stored = slice(seen, length), report["likeliest"]
-    likeliest = ()
+    likeliest: tuple[np.ndarray, ...] = ()
     if stored is not None and stored.is_wanted[row]:
         slots = np.arange(seen, length) % stored.ids.shape[1]
         assert len(slots) <= stored.ids.shape[1], "more steps than the ring buffer has slots"

@@ -26,12 +26,12 @@ class Greedy(Decoder):
       stop_sequences: Token sequences. A row ends when its output ends with one of them. In Pax,
         this is an `eos_id` of rank 2.
       stop_strings: Strings that end a row. They are removed together with all text after them, and
-        may contain special tokens. They require a tokenizer in the task, which encodes them as stop
-        sequences. Text also ends at occurrences that are tokenized differently.
+        may contain special tokens. They require a task with a tokenizer, which encodes them as stop
+        sequences. The text also ends at a stop string that the model writes with other tokens.
       num_cache_slots: If positive, datasets of prompts are decoded by continuous batching with this
-        number of rows, where the next prompt takes a row as soon as it is free. If 0, they are
-        decoded batch by batch, and each batch takes as long as its longest row. (The name is from
-        Pax.)
+        number of rows: as soon as a row is free, it is assigned to the next prompt. If 0, datasets
+        are decoded batch by batch, and each batch takes as long as its longest row. (The name is
+        from Pax.)
       num_speculative_tokens: Number of draft tokens that each call of the model verifies in
         addition to a row's next token; 0 disables speculation. Drafts are the tokens that followed
         an earlier occurrence of the row's last tokens in the prompt or the output (prompt lookup,
@@ -112,14 +112,16 @@ class Greedy(Decoder):
         return state.likeliest
 
     def penalized(self, state: DecodeState) -> jax.Array:
-        """Returns the logits with penalties, and -inf for ends before min_decode_steps."""
+        """Returns the logits with penalties, and -inf for EOS tokens before min_decode_steps."""
         logits = state.logits
         if self.repetition_penalty != 1.0:
+            assert state.in_prompt is not None and state.in_output is not None
             reduced = jnp.where(
                 logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
             )
             logits = jnp.where(state.in_prompt | state.in_output, reduced, logits)
         if self.presence_penalty != 0.0:
+            assert state.in_output is not None
             logits = logits - self.presence_penalty * state.in_output
         if self.min_decode_steps and self.eos_ids:
             is_early = (state.decode_lengths < self.min_decode_steps)[:, None]
@@ -127,7 +129,7 @@ class Greedy(Decoder):
             logits = jnp.where(is_early & is_eos[None, :], -jnp.inf, logits)
         return logits
 
-    def gumbel(self, state: DecodeState, shape: tuple[int, int]) -> jax.Array:
+    def gumbel(self, state: DecodeState, shape: tuple[int, ...]) -> jax.Array:
         """Returns Gumbel noise [R, C], drawn from each row's key and number of new tokens."""
 
         def draw(key: jax.Array, step: jax.Array) -> jax.Array:
@@ -136,7 +138,7 @@ class Greedy(Decoder):
         return jax.vmap(draw)(state.keys, state.decode_lengths)
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Implements `__call__`; scores are the sums of a continuation's log-probs.
+        """Implements `__call__`; the score of a continuation is the sum of its log-probs.
 
         With speculation, the outputs also have num_model_steps, int32 [B, S], the number of model
         calls that computed the new tokens. With prefix sharing, they have num_shared, int32 [B, S],
@@ -162,11 +164,11 @@ class Greedy(Decoder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(Greedy):
-    """Samples each token from the candidates that remain after k, p and min_p.
+    """Samples each token from the model's distribution, optionally filtered by k, p and min_p.
 
     The filters apply to the model's probabilities after penalties: first k, then p to the remaining
-    k tokens, then min_p. As in Pax, the temperature applies to the remaining candidates. Other
-    libraries apply it before the filters.
+    k tokens, then min_p. As in Pax, the temperature only applies to the candidates that remain.
+    Other libraries apply it before the filters.
 
     Attributes:
       num_samples: Number of continuations per prompt; the model reads the prompt once.

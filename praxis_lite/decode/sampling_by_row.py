@@ -35,15 +35,15 @@ class Likeliest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleByRow(Greedy):
-    """Decodes greedy and sampled rows, each with its own settings, in a single program.
+    """Decodes greedy and sampled rows, each with its own settings, in a single compiled step.
 
     A row gets the same tokens as with Greedy, or with Sample for k=0 and the row's temperature and
     p. Noise, thresholds and the likeliest tokens are computed only if a row needs them.
 
     Attributes:
       temperature: Temperature of rows without a setting; 0 chooses the most likely token.
-      top_k: Number of most likely tokens to sample from, in rows without a setting. Tokens that tie
-        with the last of them are included; 0 samples from all tokens.
+      top_k: Number of most likely tokens to sample from, in rows without a setting; 0 samples from
+        all tokens. Tokens that are as likely as the least likely of these are also included.
       top_p: Like `Sample.p`, applied after top_k, for rows without a setting.
       num_likeliest: Number of likeliest tokens to store per step for rows that request them, N.
       num_kept_steps: Number of recent steps whose likeliest tokens are stored, C.
@@ -66,13 +66,15 @@ class SampleByRow(Greedy):
         self._require("num_kept_steps", self.num_kept_steps >= 1, "1 or more")
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
+        top_k_R, top_p_R = state.top_k, state.top_p
+        assert top_k_R is not None and top_p_R is not None
         is_sampled_R = ~state.done & (state.temperature > 0)
-        is_filtered_R = is_sampled_R & ((state.top_k > 0) | (state.top_p < 1.0))
+        is_filtered_R = is_sampled_R & ((top_k_R > 0) | (top_p_R < 1.0))
 
         def add_noise() -> jax.Array:
             logits_RV = jax.lax.cond(
                 on_any_device(jnp.any(is_filtered_R)),
-                lambda: _filtered(logits, state.top_k, state.top_p),
+                lambda: _filtered(logits, top_k_R, top_p_R),
                 lambda: logits,
             )
             return logits_RV + state.temperature[:, None] * self.gumbel(state, logits.shape)

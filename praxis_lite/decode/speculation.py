@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts by prompt lookup, and a check that a model supports drafts."""
+"""Speculative decoding: prompt lookup, and a check that a model can reject drafts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +21,10 @@ def lookup_drafts(
 ) -> jax.Array:
     """Drafts the next tokens of each row by prompt lookup decoding (Saxena 2023).
 
-    Finds the latest earlier occurrence of the longest n-gram, of up to N tokens, at the end of the
-    row. The drafts are the K tokens that follow this occurrence, repeated periodically if there are
-    fewer. If even the last token did not occur before, the drafts repeat it.
+    An n-gram is the last n tokens of the row. This function finds the longest n-gram, with n <= N,
+    that occurs earlier in the row, and its latest earlier occurrence. The drafts are the K tokens
+    after this occurrence. If fewer tokens follow it, they are repeated periodically. If even the
+    last token does not occur earlier, all drafts are equal to it.
 
     Args:
       history: int32 [R, S], the tokens of each row so far, and arbitrary ids after them.
@@ -36,7 +37,8 @@ def lookup_drafts(
     """
     num_slots = history.shape[1]
     ends = jnp.arange(1, num_slots + 1)  # Candidate ends of the earlier n-gram, exclusive.
-    is_equal, num_equal = True, jnp.zeros(history.shape, jnp.int32)
+    is_equal: bool | jax.Array = True
+    num_equal = jnp.zeros(history.shape, jnp.int32)
     for i in range(longest_ngram):
         last = jnp.take_along_axis(history, jnp.maximum(lengths - 1 - i, 0)[:, None], axis=1)
         # Shift the history, to compare the i-th token from the end of each candidate n-gram.
@@ -69,15 +71,15 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
         raise ConfigError(
-            f"{setting} requires a cache with a slot for each token, to remove rejected drafts, "
-            f"but {', '.join(states[:3])} in the model's cache is a state that every token "
-            f"changes, as in a recurrent layer. Set {setting} to 0."
+            f"{setting} requires a cache with a slot for each token, to remove rejected drafts. "
+            "Every token changes these entries of the model's cache, as in a recurrent layer: "
+            f"{', '.join(states[:3])}. Set {setting} to 0."
         )
     if names := layers_that_keep_padding(model):
         raise ConfigError(
-            f"{setting} requires caches from which rejected drafts can be removed, but "
-            f"{', '.join(names)} does not declare cache_skips_padding. Set {setting} to 0, or "
-            "declare it (docs/how_to_add.md)."
+            f"{setting} requires caches from which rejected drafts can be removed, but these "
+            f"layers do not declare cache_skips_padding: {', '.join(names)}. Set {setting} to 0, "
+            "or declare it (docs/how_to_add.md)."
         )
     for path, layer in layers_of(model):
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:
@@ -101,10 +103,10 @@ def _states(model: Any) -> Iterator[Any]:
 
     The cache of cross-attention is excluded, because it is constant and as long as the inputs.
     """
-    one, two = (jax.eval_shape(lambda n=n: model.init_cache(2, n)) for n in (1, 2))
+    short, long = (jax.eval_shape(lambda n=n: model.init_cache(2, n)) for n in (1, 2))
     rows = jax.tree.leaves(batch_dims(model.init_cache))
-    shapes = jax.tree_util.tree_flatten_with_path(one)[0]
+    shapes = jax.tree_util.tree_flatten_with_path(short)[0]
     is_cross = {path[:-1] for path, _ in shapes if "encoded_visible" in str(path[-1])}
-    for (path, a), b, row_dim in zip(shapes, jax.tree.leaves(two), rows, strict=True):
+    for (path, a), b, row_dim in zip(shapes, jax.tree.leaves(long), rows, strict=True):
         if row_dim >= 0 and a.shape == b.shape and path[:-1] not in is_cross:
             yield path

@@ -1,4 +1,4 @@
-"""Decodes continuations to text, and ends them at stop strings, on devices and on the host."""
+"""Ends continuations at stop strings: as token sequences on devices, as text on the host."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ _TEXTS_BEFORE = ("", "a", ".", "\n")
 
 
 def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """Returns a decoder whose end of text and stop strings are tokens of `tokenizer`.
+    """Returns a decoder with the EOS ids of a tokenizer and its encodings of the stop strings.
 
     Args:
       decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
@@ -88,7 +88,7 @@ class ContinuationText:
         self._compared, self._special = "", list[tuple[int, int]]()
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the text that it completes, even past a stop string."""
+        """Adds a token, and returns the text that it completes; this may include a stop string."""
         if self.is_stopped:
             return ""
         if token not in self._tokenizer.special_ids:
@@ -107,7 +107,7 @@ class ContinuationText:
         return new
 
     def replace(self, text: str) -> None:
-        """Replaces the decoded text by `text`, and marks it as final."""
+        """Replaces the decoded text with `text`, and marks it as final."""
         self.text, self.num_final = text, len(text)
 
     @property
@@ -144,7 +144,7 @@ class ContinuationText:
             self.num_final = len(self.text)
         else:
             # Text that may be the beginning of a stop string is not final yet.
-            num_held = max(
+            num_pending = max(
                 (
                     n
                     for stop in self._stop_strings
@@ -153,7 +153,7 @@ class ContinuationText:
                 ),
                 default=0,
             )
-            num_final = self._num_in_text(len(self._compared) - num_held)
+            num_final = self._num_in_text(len(self._compared) - num_pending)
             self.num_final = max(self.num_final, num_final)
 
     def _num_in_text(self, end: int) -> int:
@@ -176,7 +176,7 @@ def continuation_text(
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yields a stop string as it is decoded, if decoding its tokens adds spaces."""
+    """Yields the decoded form of a stop string, if encoding and decoding it adds spaces."""
     decoded = tokenizer.decode(tokenizer.encode(text, False))
     if len(decoded) > len(text) and _without_spaces(decoded) == _without_spaces(text):
         yield decoded

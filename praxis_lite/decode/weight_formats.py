@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Stores a weight in int8.
+    """Stores a weight as int8, with a scale per output channel.
 
     Attributes:
       summed_dims: Dims that a matmul sums over, as negative indices, so that they are the same with
@@ -107,11 +107,12 @@ def stored_forms(task: Task) -> dict[str, Stored]:
         inputs that cannot be traced here.
     """
     decoder = task.decoder
-    forms: dict[str, Stored] = {} if decoder.weights_dtype is None else _casts(task)
+    casts = {} if decoder.weights_dtype is None else _casts(task)
+    forms: dict[str, Stored] = {**casts}
     if decoder.weights_outputs_first:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
-            path: Transpose(dims, forms.get(path))
+            path: Transpose(dims, casts.get(path))
             for path, (layer, dims) in layers.items()
             if TransposedWeight.supports(layer.equation)
         }
@@ -156,12 +157,16 @@ def _narrows(old: Any, new: Any) -> bool:
 
 
 def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> list[str | None]:
-    """Traces how a jaxpr uses weights.
+    """Records how a jaxpr uses weights.
+
+    Each weight is followed through operations that only select or move its elements. Weights that
+    enter the carry of a loop count as used without a cast, because the carry may change.
 
     Args:
       jaxpr: The jaxpr.
       values: For each argument, the path of the weight that it contains, or None.
-      uses: Is filled with the dtypes that each weight is cast to, and with None for other uses.
+      uses: For each path, the set of dtypes to which the weight is cast, and None if it is used
+        without a cast. Updated in place.
 
     Returns:
       For each result, the path of the weight whose elements it contains, or None.
@@ -169,10 +174,10 @@ def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> 
 
     def rule(eqn: core.JaxprEqn, values: list[str | None]) -> list[str | None]:
         name, inner = eqn.primitive.name, list(core.jaxprs_in_params(eqn.params))
-        nothing = [None] * len(eqn.outvars)
+        nothing: list[str | None] = [None] * len(eqn.outvars)
         if not any(values):
             return nothing
-        if name == "convert_element_type":
+        if name == "convert_element_type" and values[0] is not None:
             uses[values[0]].add(np.dtype(eqn.params["new_dtype"]))
             return nothing
         if name in _VIEWS and not any(values[1:]):
@@ -180,27 +185,28 @@ def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> 
         if name == "optimization_barrier":
             return values
         if name == "while":
-            of_cond, of_body, carry = split_loop_operands(eqn, values)
-            as_is(carry)
-            carry = [None] * len(carry)
-            _follow(eqn.params["cond_jaxpr"], [*of_cond, *carry], uses)
-            as_is(_follow(eqn.params["body_jaxpr"], [*of_body, *carry], uses))
+            cond_consts, body_consts, carry = split_loop_operands(eqn, values)
+            add_other_use(carry)
+            unknown = [None] * len(carry)
+            _follow(eqn.params["cond_jaxpr"], [*cond_consts, *unknown], uses)
+            add_other_use(_follow(eqn.params["body_jaxpr"], [*body_consts, *unknown], uses))
             return nothing
         if name == "scan":
             consts, carry, xs = split_loop_operands(eqn, values)
-            as_is(carry)
-            as_is(_follow(eqn.params["jaxpr"], [*consts, *[None] * len(carry), *xs], uses))
+            add_other_use(carry)
+            inner_values = [*consts, *[None] * len(carry), *xs]
+            add_other_use(_follow(eqn.params["jaxpr"], inner_values, uses))
             return nothing
         if name == "cond":
             for branch in eqn.params["branches"]:
-                as_is(_follow(branch, values[1:], uses))
+                add_other_use(_follow(branch, values[1:], uses))
             return nothing
         if len(inner) == 1 and len(inner[0].invars) == len(values) and name != "pallas_call":
             return _follow(inner[0], values, uses)
-        as_is(values)
+        add_other_use(values)
         return nothing
 
-    def as_is(values: list[str | None]) -> None:
+    def add_other_use(values: Sequence[str | None]) -> None:
         for path in filter(None, values):
             uses[path].add(None)
 
@@ -216,7 +222,7 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
 
 
 def _dense_layers(task: Task, setting: str, value: Any) -> dict[str, tuple[Dense, tuple[int, ...]]]:
-    """Maps the paths of weights to their dense layers and to the dims that these sum over."""
+    """Returns the dense layer of each weight, and the dims that its matmul sums over, by path."""
     dense_layers = {
         f"params/{path}/w".replace("//", "/"): (node, dims)
         for path, node in _nodes(task)

@@ -1,6 +1,6 @@
 """Prepares the data of an experiment without its model, or prints a digest of its batches.
 
-`digest --job` proves which examples a job was trained on. The exit status is 1 if the proof fails.
+`digest --job` proves which examples a job has trained on. The exit status is 1 if the proof fails.
 """
 
 import argparse

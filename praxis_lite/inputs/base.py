@@ -35,7 +35,7 @@ class HasFingerprint(Protocol):
 
 
 class InputPipeline(abc.ABC):
-    """Batches of host arrays, each a pure function of (settings, seed, index).
+    """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
     A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
     iterator state. All batches of a pipeline have the same shapes; an incomplete last batch is
@@ -70,7 +70,7 @@ class InputPipeline(abc.ABC):
         Args:
             start: Index of the first batch.
             rows: Rows of the global batch to return, a slice of range(batch_size); None for all.
-                Each process requests the rows of its devices (`sharding.inputs.process_rows`).
+                Each process requests the rows of its devices (`Partitioner.process_rows`).
 
         Raises:
             ConfigError: `check` failed.
@@ -112,7 +112,7 @@ class InputPipeline(abc.ABC):
         return ""
 
     def tokens_per_row(self) -> float | None:
-        """Returns the mean number of tokens per row, or None to let a mixture measure it."""
+        """Returns the mean number of tokens per row, or None if a mixture must measure it."""
         return None
 
     def class_name(self) -> str:
@@ -143,8 +143,8 @@ class InputPipeline(abc.ABC):
                 f"an integer, at least {minimum}",
             )
 
-    def whole_or(self, rows: slice | None) -> slice:
-        """Returns `rows`, or all rows of the batch for None."""
+    def rows_or_all(self, rows: slice | None) -> slice:
+        """Returns `rows`, or a slice with all rows of the batch if it is None."""
         return slice(0, self.batch_size) if rows is None else rows
 
 
@@ -160,7 +160,7 @@ class IndexedPipeline(InputPipeline):
     ) -> Iterator[dict[str, np.ndarray]]:
         # Return a generator instead of yielding, so that errors are raised here, not by next().
         self.check()
-        rows, end = self.whole_or(rows), self.num_batches
+        rows, end = self.rows_or_all(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
         return (self.rows(index, rows) for index in indices)
 
@@ -222,13 +222,13 @@ class SequentialPipeline(InputPipeline):
                 start,
                 type(self).__name__,
             )
-        return self.batches_from(start, self.whole_or(rows))
+        return self.batches_from(start, self.rows_or_all(rows))
 
 
 def first_difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns a message about the first leaf in which two computations of a batch differ."""
+    """Returns a message that names the first differing leaf of two batches, or None if equal."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return None  # `checked_batches` reports batches that are not dicts.
     for name, leaf in first.items():

@@ -9,7 +9,10 @@ from praxis_lite.core.errors import ConfigError
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Adds `weights` of 1.0 unless present: one for each label, or for each row without labels."""
+    """Adds `weights` of 1.0 to a batch without weights.
+
+    They have the shape of `labels`, or [rows] if the batch has no `labels`.
+    """
     if "weights" in leaves:
         return dict(leaves)
     shape = leaves["labels"].shape if "labels" in leaves else next(iter(leaves.values())).shape[:1]

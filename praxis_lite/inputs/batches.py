@@ -21,7 +21,7 @@ __all__ = ("checked_spec",)
 def checked_batches(
     pipeline: InputPipeline, name: str, start: int = 0, rows: slice | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (index, batch) from batch `start` on, after checking each batch.
+    """Yields (index, batch) for all batches from `start` on, and checks each of them first.
 
     Args:
       pipeline: Pipeline that computes the batches.
@@ -63,9 +63,9 @@ def check_data(pipeline: InputPipeline, name: str) -> None:
         pipeline.check()
     except BadExample as error:
         sources = dict(_sources(pipeline, name))
-        paths = [path for path, source in sources.items() if source.has(error.where)]
+        paths = [path for path, source in sources.items() if source.contains_location(error.where)]
         paths = paths or list(sources)
-        if len(paths) != 1:  # Ambiguous: the message cannot name a single setting.
+        if len(paths) != 1:  # Ambiguous: the message could not specify which `skip` to set.
             raise
         raise error.with_skip_path(f"{paths[0]}.skip") from None
 
@@ -126,13 +126,13 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
         num_batches is None or isinstance(num_batches, int | np.integer),
         f"{owner}.num_batches",
         num_batches,
-        "a property: the number of batches in one pass, or None if endless",
+        "a property that is the number of batches in one pass, or None if the pipeline is endless",
     )
     spec = pipeline.element_spec()
     leaves = _leaves(spec).values()
     require(
         isinstance(spec, Mapping)
-        and leaves
+        and len(leaves) > 0
         and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves),
         f"{owner}.element_spec()",
         spec,
@@ -168,11 +168,11 @@ def non_finite_rows(
             continue
         rows = np.flatnonzero(bad.reshape(len(x), -1).any(axis=1)) + first_row
         more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-        named = ", ".join(
+        rows_text = ", ".join(
             f"{row} ({example})" if (example := example_of(int(row))) else f"{row}"
             for row in rows[:5]
         )
-        messages.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {named}{more}")
+        messages.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {rows_text}{more}")
     return "; ".join(messages) or None
 
 

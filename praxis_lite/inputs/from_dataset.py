@@ -1,4 +1,4 @@
-"""Reads batches from a tf.data.Dataset that a user's function returns."""
+"""Reads batches from a tf.data.Dataset that a user-defined function returns."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ _NUM_COMPARED = 2
 
 
 class FromDataset(SequentialPipeline):
-    """Batches from a user function that returns a tf.data.Dataset with dicts of tensors.
+    """Batches from a user-defined function that returns a tf.data.Dataset of dicts of tensors.
 
     Each iteration calls the function after `tf.random.set_seed(seed)`, which seeds all random
     operations without an explicit seed. tf.data preserves the order of parallel operations, so all
@@ -47,9 +47,9 @@ class FromDataset(SequentialPipeline):
     of examples, and a hash of the first two batches. It contains no file paths unless they are
     arguments.
 
-    If a batch has no `weights`, weights of 1 are added: one for each label, or for each row without
-    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
-    rows.
+    If a batch has no `weights`, weights of 1 are added, with the shape of `labels`, or one per row
+    if there are no `labels`. 64-bit numbers are converted to 32 bits. An incomplete last batch is
+    padded with zero rows.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as
@@ -91,25 +91,24 @@ class FromDataset(SequentialPipeline):
     def num_batches(self) -> int | None:
         if self._requested_batches is not None:
             return self._requested_batches
-        return self._batches_in(self._num_elements)
+        return None if self._num_elements is None else self._batches_in(self._num_elements)
 
-    def _batches_in(self, num_elements: int | None) -> int | None:
-        if num_elements is None or self.is_batched:
-            return num_elements
-        return -(-num_elements // self.batch_size)
+    def _batches_in(self, num_elements: int) -> int:
+        return num_elements if self.is_batched else -(-num_elements // self.batch_size)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         leaves = {}
         for name, (shape, dtype) in self._element.items():
             narrow("FromDataset", name, np.empty(0, dtype))
             row_shape = shape[1:] if self.is_batched else shape
-            if None in row_shape or (self.is_batched and not shape):
+            static_shape = tuple(size for size in row_shape if size is not None)
+            if static_shape != row_shape or (self.is_batched and not shape):
                 raise ConfigError(
                     f"FromDataset: {name!r} has the shape {shape} in {self._name}; expected a "
                     "static shape, except for the rows of a batch. Pad it, or set its shape with "
                     "tf.ensure_shape."
                 )
-            leaves[name] = np.empty((0, *row_shape), narrow_dtype(np.dtype(dtype)))
+            leaves[name] = np.empty((0, *static_shape), narrow_dtype(np.dtype(dtype)))
         return spec_of_rows(with_weights(leaves), self.batch_size)
 
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
@@ -167,9 +166,9 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _nondeterminism_and_digest(self) -> tuple[str | None, str]:
-        """The reason why batches may differ between runs or None, and a hash of the first two."""
+        """The result of `nondeterminism`, and a hash of the first two batches."""
         first, second = (
-            list(itertools.islice(self.batches_from(0, self.whole_or(None)), _NUM_COMPARED))
+            list(itertools.islice(self.batches_from(0, self.rows_or_all(None)), _NUM_COMPARED))
             for _ in range(2)
         )
         differences = (first_difference(*pair) for pair in zip(first, second, strict=True))
@@ -199,7 +198,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _num_elements(self) -> int | None:
-        """The number of the dataset's elements, or None if it is endless."""
+        """The number of elements in the dataset, or None if it is endless."""
         count = int(self._dataset.cardinality())
         if count == self._tf.data.UNKNOWN_CARDINALITY:
             _log.info(
@@ -237,7 +236,7 @@ class FromDataset(SequentialPipeline):
 
 
 def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
-    """Returns a message about the first nondeterministic operation in a dataset, or None.
+    """Returns why a dataset may differ between runs, or None if it is deterministic.
 
     tf.data preserves the order of parallel operations unless the options disable it. Random
     operations are stateful, so those inside a parallel map draw numbers in arbitrary order.

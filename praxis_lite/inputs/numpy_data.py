@@ -82,7 +82,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
-        """Computes the token positions of each window in `stream`."""
+        """Computes which positions of `stream` each window contains."""
         num_labels = len(self.corpus.tokens(self.split)) - 1
         if self.shuffle:
             return TrainingWindows(num_labels, self.seq_len, self.seed)
@@ -103,7 +103,7 @@ class TextWindows(IndexedPipeline):
         return lm_spec(self.batch_size, self.seq_len)
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the corpus's.
         return self.corpus.tokenizer
 
     def largest_id(self) -> int:
@@ -136,8 +136,8 @@ class TextWindows(IndexedPipeline):
 class InMemory(ExamplePipeline):
     """Batches of arrays in memory; row i of each array belongs to example i.
 
-    If there is no `weights` array, weights of 1 are added: one for each label, or for each row
-    without `labels`. 64-bit numbers are converted to 32 bits, as JAX does by default.
+    If there is no `weights` array, weights of 1 are added, with the shape of `labels`, or one per
+    row if there are no `labels`. 64-bit numbers are converted to 32 bits, as JAX does by default.
 
     Args:
         arrays: Arrays by name with the same first dimension, or a callable that returns them and is
@@ -211,11 +211,11 @@ class InMemory(ExamplePipeline):
 
 
 class SyntheticLm(IndexedPipeline):
-    """A synthetic language whose sequences count upwards, modulo the vocabulary size.
+    """A synthetic language in which most tokens are the previous token plus 1.
 
-    A token t is followed by t + 1 with probability 7/8 and by a random token with probability 1/8.
-    The loss of a perfect model is about 0.38 + ln(vocab_size) / 8, and the loss of uniform guesses
-    is ln(vocab_size).
+    A token t is followed by t + 1 (modulo the vocabulary size) with probability 7/8, and by a
+    random token with probability 1/8. The loss of a perfect model is about
+    0.38 + ln(vocab_size) / 8, and the loss of uniform guesses is ln(vocab_size).
 
     Args:
         vocab_size: Number of distinct tokens.

@@ -25,7 +25,7 @@ class DataPosition:
 
     @classmethod
     def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
-        """Returns the position after `step` steps that skipped the given batches."""
+        """Returns the position after `step` steps, given the batches that training skips."""
         next_batch, skipped = step, tuple(sorted(set(skipped)))
         for index in skipped:
             if index <= next_batch:
@@ -65,6 +65,6 @@ class DataPosition:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """Returns the number of steps before a position in the format of `DataPosition.as_json`."""
+    """Returns the number of training steps before a position, given as JSON."""
     skipped = [index for index in data.get("skipped", ()) if index < data["next_batch"]]
     return data["next_batch"] - len(skipped)

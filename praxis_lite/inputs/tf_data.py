@@ -26,7 +26,7 @@ class TextWindows(numpy_data.TextWindows):
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
-        rows = self.whole_or(rows)
+        rows = self.rows_or_all(rows)
         if not is_installed("tensorflow"):
             _log_no_tensorflow()
             return super().batches(start, rows=rows)

@@ -22,21 +22,22 @@ class WithWorkers(IndexedPipeline):
     """Prefetches the batches of another pipeline, unchanged and in order.
 
     Worker w of N computes batches start + w, start + w + N, ... Each batch is a pure function of
-    its index, so a job may resume with a different number or kind of workers, and the fingerprint
-    includes neither. Each call of `batches` starts new workers, so use this for training, not for
-    short evaluations. If a worker fails or is killed, requesting its next batch raises an error.
+    its index, so a job can resume with a different number or kind of workers; the fingerprint
+    includes neither. Each call of `batches` starts new workers, so use this class for training, not
+    for short evaluations. If a worker fails or is killed, requesting its next batch raises an
+    error.
 
     A worker process is a new Python process with a copy of the pipeline and its data. Starting it
     takes 0.3 s and 30 MB, plus the imports of the pipeline's module. It cannot use accelerators,
     ignores SIGINT and SIGTERM, which the training process handles, and exits together with the
-    training process. Threads have none of these costs, but only help while the GIL is released:
-    when reading files and in large NumPy operations.
+    training process. Threads have none of these costs, but they only help while the GIL is
+    released: when reading files, and during large NumPy operations.
 
     Args:
         pipeline: Pipeline to prefetch. With processes, it must be picklable and thus contain no
             lambdas.
         num_workers: Number of workers.
-        num_prefetched: Maximum number of finished batches in the queue of each worker.
+        num_prefetched: Maximum number of finished batches that wait in each worker's queue.
         kind: "processes" or "threads".
     """
 
@@ -46,7 +47,7 @@ class WithWorkers(IndexedPipeline):
     kind: Literal["processes", "threads"] = "processes"
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int:  # type: ignore[override]  # Read-only: the wrapped pipeline's.
         return self.pipeline.batch_size
 
     @property
@@ -90,7 +91,7 @@ class WithWorkers(IndexedPipeline):
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
         batches = self._from_processes if self.kind == "processes" else self._from_threads
-        return batches(start, self.whole_or(rows))
+        return batches(start, self.rows_or_all(rows))
 
     def _from_threads(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         num_ahead = self.num_workers * (1 + self.num_prefetched)

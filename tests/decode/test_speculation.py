@@ -210,7 +210,7 @@ GROWING = {
     "layer, most, message",
     [
         (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
-        (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*but h, window in the model.*to 0"),
+        (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*recurrent layer: h, window\..*to 0"),
         (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
         (WINDOW, 17, r"num_speculative_tokens is 17; expected at most 16.*self_attention.*window"),
     ],

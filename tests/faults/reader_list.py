@@ -54,9 +54,10 @@ def _json_lines(folder: Path) -> None:
     (folder / "c.jsonl.zst").write_bytes(packed)
 
 
-def _read_documents(holds: str, folder: Path) -> None:
-    tokenizer = inputs.TokenIds() if holds == "ids" else _ChatBytes()
-    documents = inputs.Documents(inputs.JsonLines(f"{folder}/*.jsonl"), holds, tokenizer=tokenizer)
+def _read_documents(example_format: str, folder: Path) -> None:
+    tokenizer = inputs.TokenIds() if example_format == "ids" else _ChatBytes()
+    source = inputs.JsonLines(f"{folder}/*.jsonl")
+    documents = inputs.Documents(source, example_format, tokenizer=tokenizer)
     documents.check()
     for index in range(len(documents.lengths)):
         documents[index]

@@ -91,10 +91,10 @@ def stream_of(text):
         {"window": 1},
     ],
 )
-@pytest.mark.parametrize("ahead", [True, False])
-def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead):
+@pytest.mark.parametrize("cache_tokens", [True, False])
+def test_one_pass_has_every_label_of_every_document_once(folder, settings, cache_tokens):
     # A batch of one row: an epoch that is shuffled ends with a row, not with a batch.
-    pieces = pieces_of(packed(folder, {"ahead": ahead}, batch_size=1, **settings))
+    pieces = pieces_of(packed(folder, {"cache_tokens": cache_tokens}, batch_size=1, **settings))
     expected = [stream_of(text_of(n)) for n in range(120)]
     # Each piece is a run of a document, its labels the ids after its ids.
     for ids, labels, weights in pieces:
@@ -108,7 +108,7 @@ def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead
 
 def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
     settings = {"seed": 5, "shuffle": True, "window": 8}
-    ahead, later = (packed(folder, {"ahead": x}, **settings) for x in (True, False))
+    ahead, later = (packed(folder, {"cache_tokens": x}, **settings) for x in (True, False))
     assert batches_sha256(itertools.islice(ahead.batches(), 30)) == batches_sha256(
         itertools.islice(later.batches(), 30)
     )
@@ -146,7 +146,7 @@ def test_answers_alone_are_learnt(tmp_path):
         ("messages", b"c\x03", task),
         ("completion", b"4", chat),
     ):
-        rows = packed(tmp_path, {"holds": holds, "ignored_keys": tuple(others)})
+        rows = packed(tmp_path, {"format": holds, "ignored_keys": tuple(others)})
         ((_, labels, weights),) = pieces_of(rows)
         actual = [x for x, weight in zip(labels, weights, strict=True) if weight]
         assert bytes(x for x in actual if x != EOS) == learnt
@@ -165,7 +165,7 @@ def test_ids_of_others_are_checked(tmp_path, caplog):
     lines = [{"ids": [3, 4, 5]}, {"ids": [1]}, {"ids": [7, -1, 2]}, {"ids": [0, 6]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     with pytest.raises(ConfigError, match=r"a.jsonl:3.*-1.*0"):
-        packed(tmp_path, {"holds": "ids"}).check()
+        packed(tmp_path, {"format": "ids"}).check()
     source = JsonLines(f"{tmp_path}/*.jsonl", skip=["id_beyond_vocabulary"])
     actual = PackedText(Documents(source, "ids"), "train", 1, 3, shuffle=False)
     with caplog.at_level(logging.INFO):
@@ -235,7 +235,7 @@ def test_processes_on_all_cores_make_what_one_does(folder, tmp_path, monkeypatch
 
 def test_an_id_that_the_model_does_not_have_is_named_with_its_place(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"ids": [3, 4]}\n{"ids": [1, 9]}\n')
-    rows = packed(tmp_path, {"holds": "ids"})
+    rows = packed(tmp_path, {"format": "ids"})
     mixture = Mixture({"one": rows, "two": rows}, {"one": 1, "two": 2}, 4)
     task = types.SimpleNamespace(tokenizer=TokenIds(), num_ids=lambda: {"ids": 9})
     with pytest.raises(ConfigError, match=r"sources.one.*a.jsonl:2.*9"):
@@ -309,7 +309,7 @@ def stream(folder, **settings):
     sources = {
         "even": rows({"keep": is_even}, seed=1),
         "all": rows(split_documents=True, seed=2),
-        "later": rows({"ahead": False, "transform": with_title}, seed=3, packing=False),
+        "later": rows({"cache_tokens": False, "transform": with_title}, seed=3, packing=False),
     }
     return Mixture(
         sources,
@@ -348,7 +348,7 @@ def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(fol
 
 
 def test_each_host_reads_only_its_rows(folder, monkeypatch):
-    rows = packed(folder, {"ahead": False}, shuffle=True, packing=False, seq_len=400)
+    rows = packed(folder, {"cache_tokens": False}, shuffle=True, packing=False, seq_len=400)
     rows.check()
     read, original = [], JsonLines.example
     monkeypatch.setattr(

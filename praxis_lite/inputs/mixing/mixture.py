@@ -109,10 +109,10 @@ class Mixture(IndexedPipeline):
     @functools.cached_property
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
         """The phases of the schedule: (first batch, integer weights)."""
-        phases = (
+        phases: list[tuple[int, Weights]] = (
             [(0, self.weights)]
             if isinstance(self.weights, Mapping)
-            else [tuple(phase) for phase in self.weights]
+            else [(start, weights) for start, weights in self.weights]
         )
         starts = [start for start, _ in phases]
         require(

@@ -133,7 +133,7 @@ class Schedule:
                 segment = Segment(start, stop, phase.order(start, period, counts), counts)
                 self.segments.append(segment)
                 if stop < math.inf:
-                    counts = segment.counts_before(stop)
+                    counts = segment.counts_before(int(stop))
 
     def counts_before(self, position: int) -> np.ndarray:
         """Returns the number of rows of each source before a position, as int64[sources]."""
@@ -198,7 +198,7 @@ class _Phase:
     ) -> None:
         is_last = number + 1 == len(phases)
         self._start, self._parts = phases[number]
-        self._end = math.inf if is_last else phases[number + 1][0]
+        self._end: int | float = math.inf if is_last else phases[number + 1][0]
         self._period = sum(self._parts)
         self._at_start = [target.at_starts[number] for target in targets]
         self._at_end = (
@@ -222,13 +222,16 @@ class _Phase:
         * At the end, it differs from the release of the first row whose deadline is after the end.
         """
         start, end, period = self._start, self._end, self._period
+        segments: list[tuple[int, int | float, int]]
         pairs = zip(self._at_start, self._parts, strict=True)
         has_paused_row = any(target.denominator > 1 and part == 0 for target, part in pairs)
         first = start + (period if has_paused_row else self._max_delay(self._at_start))
         last = end if end == math.inf else end - self._max_delay(self._at_end)
         if last - first <= period:
-            return [(start, end, end - start)]
-        segments = [(start, first, first - start), (first, last, period), (last, end, end - last)]
+            return [(start, end, int(end - start))]
+        segments = [(start, first, first - start), (first, last, period)]
+        if last < end:
+            segments.append((int(last), end, int(end - last)))
         return [segment for segment in segments if segment[0] < segment[1]]
 
     def _max_delay(self, targets: Sequence[Fraction]) -> int:

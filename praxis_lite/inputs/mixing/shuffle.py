@@ -1,4 +1,4 @@
-"""The order of examples in an endless shuffled stream, as a pure function of seed and position.
+"""Computes the order of examples in an endless shuffled stream from a seed and a position.
 
 The order is derived from Philox's raw bits, which are the same in every version of NumPy. The
 results of `Generator.permutation` may change between versions, and upgrading NumPy in the middle of

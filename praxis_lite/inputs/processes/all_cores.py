@@ -60,7 +60,9 @@ def run_on_all_cores(
 
 def num_cores() -> int:
     """Returns the number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def require_guarded_main() -> None:
@@ -71,7 +73,7 @@ def require_guarded_main() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
-            "The script reads data while a worker process imports it to find its functions. Move "
+            "The script reads data when a worker process imports it to find its functions. Move "
             "all statements except imports, functions and classes under: "
             "if __name__ == '__main__':"
         )
@@ -126,7 +128,8 @@ def _call(item: Any) -> Any:
     return _function(item)
 
 
-_function: Callable[[Any], Any] = id  # Set once per process, instead of pickled per item.
+# Set once per process, because pickling the function with each item would take longer.
+_function: Callable[[Any], Any] = id
 
 
 class _Progress:

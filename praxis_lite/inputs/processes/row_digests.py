@@ -1,4 +1,4 @@
-"""Digests of batch rows, whose sum identifies a job's data for any number of processes."""
+"""Digests of batch rows; their sum does not depend on the number of processes."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def row_digests(batch: Any, index: int, first_row: int = 0) -> np.ndarray:
 def _digests(parts: Sequence[np.ndarray], seed: int) -> list[int]:
     """Returns the digest of each row of the parts, which are concatenated along dimension 1."""
     concatenated = np.concatenate(parts, axis=1)
-    width, view = concatenated.shape[1], memoryview(concatenated.reshape(-1))
+    width, view = concatenated.shape[1], concatenated.reshape(-1).data
     return [
         xxhash.xxh3_64_intdigest(view[start : start + width], seed)
         for start in range(0, len(view), width)

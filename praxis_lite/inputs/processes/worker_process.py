@@ -36,7 +36,8 @@ class WorkerProcess:
     """A process that computes batches of a pipeline, up to `num_prefetched` ahead.
 
     The worker writes each batch to a pipe: a JSON header, then the bytes of the arrays. A second
-    pipe sends the pickled pipeline to the worker, and signals to it that the parent is gone.
+    pipe sends the pickled pipeline to the worker; when this pipe breaks, the worker knows that the
+    parent is gone, and exits.
     """
 
     def __init__(self, name: str, num_prefetched: int):
@@ -47,10 +48,10 @@ class WorkerProcess:
         self._process = context.Process(
             target=_run_worker, args=(requests, batches, num_prefetched), name=name, daemon=True
         )
-        # Start the resource tracker of multiprocessing first. Otherwise `start` below starts it for
-        # the first worker, which unblocks the signals.
+        # Start the resource tracker of multiprocessing first. Otherwise, `start` below would start
+        # it for the first worker, and this would unblock the signals.
         resource_tracker.ensure_running()
-        # A child inherits the signal mask, so a Ctrl-C cannot kill a worker before it ignores it.
+        # The worker inherits this mask, so Ctrl-C cannot kill it before it ignores SIGINT.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
         try:
             self._process.start()
@@ -114,7 +115,7 @@ class WorkerProcess:
         return batch
 
     def _read_into(self, leaf: np.ndarray) -> None:
-        remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+        remaining = leaf.reshape(-1).view(np.uint8).data
         while remaining:
             num_bytes = os.readv(self._batches.fileno(), [remaining])
             if not num_bytes:
@@ -124,7 +125,7 @@ class WorkerProcess:
     def _exit_error(self, index: int) -> ConfigError:
         self._process.join(timeout=5)
         code, advice = self._process.exitcode, ""
-        cause = f"exited with status {code}"
+        cause = "closed its pipe" if code is None else f"exited with status {code}"
         if code is not None and code < 0:
             cause = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
@@ -176,7 +177,7 @@ def _message(batch: Mapping[str, np.ndarray]) -> _Message:
     leaves = {name: np.asarray(leaf) for name, leaf in batch.items()}
     for name, leaf in leaves.items():
         require_numbers("WithWorkers", name, leaf)
-    # Send dtype names: the type code of bfloat16 is that of two raw bytes.
+    # Send dtype names, because bfloat16 has the same type code as two raw bytes.
     header = {"leaves": [(name, leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()]}
     return json.dumps(header).encode(), [np.ascontiguousarray(leaf) for leaf in leaves.values()]
 
@@ -187,7 +188,7 @@ def _send(finished: "queue.Queue[_Message]", batches: Connection) -> None:
         try:
             batches.send_bytes(header)
             for leaf in leaves:
-                remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+                remaining = leaf.reshape(-1).view(np.uint8).data
                 while remaining:
                     remaining = remaining[os.write(batches.fileno(), remaining) :]
         except OSError:  # The pipe is broken: the parent is gone.

@@ -13,7 +13,7 @@ from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 
 @dataclasses.dataclass(eq=False)
 class NpyFiles(OpenedFiles):
-    """The rows of .npy files, which are memory-mapped, or of the arrays in .npz files.
+    """The rows of .npy files (memory-mapped), or of the arrays in .npz files.
 
     Args:
       name: Key of an example under which the row of a .npy file is returned.

@@ -22,10 +22,10 @@ from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_fi
 
 Example = Mapping[str, Any]
 _EXAMPLES_PER_PART = 8_192
-# Up to this many files, each file has separate parts. Beyond, files smaller than _SMALL_FILE bytes
-# are grouped into parts of at most _MAX_GROUP_SIZE bytes.
+# Up to this number of files, each file has separate parts. If there are more, files smaller than
+# _SMALL_FILE bytes are grouped into parts of at most _MAX_GROUP_SIZE bytes.
 _MAX_SEPARATE_FILES, _SMALL_FILE, _MAX_GROUP_SIZE = 100, 1 << 20, 16 << 20
-# The digest of a file that is read in place covers this many blocks of this many bytes.
+# Block size in bytes and maximum number of blocks in the digest of a file that is read in place.
 _BLOCK, _MAX_BLOCKS = 1 << 16, 64
 
 
@@ -104,8 +104,8 @@ class Source(NeedsPackage, abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns JSON that identifies the examples, without machine-specific paths."""
 
-    def has(self, where: str) -> bool:
-        """Returns whether an example's location, in the format of `where`, is in this source."""
+    def contains_location(self, where: str) -> bool:
+        """Returns whether a location, in the format of `where`, belongs to this source."""
         return where.startswith(self.location)
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
@@ -118,15 +118,15 @@ class Source(NeedsPackage, abc.ABC):
         for fault in self.skip:
             require_choice(f"{type(self).__name__}.skip", fault, FAULTS)
 
-    def made_of(
-        self, part: Part, make: Callable[[Example, int], Any], left_out: Counter[str]
+    def map_part(
+        self, part: Part, function: Callable[[Example, int], Any], left_out: Counter[str]
     ) -> Iterator[tuple[int, Any]]:
         """Applies a function to the examples of a part, except examples with faults in `skip`.
 
         Args:
           part: Range of examples.
-          make: Function of (example, index) that returns a value, or a string with the reason to
-            skip the example.
+          function: Function of (example, index) that returns a value, or a string with the reason
+            to skip the example.
           left_out: Counter of skipped examples by fault or reason, which is updated in place.
 
         Yields:
@@ -134,7 +134,7 @@ class Source(NeedsPackage, abc.ABC):
         """
         for index in range(part.start, part.stop):
             try:
-                value = make(self[index], index)
+                value = function(self[index], index)
             except BadExample as error:
                 if error.fault not in self.skip:
                     raise
@@ -208,10 +208,11 @@ class GlobSource(Source):
         """Raises ConfigError if file number `file` is missing or changed since first use."""
         path, expected, actual = self.paths[file], self.states[file], file_state(self.paths[file])
         if actual != expected:
+            sizes = f"{expected.size:,} bytes then and {actual.size:,} bytes now"
             raise ConfigError(
-                f"{path} has changed while it was in use: it had {expected.size:,} bytes and now "
-                f"has {actual.size:,}, or a different modification time. Restore the file, or "
-                "launch again, which compares the data with the checkpoint's data."
+                f"{path} has changed since it was first read ({sizes}; modification times are also "
+                "compared). Restore the file, or launch the job again to check whether its data "
+                "still matches the checkpoint."
             )
 
     def cache_folder(self) -> str:
@@ -219,7 +220,7 @@ class GlobSource(Source):
             return os.path.expanduser(self.cache_dir)
         return os.path.join(os.path.dirname(self.paths[0]), ".praxis_lite")
 
-    def has(self, where: str) -> bool:
+    def contains_location(self, where: str) -> bool:
         return where.startswith(tuple(self.paths))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -229,7 +230,9 @@ class GlobSource(Source):
 
 @dataclasses.dataclass(eq=False)
 class RowsOfFiles(GlobSource):
-    """Base class of sources over files with several rows, which are numbered across all files.
+    """Base class of sources whose files contain several rows each.
+
+    Rows are numbered across all files.
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
@@ -265,7 +268,7 @@ class RowsOfFiles(GlobSource):
                 raise
         folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip())) or "."
         with locked(os.path.join(folder, ".praxis_lite")):
-            # Look again: another process may have created the files before we had the lock.
+            # Look again: another process may have created the files before this one got the lock.
             with contextlib.suppress(ConfigError):
                 return matching_files(self.files, type(self).__name__)
             _log.info("creating %s", self.files)
@@ -318,11 +321,12 @@ class RowsOfFiles(GlobSource):
         return parts
 
     def _file_groups(self) -> list[list[int]]:
-        """Groups small files, so that thousands of them do not have thousands of parts."""
+        """Returns the indices of the files that share parts; only small files share them."""
         files = range(len(self.paths))
         if len(files) <= _MAX_SEPARATE_FILES:
             return [[file] for file in files]
-        groups, group_size = [], math.inf  # An infinite size closes the last group.
+        groups: list[list[int]] = []
+        group_size = math.inf  # The size of the last group; infinite if it is closed.
         for file in files:
             size = self.states[file].size
             if size < _SMALL_FILE and group_size + size <= _MAX_GROUP_SIZE:
@@ -369,8 +373,8 @@ def file_digest(path: str, max_blocks: int | None = None) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
             return digest.hexdigest()
-        for block in range(max_blocks):
-            file.seek((size - _BLOCK) * block // (max_blocks - 1))
+        for number in range(max_blocks):
+            file.seek((size - _BLOCK) * number // (max_blocks - 1))
             digest.update(file.read(_BLOCK))
     return digest.hexdigest()
 

@@ -18,8 +18,8 @@ from praxis_lite.host.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VALUES = "values.json"
-# Arrays of more bytes are memory-mapped. Smaller ones are read, because Linux limits a process to
-# 65,530 mappings.
+# Larger arrays are memory-mapped. Smaller arrays are read, because Linux limits a process to 65,530
+# mappings.
 _MAX_BYTES_READ = 1 << 20
 Contents = tuple[dict[str, Any], dict[str, np.ndarray]]  # (JSON values, arrays) of an entry.
 
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]) -> list[Entry]:
-    """Reads the named entries from a folder, and first computes missing entries.
+    """Reads the named entries from a folder, after computing missing entries.
 
     Args:
       folder: Cache folder.
@@ -53,14 +53,16 @@ def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]
     found = [read(folder, name) for name in names]
     if None in found:
         with locked(folder):
-            # Look again: another process may have written entries before we acquired the lock.
+            # Look again: another process may have written entries before this one got the lock.
             found = [entry or read(folder, name) for entry, name in zip(found, names, strict=True)]
             missing = [index for index, entry in enumerate(found) if entry is None]
             if missing:
                 make(missing)
             for index in missing:
                 found[index] = read(folder, names[index])
-    return found
+    complete = [entry for entry in found if entry is not None]
+    assert len(complete) == len(names), "`make` did not write all missing entries"
+    return complete
 
 
 def read(folder: str, name: str) -> Entry | None:
@@ -74,8 +76,8 @@ def read(folder: str, name: str) -> Entry | None:
         arrays = {key: _read_array(os.path.join(path, f"{key}.npy")) for key in content["digests"]}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"The cached data in {path} cannot be read ({error}). Delete it and launch again, "
-            "which recomputes it."
+            f"The cached data in {path} cannot be read ({error}). Delete it and launch again "
+            "to recompute it."
         ) from None
     return Entry(content["values"], arrays, content["digests"])
 
@@ -92,7 +94,9 @@ def write(
     """Writes an entry atomically. Raises ConfigError if it cannot be written."""
     path = os.path.join(folder, name)
     partial = os.path.join(folder, f".{secrets.token_hex(8)}.partial")
-    digests = {key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x)) for key, x in arrays.items()}
+    digests = {
+        key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x).data) for key, x in arrays.items()
+    }
     try:
         os.makedirs(partial)
         for key, array in arrays.items():

@@ -37,12 +37,12 @@ class ArrowFiles(CopiedFiles):
 
     def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
         """Returns the schema and the validated record batches of a file."""
-        pyarrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
-        source = pyarrow.memory_map(path)
+        arrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
+        source = arrow.memory_map(path)
         try:
             file = ipc.open_file(source)
             batches = (file.get_batch(k) for k in range(file.num_record_batches))
-        except pyarrow.ArrowInvalid:
+        except arrow.ArrowInvalid:
             source.seek(0)
             file = batches = ipc.open_stream(source)
 
@@ -55,7 +55,7 @@ class ArrowFiles(CopiedFiles):
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
         pyarrow = optional_module("pyarrow", path)
-        with _named(path):
+        with _errors_of_file(path):
             schema, batches = self.batches(path)
             for name in self.columns:
                 if name not in schema.names:
@@ -121,8 +121,8 @@ def _without_encodings(table: "pyarrow.Table") -> "pyarrow.Table":
 
 
 @contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Converts Arrow's many kinds of errors to a ConfigError that names the file."""
+def _errors_of_file(path: str) -> Iterator[None]:
+    """Converts the errors that Arrow raises to a ConfigError that contains the file's path."""
     try:
         yield
     except Error:
@@ -135,7 +135,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 def value_of(scalar: Any) -> Any:
-    """Converts an Arrow scalar to a NumPy array if it is a list of numbers, else to Python."""
+    """Converts an Arrow scalar to a Python value, but a list of numbers to a NumPy array."""
     types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):

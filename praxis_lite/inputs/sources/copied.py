@@ -29,7 +29,8 @@ ROWS_PER_BATCH, BYTES_PER_BATCH = 4096, 8 << 20
 
 def import_datasets(needed_by: str) -> ModuleType:
     """Imports Hugging Face's `datasets` without its log lines about installed frameworks."""
-    logging.getLogger("datasets").setLevel(logging.WARNING)  # Its own default, set before import.
+    # This is the default of `datasets`, which it only sets after its import has logged these lines.
+    logging.getLogger("datasets").setLevel(logging.WARNING)
     return optional_module("datasets", needed_by)
 
 
@@ -47,7 +48,7 @@ class CopiedFiles(RowsOfFiles):
 
     @functools.cached_property
     def copy(self) -> dict[str, Any]:
-        """The `paths` of the copy's Arrow files, and the `counts` and `digests` of the files."""
+        """The copy's Arrow files (`paths`), and the `counts` and `digests` of the source files."""
         key = self._key()
         # This is the folder that `datasets` would use. Look for it before importing `datasets`,
         # which takes a second and locks the folder.
@@ -84,7 +85,7 @@ class CopiedFiles(RowsOfFiles):
     def _damaged(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"The copy of {self.files} in {self.cache_folder()} cannot be read ({error}). Delete "
-            "that folder and launch again, which rebuilds the copy."
+            "that folder, and launch again to rebuild the copy."
         )
 
     @property
@@ -127,7 +128,7 @@ class FileSource(CopiedFiles):
 
     @abc.abstractmethod
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """Yields pairs (row or line number for messages, bytes), one for each record in a file.
+        """Yields (row or line number, bytes) of each record in a file.
 
         Raises:
           BadExample: The rest of the file cannot be read. It is treated as a single example, which
@@ -139,14 +140,17 @@ class FileSource(CopiedFiles):
         """Decodes the record at location `where`. Raises BadExample if it is invalid."""
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
-        pyarrow = optional_module("pyarrow", path)
-        schema = pyarrow.schema(
-            {"row": pyarrow.int64(), "record": pyarrow.binary(), "fault": pyarrow.string()}
+        arrow = optional_module("pyarrow", path)
+        schema = arrow.schema(
+            {"row": arrow.int64(), "record": arrow.binary(), "fault": arrow.string()}
         )
-        rows, records, faults, size = [], [], [], 0
+        rows: list[int] = []
+        records: list[bytes | None] = []
+        faults: list[str | None] = []
+        size = 0
 
         def table() -> "pyarrow.Table":
-            return pyarrow.table([rows, records, faults], schema=schema)
+            return arrow.table([rows, records, faults], schema=schema)
 
         row = -1
         try:

@@ -5,6 +5,7 @@ are recomputed. The results do not depend on the number of cores.
 """
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -25,7 +26,7 @@ from praxis_lite.inputs.sources.cache import Contents
 
 
 class DerivedPart(NamedTuple):
-    """The result that was computed from one part of a source.
+    """The result of applying a function to one part of a source.
 
     Attributes:
       part: The part of the source.
@@ -83,7 +84,7 @@ def derive_parts(
 
 def num_left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
     """Logs and returns the number of skipped examples by reason: a fault or "filtered"."""
-    counter = collections.Counter()
+    counter: collections.Counter[str] = collections.Counter()
     for part in parts:
         counter.update(part.values["left_out"])
     counts = dict(sorted(counter.items()))
@@ -93,7 +94,8 @@ def num_left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]
     return counts
 
 
-class _MakePart(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _MakePart:
     """A picklable function that computes a part and writes it into the cache."""
 
     folder: str
@@ -107,7 +109,7 @@ class _MakePart(NamedTuple):
 def function_recipe(function: Callable[..., Any] | None) -> Any:
     """Returns the name, bound arguments and source hash of a function, for a recipe.
 
-    Editing the function thus invalidates the cache, but editing functions that it calls does not.
+    Editing the function therefore invalidates the cache; editing functions that it calls does not.
     """
     if function is None:
         return None

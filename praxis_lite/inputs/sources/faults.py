@@ -1,4 +1,4 @@
-"""Faults of examples, and the error that reports one with its location."""
+"""Faults of examples, and the error for an example with a fault."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping

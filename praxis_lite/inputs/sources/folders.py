@@ -34,7 +34,7 @@ class _FilePerExample(GlobSource):
 
     @abc.abstractmethod
     def decode(self, data: bytes, path: str) -> Example:
-        """Returns the example in a file with the bytes `data`."""
+        """Converts the bytes of a file to an example."""
 
     @functools.cached_property
     def _root(self) -> str:
@@ -141,7 +141,7 @@ class ImageFiles(_FilePerExample):
             require(
                 isinstance(self.classes, Sequence)
                 and not isinstance(self.classes, str)
-                and all(isinstance(cls_name, str) for cls_name in self.classes)
+                and all(isinstance(name, str) for name in self.classes)
                 and len(set(self.classes)) == len(self.classes) > 0,
                 f"{type(self).__name__}.classes",
                 self.classes,

@@ -1,4 +1,4 @@
-"""Reads batches from a Grain dataset that a user's function returns."""
+"""Reads batches from a Grain dataset that a user-defined function returns."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ _NUM_HASHED_BATCHES = 2  # The fingerprint contains a hash of this many batches.
 
 
 class _GrainPipeline(InputPipeline):
-    """Base class of pipelines over a Grain dataset, an instance of grain.<_DATASET_CLASS>."""
+    """Base class of pipelines over a Grain dataset of the class grain.<_DATASET_CLASS>."""
 
     make_dataset: Callable[[], Any]
     batch_size: int
@@ -80,7 +80,7 @@ class _GrainPipeline(InputPipeline):
 
 
 class FromGrain(_GrainPipeline, IndexedPipeline):
-    """Batches from a user function that returns a grain.MapDataset with dicts of arrays.
+    """Batches from a user-defined function that returns a grain.MapDataset of dicts of arrays.
 
     A MapDataset has random access, so a job resumes without replaying data, each host computes only
     its own rows, and `WithWorkers` and `Mixture` accept this pipeline. Shuffle and repeat the
@@ -89,10 +89,10 @@ class FromGrain(_GrainPipeline, IndexedPipeline):
     supported, because a filter leaves gaps in the indices; filter the source instead, or use
     `FromGrainIter`.
 
-    If there are no `weights`, weights of 1 are added: one for each label, or for each row without
-    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
-    rows. The fingerprint contains the function's qualified name, its arguments, the settings, and a
-    hash of the first two batches.
+    If there are no `weights`, weights of 1 are added, with the shape of `labels`, or one per row if
+    there are no `labels`. 64-bit numbers are converted to 32 bits. An incomplete last batch is
+    padded with zero rows. The fingerprint contains the function's qualified name, its arguments,
+    the settings, and a hash of the first two batches.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as
@@ -144,7 +144,7 @@ class FromGrain(_GrainPipeline, IndexedPipeline):
 
 
 class FromGrainIter(_GrainPipeline, SequentialPipeline):
-    """Batches from a user function that returns a grain.IterDataset with dicts of arrays.
+    """Batches from a user-defined function that returns a grain.IterDataset of dicts of arrays.
 
     An IterDataset has no random access: a job that resumes at step k first recomputes k batches
     (and logs this), and every process computes the complete global batch and takes its own rows.

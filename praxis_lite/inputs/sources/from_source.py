@@ -1,4 +1,4 @@
-"""A pipeline that batches a source's examples, such as images or arrays of equal shapes."""
+"""A pipeline that batches a source's examples, such as images or arrays of the same shape."""
 
 import collections
 import dataclasses
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class FromSource(ExamplePipeline):
-    """Batches of examples from a source, which are dicts of arrays or numbers of equal shapes.
+    """Batches of examples from a source: dicts of numbers, or of arrays with the same shapes.
 
     Sources have random access, so a job resumes without replaying data, and each host reads only
     its own rows. If `keep` or the source's `skip` is set, all examples are read once on all cores
     to select the examples to use, and the selection is cached in the source's cache folder.
 
-    If there are no `weights`, weights of 1 are added: one for each label, or for each row without
-    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
-    rows.
+    If there are no `weights`, weights of 1 are added, with the shape of `labels`, or one per row if
+    there are no `labels`. 64-bit numbers are converted to 32 bits. An incomplete last batch is
+    padded with zero rows.
 
     Args:
       source: Source of the examples.
@@ -90,13 +90,13 @@ class FromSource(ExamplePipeline):
         return self._selection[1]
 
     def _select(self, part: Part) -> Contents:
-        counts = collections.Counter()
-        reasons = self.source.made_of(part, self._reason_to_leave_out, counts)
+        counts: collections.Counter[str] = collections.Counter()
+        reasons = self.source.map_part(part, self._reason_to_leave_out, counts)
         rows = [index - part.start for index, _ in reasons]
         return {"left_out": dict(counts)}, {"rows": np.array(rows, np.int32)}
 
     def _reason_to_leave_out(self, example: Example, index: int) -> str | None:
-        """Returns "filtered" if `keep` returns False, else None; raises for other faults."""
+        """Returns "filtered" if `keep` returns False, else None; raises BadExample for a fault."""
         where = self.source.where(index)
         if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class _PreparedDataset(Source):
-    """Base class of sources over a dataset folder that its library reads with random access."""
+    """Base class of sources over a folder that a dataset library reads with random access."""
 
     path: str
     split: str | None = None
@@ -167,8 +167,8 @@ def _value(feature: Any, value: Any) -> Any:
     """Converts a list of numbers to an array, and removes null fields from structs."""
     numbers = getattr(getattr(feature, "feature", None), "pa_type", None)
     types = optional_module("pyarrow.types", "Arrow")
-    is_numbers = isinstance(value, list) and numbers is not None and types.is_primitive(numbers)
-    if is_numbers and None not in value:
+    is_numeric = numbers is not None and types.is_primitive(numbers)
+    if numbers is not None and is_numeric and isinstance(value, list) and None not in value:
         return np.array(value, numbers.to_pandas_dtype())
     return without_nulls(value)
 
@@ -219,7 +219,7 @@ class Tfds(_PreparedDataset):
     def rows(self) -> Any:
         info = self._builder.info
         known = sorted(info.splits)
-        if self.split is None or self.split.partition("[")[0] not in known:
+        if self._split_name not in known:
             raise ConfigError(
                 f"Tfds.split is {self.split!r}, but {self.path} has the splits {known}."
                 f"{did_you_mean(str(self.split), known)}"
@@ -240,11 +240,16 @@ class Tfds(_PreparedDataset):
                 f"split such as {known[0]!r} or {f'{known[0]}[:90%]'!r}."
             ) from None
 
+    @property
+    def _split_name(self) -> str:
+        """The name of the split without a range: "train" for "train[:90%]"."""
+        return (self.split or "").partition("[")[0]
+
     def _require_complete_files(self) -> None:
         """Raises ConfigError if a file is missing or truncated; TFDS would open it only later."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        split = self._builder.info.splits[self.split.partition("[")[0]]
+        split = self._builder.info.splits[self._split_name]
         for path, expected in zip(split.filepaths, split.shard_lengths, strict=True):
             try:
                 actual = f"has {len(ArrayRecordDataSource(str(path))):,} records"
@@ -268,6 +273,6 @@ class Tfds(_PreparedDataset):
     @property
     def version(self) -> str:
         info = self._builder.info
-        split = info.splits[self.split.partition("[")[0]]
+        split = info.splits[self._split_name]
         digest = xxhash.xxh3_64_hexdigest(f"{split.shard_lengths} {split.num_bytes}".encode())
         return f"{info.name}-{info.version}-{digest}"

@@ -6,7 +6,6 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
-from typing import IO
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.host.file_reading import MAX_NESTING, is_nested
@@ -63,7 +62,7 @@ class JsonLines(FileSource):
         return f"{self.paths[file]}:{self._columns['row'][index].as_py()}"
 
 
-def _opened(path: str) -> IO[bytes]:
+def _opened(path: str) -> io.BufferedIOBase:
     """Opens a file for reading lines, and decompresses it if its name ends in .gz or .zst."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")

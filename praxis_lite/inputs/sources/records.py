@@ -13,7 +13,7 @@ from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import fingerprint_json
-from praxis_lite.inputs.sources.base import Example, RowsOfFiles
+from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.in_place_files import OpenedFiles
@@ -29,7 +29,7 @@ _NUM_THREADS = 16  # Number of threads that read the record counts at the ends o
 
 @dataclasses.dataclass(eq=False)
 class ArrayRecords(OpenedFiles):
-    """The records of ArrayRecord files, read with the same library as in Grain.
+    """The records of ArrayRecord files, read with the library that Grain uses.
 
     Args:
       decode: Importable function from a record's bytes to an example. If None, records are parsed
@@ -131,7 +131,7 @@ def _open_array_record(path: str) -> "ArrayRecordDataSource":
         ) from None
 
 
-def _decode(source: RowsOfFiles, record: bytes, where: str) -> Example:
+def _decode(source: ArrayRecords | TfRecords, record: bytes, where: str) -> Example:
     """Decodes a record with the source's `decode`, or parses it as a tf.train.Example."""
     if source.decode is None:
         return _parse_tf_example(record, where)

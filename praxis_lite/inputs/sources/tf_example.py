@@ -21,7 +21,7 @@ def tf_example(record: bytes) -> dict[str, Any]:
     Raises:
       google.protobuf.message.DecodeError: The bytes are not a tf.train.Example.
     """
-    features = {}
+    features: dict[str, Any] = {}
     for name, feature in _example_class().FromString(record).features.feature.items():
         kind = feature.WhichOneof("kind")
         values = getattr(feature, kind).value if kind else []

@@ -9,7 +9,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text.messages import Conversation, errors_at
-from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer, no_chat_template
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, Message, as_messages, is_empty
 from praxis_lite.inputs.tokenizers.chat_template import Answers
 
@@ -58,7 +58,7 @@ def tokens_of(
         messages, variables = conversation.messages, conversation.variables
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not any(index >= first for index in answers):
-            roles = sorted({str(item["role"]) for item in messages[first:]})
+            roles = sorted({str(message["role"]) for message in messages[first:]})
             raise BadExample(
                 "no_answer",
                 f"{where}:",
@@ -82,7 +82,7 @@ def tokens_of(
                 "Remove the conversation.",
             )
         if tokenizer.chat is None:
-            tokenizer.apply_chat_template(messages)  # Raises ConfigError.
+            raise no_chat_template(tokenizer)
         chat = tokenizer.chat.chosen(variables)
         messages = chat.prepared(messages)
         if chat.marks_answers:
@@ -111,13 +111,13 @@ def _chosen(
     marked: Callable[[Sequence[Message]], Answers],
     where: str,
 ) -> list[tuple[int, int]]:
-    """Returns the character spans of the messages to train on."""
+    """Returns the character spans to train on."""
     if len(spans) == len(answers):
         return [span for span, index in zip(spans, answers, strict=True) if index in learned]
     if len(learned) == len(answers):
         return list(spans)
-    # A template may mark several spans of an answer, or messages with other roles. Render prefixes
-    # of the conversation to find the message that adds each span.
+    # A template may mark several spans per answer, or messages with other roles. Render prefixes of
+    # the conversation to find the message that adds each span.
     try:
         counts = [len(marked(messages[: index + 1]).spans) for index in range(len(messages))]
     except ConfigError:
@@ -126,8 +126,8 @@ def _chosen(
         raise BadExample(
             "no_answer",
             f"{where}:",
-            f"the chat template marks {len(spans)} answers, but the "
-            f"conversation has {len(answers)}, so they cannot be matched",
+            f"the chat template marks {len(spans)} spans as answers, but the conversation has "
+            f"{len(answers)} answers, so the spans cannot be assigned to messages",
             "Enclose each answer once in {% generation %} and {% endgeneration %}.",
         )
     owners = np.searchsorted(counts, np.arange(len(spans)), side="right")

@@ -22,14 +22,16 @@ BLOCK_BYTES = 16 * 1024
 
 
 class TextCorpus:
-    """A corpus of text documents, split by a hash of each document's name and read on first use.
+    """A corpus of text documents with a training and a held-out split.
 
-    A document is held out if the number formed by the last two decimal digits of sha256(name), in
-    reverse order, is below heldout_percent. For 10 percent, the condition is
+    Files are read on first use. A document is held out if the last two decimal digits of
+    sha256(name), in reverse order, form a number below heldout_percent. For 10 percent, this means
     `sha256(name) % 10 == 0`. Adding documents therefore never moves existing documents to another
-    split. Paragraphs that also occur in held-out documents are removed from the training split.
-    Without this, 19% of the held-out text of the language reference would occur in the training
-    data, because the reference repeats itself.
+    split.
+
+    Paragraphs that also occur in held-out documents are removed from the training split. Otherwise,
+    19% of the held-out text of the language reference would occur in the training data, because the
+    reference repeats itself.
 
     Args:
         files: Comma-separated globs of text files; `**` and `~` are supported. Each file is split

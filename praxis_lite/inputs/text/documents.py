@@ -1,4 +1,4 @@
-"""Tokenizes the examples of a source into documents, once and cached or on each access."""
+"""Tokenizes the examples of a source into documents, and caches them on disk."""
 
 import collections
 import dataclasses
@@ -41,11 +41,11 @@ class Documents:
 
     Args:
       source: Source of the examples.
-      holds: Format of the examples:
+      format: Format of the examples:
         * "text": a string.
         * "ids": token ids.
         * "messages": a conversation; trains on the assistant's messages.
-        * "completion": trains on the completion, but not on the "prompt" before it.
+        * "completion": `prompt` and `completion`; trains on the completion only.
         * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
         * "alpaca": Alpaca's format, with the keys `instruction`, `input` and `output`.
         * "preference": `prompt`, `chosen` and `rejected`, for PreferenceData.
@@ -58,12 +58,12 @@ class Documents:
         unknown key is an error.
       heldout_percent: Percentage of documents in the split "heldout", selected by a hash of their
         content.
-      ahead: Whether to store tokens on disk. If False, only lengths are stored, and documents are
-        read and tokenized on each access.
+      cache_tokens: Whether to cache tokens on disk. If False, only lengths are cached, and
+        documents are read and tokenized on each access.
     """
 
     source: Source
-    holds: str = "text"
+    format: str = "text"
     _: dataclasses.KW_ONLY
     key: str | None = None
     tokenizer: Tokenizer | str | None = None
@@ -71,21 +71,24 @@ class Documents:
     keep: Callable[[Mapping[str, Any]], bool] | None = None
     ignored_keys: Sequence[str] = ()
     heldout_percent: int = 0
-    ahead: bool = True
+    cache_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if self.tokenizer is None and self.holds == "ids":
+        if self.tokenizer is None and self.format == "ids":
             self.tokenizer = TokenIds()
         self.tokenizer = as_tokenizer(self.tokenizer)
 
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return as_tokenizer(self.tokenizer)  # Unchanged: `__post_init__` has converted it.
+
     def check(self) -> None:
         """Reads or computes the cached documents. Raises ConfigError if an example is invalid."""
-        require_choice("Documents.holds", self.holds, KEYS)
-        has_names = self.key is None or KEYS[self.holds] is not None
-        if not has_names:
+        require_choice("Documents.format", self.format, KEYS)
+        if self.key is not None and KEYS[self.format] is None:
             raise ConfigError(
-                f"Documents.key is {self.key!r}, but the format {self.holds!r} has fixed keys. Set "
-                "key to None, and rename the keys of the examples with a transform."
+                f"Documents.key is {self.key!r}, but the format {self.format!r} has fixed keys. "
+                "Set key to None, and rename the keys of the examples with a transform."
             )
         require(
             not isinstance(self.ignored_keys, str),
@@ -104,20 +107,20 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The cached tokens of each part of the source, or only the lengths if `ahead` is False."""
+        """The cached tokens, or only the lengths, of each part of the source."""
         self.source.check()
         recipe = {
             "version": 3,
-            "holds": self.holds,
+            "holds": self.format,
             "key": self.key,
-            "ahead": self.ahead,
+            "ahead": self.cache_tokens,
             "ignored_keys": sorted(self.ignored_keys),
-            "tokenizer": self.tokenizer.fingerprint(),
-            "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.sources,
+            "tokenizer": self._tokenizer.fingerprint(),
+            "chat": None if self._tokenizer.chat is None else self._tokenizer.chat.sources,
             "transform": function_recipe(self.transform),
             "keep": function_recipe(self.keep),
         }
-        kind = "tokens" if self.ahead else "lengths"
+        kind = "tokens" if self.cache_tokens else "lengths"
         return derive_parts(self.source, kind, recipe, self._encode_part, "tokenizing")
 
     @functools.cached_property
@@ -131,7 +134,8 @@ class Documents:
     def _encode_part(self, part: Part) -> Contents:
         """Returns the cache entry of a part's documents."""
         documents: list[Tokens] = []
-        chosen_lengths, rows, percentiles, left_out = [], [], [], collections.Counter()
+        chosen_lengths, rows, percentiles = [], [], []
+        left_out: collections.Counter[str] = collections.Counter()
         largest, largest_row = -1, -1
 
         def encode(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
@@ -145,30 +149,34 @@ class Documents:
             digest = hashlib.sha256(tokens.ids.tobytes() + tokens.is_answer.tobytes())
             return tokens, int.from_bytes(digest.digest()[:8], "little") % 100
 
-        for number, (tokens, percentile) in self.source.made_of(part, encode, left_out):
+        for number, (tokens, percentile) in self.source.map_part(part, encode, left_out):
             if isinstance(tokens, Pair):
                 chosen_lengths.append(len(tokens.chosen.ids))
-                tokens = Tokens(*map(np.concatenate, zip(*tokens, strict=True)))
+                tokens = _concatenate(tokens)
             documents.append(tokens)
             rows.append(number - part.start)
             percentiles.append(percentile)
             if (largest_here := int(tokens.ids.max())) > largest:
                 largest, largest_row = largest_here, number - part.start
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
             "places": np.array(percentiles, np.uint8),
         }
-        if self.holds == "preference":
+        if self.format == "preference":
             arrays["chosen_lengths"] = np.array(chosen_lengths, np.int32)
-        if self.ahead:
+        if self.cache_tokens:
             ids = np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)])
             arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
             if self.has_answers:
                 arrays["answers"] = np.concatenate(
                     [np.empty(0, bool), *(document.is_answer for document in documents)]
                 )
-        values = {"left_out": dict(left_out), "largest": largest, "largest_row": largest_row}
+        values: dict[str, Any] = {
+            "left_out": dict(left_out),
+            "largest": largest,
+            "largest_row": largest_row,
+        }
         return values, arrays
 
     def _encode(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
@@ -178,7 +186,7 @@ class Documents:
             example = apply_to_example(self.transform, example, where)
         if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
-        tokens = encoded(self.holds, self.key, example, self.tokenizer, where, self.ignored_keys)
+        tokens = encoded(self.format, self.key, example, self._tokenizer, where, self.ignored_keys)
         if tokens is None:
             return "empty"
         # Training needs at least two tokens: an input and its label.
@@ -186,8 +194,8 @@ class Documents:
 
     @property
     def has_answers(self) -> bool:
-        """Whether training uses only some labels of a document, such as the answers."""
-        return self.holds not in ("text", "ids")
+        """Whether training uses only part of a document's labels, such as the answers."""
+        return self.format not in ("text", "ids")
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -221,9 +229,11 @@ class Documents:
         """Returns the tokens of a document, as views of memory-mapped files if they are cached."""
         part, offset = self._part_and_offset(number)
         arrays = self.parts[part].arrays
-        if not self.ahead:
+        if not self.cache_tokens:
             index = self._source_index(number)
             tokens = self._encode(self.source[index], index)
+            if isinstance(tokens, Pair):
+                tokens = _concatenate(tokens)
             if isinstance(tokens, str) or len(tokens.ids) != arrays["lengths"][offset]:
                 raise ConfigError(
                     f"{self.source.where(index)} has different tokens than in the first pass. "
@@ -232,8 +242,9 @@ class Documents:
             return tokens
         start, stop = self._starts[part][offset : offset + 2]
         ids = arrays["ids"][start:stop]
-        answers = arrays.get("answers")
-        return Tokens(ids, None if answers is None else answers[start:stop])
+        if self.has_answers:
+            return Tokens(ids, arrays["answers"][start:stop])
+        return Tokens(ids, np.broadcast_to(np.True_, len(ids)))
 
     @functools.cached_property
     def chosen_lengths(self) -> np.ndarray:
@@ -274,13 +285,13 @@ class Documents:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the settings that determine the documents, with digests of files and lengths."""
-        # The digests do not cover ids, so that the fingerprint does not depend on `ahead`.
+        # The digests do not cover ids, so that the fingerprint does not depend on `cache_tokens`.
         digests = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
         digest = hashlib.sha256(json.dumps(digests).encode())
         return {
             "source": self.source.fingerprint(),
-            "holds": self.holds,
-            **self.tokenizer.fingerprint(),
+            "holds": self.format,
+            **self._tokenizer.fingerprint(),
             "heldout_percent": self.heldout_percent,
             "documents": int(self.first_of_part[-1]),
             "left_out": self.left_out,
@@ -289,6 +300,14 @@ class Documents:
 
     def __getstate__(self) -> dict[str, Any]:
         return picklable_state(self)
+
+
+def _concatenate(pair: Pair) -> Tokens:
+    """Returns the tokens of the chosen side, followed by the tokens of the rejected side."""
+    return Tokens(
+        np.concatenate([side.ids for side in pair]),
+        np.concatenate([side.is_answer for side in pair]),
+    )
 
 
 class DocumentPipeline(ExamplePipeline):

@@ -35,7 +35,7 @@ KEYS = {
 
 
 def encoded(
-    holds: str,
+    format: str,
     key: str | None,
     example: Mapping[str, Any],
     tokenizer: Tokenizer,
@@ -47,7 +47,7 @@ def encoded(
     Returns None for an empty example, which would only teach the model to stop immediately.
 
     Args:
-      holds: Format of the example, a key of KEYS.
+      format: Format of the example, a key of KEYS.
       key: Key of the value in the example. If None, the default key of the format.
       example: The example.
       tokenizer: Tokenizer, with a chat template if the example is a conversation.
@@ -58,18 +58,19 @@ def encoded(
       BadExample: The key is missing, or its value or a token id is invalid, or a conversation
         contains an unknown key.
     """
-    if holds == "preference":
+    if format == "preference":
         return pair_of(example, tokenizer, where, ignored_keys)
-    if holds in ("messages", "sharegpt", "alpaca"):
+    if format in ("messages", "sharegpt", "alpaca"):
         conversation = conversation_of(
-            example, where, holds=holds, key=key, ignored_keys=ignored_keys
+            example, where, format=format, key=key, ignored_keys=ignored_keys
         )
         return _of_conversation(conversation, tokenizer, where)
-    key = key or KEYS[holds]
-    if holds == "completion":
+    key = key or KEYS[format]
+    assert key is not None, f"the format {format!r} has no default key"
+    if format == "completion":
         return _of_completion(example, key, tokenizer, where, ignored_keys)
     value = _value(example, key, where)
-    if holds == "ids":
+    if format == "ids":
         return _of_ids(value, key, tokenizer.vocab_size, where)
     ids = tokenizer.encode(_text(value, key, where), False)
     if not len(ids):

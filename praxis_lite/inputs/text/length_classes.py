@@ -39,7 +39,7 @@ def batches_by_length(
 ) -> Iterator[tuple[list[int], int]]:
     """Groups rows of similar lengths into batches, longest first.
 
-    The first batch thus needs the most memory, so a lack of memory shows at once.
+    The first batch therefore needs the most memory; if memory is too small, the job fails at once.
 
     Args:
       lengths: Length of each row.

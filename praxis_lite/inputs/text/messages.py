@@ -58,7 +58,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def errors_at(where: str) -> Iterator[None]:
-    """Converts a RefusedConversation to a BadExample that names the location `where`."""
+    """Converts a RefusedConversation to a BadExample with the location `where`."""
     try:
         yield
     except RefusedConversation as error:
@@ -109,7 +109,7 @@ def conversation_of(
     row: Mapping[str, Any],
     where: str,
     *,
-    holds: str = "messages",
+    format: str = "messages",
     key: str | None = None,
     ignored_keys: Iterable[str] = (),
     fix: str = "",
@@ -119,7 +119,7 @@ def conversation_of(
     Args:
       row: The row.
       where: Location of the row for error messages, as "file:line".
-      holds: Format of the row: "messages", "sharegpt" or "alpaca".
+      format: Format of the row: "messages", "sharegpt" or "alpaca".
       key: Key of the messages. If None, the default key of the format.
       ignored_keys: Keys of the row to ignore.
       fix: Advice for the error message about unknown keys. If empty, the message recommends
@@ -128,18 +128,18 @@ def conversation_of(
     Raises:
       BadExample: The row does not have the given format, or contains an unknown key.
     """
-    given, row = row, row_without_nulls(row, where, ignored_keys)
-    if holds == "alpaca":
+    original_row, row = row, row_without_nulls(row, where, ignored_keys)
+    if format == "alpaca":
         require_known(row, (*_ALPACA_KEYS, *CONTEXT_KEYS), where, fix)
         return with_context(_of_alpaca(row, where), row, where, wraps_tools=True)
     if key is None:
         # TRL also accepts messages under the key `conversations`.
-        is_usual = holds == "messages" and ("messages" in row or "conversations" not in row)
+        is_usual = format == "messages" and ("messages" in row or "conversations" not in row)
         key = "messages" if is_usual else "conversations"
     if key not in row:
-        raise missing_key(key, given, where)
+        raise missing_key(key, original_row, where)
     require_known(row, (key, *CONTEXT_KEYS), where, fix)
-    return with_context(conversation(row[key], where), row, where, wraps_tools=holds == "sharegpt")
+    return with_context(conversation(row[key], where), row, where, wraps_tools=format == "sharegpt")
 
 
 def conversation(value: Any, where: str) -> list[Message]:
@@ -194,16 +194,16 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
         if not isinstance(text, str):
             raise _wrong_value(row, name, where, "a string")
     pairs = row.get("history", [])
-    is_right = isinstance(pairs, list) and all(
+    is_valid = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in pairs
     )
-    if not is_right:
+    if not is_valid:
         raise _wrong_value(
             row, "history", where, "a list of pairs of strings: [[question, answer], ...]"
         )
-    asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
-    turns = [*pairs, (asked, texts["output"])]
+    question = "\n".join(filter(None, (texts["instruction"], texts["input"])))
+    turns = [*pairs, (question, texts["output"])]
     return [
         {"role": role, "content": text}
         for turn in turns
@@ -259,18 +259,18 @@ def with_context(
             ]
         if items:
             variables[name] = items
-    more = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
-    more = without_nulls(more)
-    if not isinstance(more, dict):
+    kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
+    kwargs = without_nulls(kwargs)
+    if not isinstance(kwargs, dict):
         raise _wrong_value(row, "chat_template_kwargs", where, "an object")
-    if taken := [name for name in more if name in (*variables, *_RENDERING_VARIABLES)]:
+    if reserved := [name for name in kwargs if name in (*variables, *_RENDERING_VARIABLES)]:
         raise BadExample(
             "unknown_key",
             where,
-            f"sets {taken[0]!r} in chat_template_kwargs, but this variable is set elsewhere",
+            f"sets {reserved[0]!r} in chat_template_kwargs, but this variable is set elsewhere",
             "Remove it from chat_template_kwargs.",
         )
-    return Conversation(messages, {**variables, **more}, where)
+    return Conversation(messages, {**variables, **kwargs}, where)
 
 
 # Variables that are set when a template is rendered, so a row must not set them.

@@ -25,6 +25,7 @@ from praxis_lite.inputs.text.packing import (
     without_gaps,
 )
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.loading import as_tokenizer
 
 if TYPE_CHECKING:
     import jax
@@ -81,7 +82,7 @@ class PackedText(DocumentPipeline):
                 "PackedText.split_documents=True cannot be combined with packing=False. Set "
                 "split_documents=False or packing=True."
             )
-        if self.documents.holds == "preference":
+        if self.documents.format == "preference":
             raise ConfigError(
                 "PackedText does not support documents in the format 'preference'. Use "
                 "PreferenceData."
@@ -98,7 +99,7 @@ class PackedText(DocumentPipeline):
 
     @functools.cached_property
     def table(self) -> Packing:
-        """The assignment of documents to rows, cached next to the tokens and memory-mapped."""
+        """The assignment of documents to rows, which is cached next to the tokens."""
         settings = {**self.fingerprint(), "batch_size": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
@@ -180,15 +181,13 @@ class PackedText(DocumentPipeline):
                 labels[start:end] = tokens[label + 1 : label + size + 1]
                 segment_ids[start:end] = segment
                 segment_pos[start:end] = positions[:size]
-                weights[start:end] = (
-                    1 if is_answer is None else is_answer[label + 1 : label + size + 1]
-                )
+                weights[start:end] = is_answer[label + 1 : label + size + 1]
                 start = end
         return batch
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.documents.tokenizer
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the documents'.
+        return as_tokenizer(self.documents.tokenizer)
 
     def tokens_per_row(self) -> float:
         """Returns the mean number of labels with nonzero weight per row."""
@@ -196,8 +195,8 @@ class PackedText(DocumentPipeline):
         if not self.documents.has_answers:
             return int(rows.counts.sum(dtype=np.int64)) / rows.num_rows
         num_answers = sum(
-            int(self.documents[d].is_answer[f + 1 : f + n + 1].sum())
-            for d, f, n in zip(*map(np.ndarray.tolist, rows[1:]), strict=True)
+            int(self.documents[document].is_answer[first + 1 : first + count + 1].sum())
+            for document, first, count in zip(*map(np.ndarray.tolist, rows[1:]), strict=True)
         )
         return num_answers / rows.num_rows
 

@@ -1,4 +1,4 @@
-"""Assigns documents to rows; index arithmetic without text.
+"""Computes which documents are packed into which rows, from their lengths alone.
 
 A document of n ids has n - 1 labels. They are placed in a single row, or split into pieces, which
 are placed in several rows.

@@ -16,13 +16,24 @@ from praxis_lite.inputs.text.messages import (
     with_context,
 )
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER, is_empty, text_of
+from praxis_lite.inputs.tokenizers.chat_messages import (
+    ASSISTANT,
+    USER,
+    Message,
+    is_empty,
+    text_of,
+)
 
 _KEYS = ("prompt", "chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """A tokenized preference pair: the prompt with the chosen answer and with the rejected one."""
+    """A tokenized preference pair.
+
+    Attributes:
+      chosen: The prompt and the chosen answer.
+      rejected: The prompt and the rejected answer.
+    """
 
     chosen: Tokens
     rejected: Tokens
@@ -49,10 +60,11 @@ def pair_of(
       BadExample: The row has another format or an unknown key, or the two answers are equal.
     """
     example = row_without_nulls(example, where, ignored_keys)
-    prompt, *answers = map(example.get, _KEYS)
+    prompt: Any = example.get("prompt")
+    answers: list[Any] = [example.get("chosen"), example.get("rejected")]
     is_text = all(isinstance(answer, str) for answer in answers)
-    is_right = is_text or all(isinstance(item, list) and item for item in answers)
-    if not is_right or not isinstance(prompt, str | list | None):
+    is_valid = is_text or all(isinstance(answer, list) and answer for answer in answers)
+    if not is_valid or not isinstance(prompt, str | list | None):
         names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
             "missing_key",
@@ -70,7 +82,7 @@ def pair_of(
         )
     has_messages = not is_text or isinstance(prompt, list)
     require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
-    if not has_messages:
+    if is_text and not isinstance(prompt, list):
         return _of_texts(prompt, answers, tokenizer)
     if is_text:
         answers = [[{"role": ASSISTANT, "content": answer}] for answer in answers]
@@ -90,15 +102,15 @@ def pair_of(
 
 
 def _split(
-    prompt: Any, answers: Sequence[list[Any]], where: str
-) -> tuple[list[Any], list[list[Any]]]:
+    prompt: Any, answers: list[list[Message]], where: str
+) -> tuple[list[Message], list[list[Message]]]:
     """Splits two conversations into the messages of the prompt and of each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         if all(answer[: len(before)] == before for answer in answers):
             answers = [answer[len(before) :] for answer in answers]
     else:
-        count = _num_alike(*answers)
+        count = _common_prefix_length(*answers)
         before, answers = answers[0][:count], [answer[count:] for answer in answers]
         if (
             not count
@@ -127,8 +139,8 @@ def _split(
     return before, answers
 
 
-def _num_alike(chosen: Any, rejected: Any) -> int:
-    """Returns the length of the common prefix, which never includes all of either sequence."""
+def _common_prefix_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Returns the length of the common prefix, which is shorter than both sequences."""
     shorter = min(len(chosen), len(rejected))
     both = enumerate(zip(chosen, rejected, strict=False))
     return next((i for i, (a, b) in both if a != b), max(shorter - 1, 0))
@@ -136,8 +148,8 @@ def _num_alike(chosen: Any, rejected: Any) -> int:
 
 def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) -> Pair | None:
     if prompt is None:
-        count = _num_alike(*answers)
-        # Leave the space before a word to the answer, because tokens include the space before them.
+        count = _common_prefix_length(*answers)
+        # The space before a word belongs to the answer: tokens include the space before them.
         count -= count > 0 and answers[0][count - 1] == " "
         prompt, answers = answers[0][:count], [answer[count:] for answer in answers]
     if not all(answers):

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PreferenceData(DocumentPipeline):
     """Batches for `DpoTask`: `ids`, `labels` and `answers` [B, 2, T], and `weights` [B].
 
-    Index 0 of the second dimension is the chosen side, index 1 the rejected one. `answers` is 1 for
-    the labels of an answer, including the token that ends its turn or text.
+    Index 0 of the second dimension is the chosen side, and index 1 is the rejected side. `answers`
+    is 1 for the labels of an answer, including the token that ends its turn or text.
 
     Examples have one of TRL's formats: "prompt", "chosen" and "rejected" are all strings or lists
     of messages, or "chosen" and "rejected" are conversations with a common prefix, and "prompt" is
@@ -56,7 +56,8 @@ class PreferenceData(DocumentPipeline):
     split: str
     batch_size: int
     seq_len: int
-    tokenizer: Tokenizer | str | None = None
+    # `__post_init__` converts it to a Tokenizer.
+    tokenizer: Tokenizer | str | None = None  # type: ignore[assignment]
     seed: int = 0
     _: dataclasses.KW_ONLY
     shuffle: bool
@@ -100,7 +101,7 @@ class PreferenceData(DocumentPipeline):
             )
 
     @functools.cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> Documents:  # type: ignore[override]  # Built from the settings.
         """The pairs of both splits."""
         source, ignored_keys = self.files, tuple(self.ignored_keys)
         if source is None:
@@ -120,7 +121,7 @@ class PreferenceData(DocumentPipeline):
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
-        """Indices of the split's pairs in `documents`."""
+        """The indices in `documents` of the split's pairs."""
         return self.documents.of_split(self.split)
 
     @property
@@ -176,7 +177,8 @@ class PreferenceData(DocumentPipeline):
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
     """Yields a question for each topic of Python's language reference, with two answers.
 
-    The chosen answer is a paragraph of the topic, the rejected one that of the previous topic.
+    The chosen answer is a paragraph about the topic, and the rejected answer is the chosen answer
+    to the previous question.
     """
     previous_answer = None
     for name, text in language_reference():

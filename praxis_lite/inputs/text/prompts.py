@@ -22,8 +22,8 @@ class TextPrompts(IndexedPipeline):
 
     A prompt consists of the start token of documents (EOS for bytes) and the tokens of the first
     min_prompt_bytes to max_prompt_bytes bytes of a document, never of the complete document. `ids`
-    are padded on the right with zeros. Rows of the last batch without a prompt have prefix length 0
-    and weight 0.
+    are padded on the right with zeros. In the last batch, rows without a prompt have prefix length
+    0 and weight 0.
 
     Args:
       corpus: Corpus of documents.
@@ -93,7 +93,7 @@ class TextPrompts(IndexedPipeline):
         )
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the corpus's.
         return self.corpus.tokenizer
 
     @property

@@ -1,4 +1,4 @@
-"""Validates token ids, positions and counts that users pass to Python functions."""
+"""Validates token ids, positions and counts that users pass to the Python API."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _MAX = 2**31 - 1
 
 
 def token_ids(
-    given: Any,
-    what: str,
+    ids: Any,
+    name: str,
     size: int | None = None,
     *,
     ndim: int = 2,
@@ -22,37 +22,37 @@ def token_ids(
     """Validates token ids or positions, and returns them as an int32 array.
 
     Args:
-      given: Nonempty lists or array of integers.
-      what: Name of the argument for error messages, such as "logits: ids".
+      ids: A nonempty array or nonempty lists of integers.
+      name: Name of the argument for error messages, such as "logits: ids".
       size: Vocabulary size, or number of positions; None accepts any non-negative int32.
       ndim: Expected rank.
-      counts: Bool array of the same shape. Where it is False, negative numbers are padding and are
+      counts: Bool array of the same shape, False for padding. Negative numbers in padding are
         replaced by 0.
 
     Raises:
       ConfigError: A number is out of range, or the rank or dtype of the array is wrong.
     """
-    x = np.asarray(given)
+    x = np.asarray(ids)
     if x.ndim != ndim or not x.size or x.dtype.kind not in "iu":
         rank = ", ".join("BTDE"[:ndim] if ndim > 1 else "T")
-        raise ConfigError(f"{what} is {x.dtype}{list(x.shape)}; expected a nonempty int[{rank}].")
+        raise ConfigError(f"{name} is {x.dtype}{list(x.shape)}; expected a nonempty int[{rank}].")
     largest = _MAX if size is None else size - 1
     is_wrong = (x < 0) | (x > largest)
     if counts is not None:
         is_wrong &= counts | (x > largest)
     for index in np.argwhere(is_wrong)[:1]:
         raise ConfigError(
-            f"{what} has {x[tuple(index)]} at {index.tolist()}; expected numbers from 0 to "
+            f"{name} has {x[tuple(index)]} at {index.tolist()}; expected numbers from 0 to "
             f"{largest}."
         )
     return np.maximum(x, 0).astype(np.int32)
 
 
-def whole_number(given: Any, what: str, minimum: int, maximum: int = _MAX) -> int:
+def whole_number(value: Any, name: str, minimum: int, maximum: int = _MAX) -> int:
     """Returns an int. Raises ConfigError unless it is an integer from `minimum` to `maximum`."""
-    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_integer or not minimum <= given <= maximum:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not minimum <= value <= maximum:
         raise ConfigError(
-            f"{what} is {shown(repr(given))}; expected an integer from {minimum} to {maximum}."
+            f"{name} is {shown(repr(value))}; expected an integer from {minimum} to {maximum}."
         )
-    return int(given)
+    return int(value)

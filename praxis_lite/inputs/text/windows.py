@@ -1,4 +1,4 @@
-"""Computes which tokens of a stream each window contains; index arithmetic without text.
+"""Computes which positions of a token stream each window contains.
 
 A stream is `EOS doc EOS doc ... EOS`. It has `num_labels + 1` tokens; all but the first are labels.
 The method `windows(first, count)` of both classes returns, for windows first to first + count - 1:

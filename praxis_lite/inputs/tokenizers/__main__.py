@@ -58,12 +58,12 @@ def train(
     for token in special_tokens:
         _check_special(token, special)
         special.append(token)
-    least = 256 + len(special)
+    minimum = 256 + len(special)
     require(
-        vocab_size >= least,
+        vocab_size >= minimum,
         "--vocab-size",
         vocab_size,
-        f"at least {least}, for 256 bytes and {len(special)} special tokens",
+        f"at least {minimum}, for 256 bytes and {len(special)} special tokens",
     )
     paths = matching_files(files)
     with new_directory(directory, TOKENIZER_JSON) as target:
@@ -72,8 +72,8 @@ def train(
 
 
 def _check_special(token: str, before: Sequence[str]) -> None:
-    def check(holds: bool, expected: str) -> None:
-        require(holds, "--special", token, expected, "Write it like <|name|>.")
+    def check(is_valid: bool, expected: str) -> None:
+        require(is_valid, "--special", token, expected, "Write it like <|name|>.")
 
     check(isinstance(token, str) and token != "", "a nonempty string")
     try:
@@ -83,8 +83,8 @@ def _check_special(token: str, before: Sequence[str]) -> None:
     check(token not in before, f"a token other than the existing {', '.join(before)}")
     library = optional_module("tokenizers", "Training a tokenizer")
     cut = library.pre_tokenizers.Split(library.Regex(PIECES), "isolated")
-    # The trainer may learn any single match of the pattern, which would then get the special
-    # token's id.
+    # The trainer may learn any single match of the pattern as an ordinary token. If a special token
+    # were such a match, text that contains it would be encoded as the special token.
     is_text = len(cut.pre_tokenize_str(token)) == 1 or token != token.strip()
     is_text |= all(part.isalnum() for part in token.split())
     check(not is_text, "a token that does not occur in ordinary text")
@@ -139,18 +139,18 @@ def description(tokenizer: JsonTokenizer) -> str:
 
 
 def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
-    def named(ids: Iterable[int]) -> str:
+    def described(ids: Iterable[int]) -> str:
         texts = (f"{number} {shown(repr(tokenizer.decode([number])))}" for number in ids)
         return ", ".join(texts) or "none"
 
     yield f"{tokenizer}: ids from 0 to {tokenizer.vocab_size - 1}"
     for role, text in tokenizer.roles.items():
         yield f"  {role:12} {shown(repr(text))}"
-    yield f"  before a text: {named(tokenizer.begin_ids)}"
-    yield f"  after a text: {named(tokenizer.end_ids)}"
-    yield f"  end of a document: {named(tokenizer.document_end)}"
-    yield f"  end of an answer: {named(tokenizer.eos_ids)}"
-    yield f"{len(tokenizer.special_ids)} special tokens: {named(sorted(tokenizer.special_ids))}"
+    yield f"  before a text: {described(tokenizer.begin_ids)}"
+    yield f"  after a text: {described(tokenizer.end_ids)}"
+    yield f"  end of a document: {described(tokenizer.document_end)}"
+    yield f"  end of an answer: {described(tokenizer.eos_ids)}"
+    yield f"{len(tokenizer.special_ids)} special tokens: {described(sorted(tokenizer.special_ids))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,20 +161,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
-    other = commands.add_parser("show", help="list special tokens and end tokens of a tokenizer")
-    other.add_argument("directory", metavar="DIR", help="directory of the tokenizer")
-    item = commands.add_parser(
+    show_parser = commands.add_parser(
+        "show", help="list special tokens and end tokens of a tokenizer"
+    )
+    show_parser.add_argument("directory", metavar="DIR", help="directory of the tokenizer")
+    train_parser = commands.add_parser(
         "train", help="train a byte-level BPE tokenizer", description=__doc__
     )
-    item.add_argument("files", metavar="FILES", help="comma-separated globs of text files")
-    item.add_argument("directory", metavar="OUT_DIR", help="new or empty directory")
-    item.add_argument(
+    train_parser.add_argument("files", metavar="FILES", help="comma-separated globs of text files")
+    train_parser.add_argument("directory", metavar="OUT_DIR", help="new or empty directory")
+    train_parser.add_argument(
         "--vocab-size", type=int, default=8192, help="number of tokens (default: 8192)"
     )
-    item.add_argument(
+    train_parser.add_argument(
         "--special", nargs="+", default=[], metavar="TOKEN", help="additional special tokens"
     )
-    item.add_argument(
+    train_parser.add_argument(
         "--chat-template", metavar="FILE", help="Jinja chat template (default: ChatML format)"
     )
     args = parser.parse_args(argv)
@@ -188,7 +190,7 @@ def _run(argv: Sequence[str] | None) -> None:
     num_bytes = sum(map(len, texts))
     num_tokens = sum(map(len, result.encode_documents(texts)))
     if not num_tokens:
-        raise ConfigError(f"The files {args.files} contain no text. Name files with text.")
+        raise ConfigError(f"The files {args.files} contain no text. Specify files with text.")
     if result.vocab_size < args.vocab_size:
         print(
             f"The vocabulary has only {result.vocab_size} tokens instead of {args.vocab_size}, "
@@ -207,7 +209,7 @@ def _template(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--chat-template={path} cannot be read: {getattr(error, 'strerror', None) or error}. "
-            "Name a UTF-8 text file."
+            "Specify a UTF-8 text file."
         ) from None
 
 

@@ -14,8 +14,8 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 class Tokenizer(abc.ABC):
     """Converts text to token ids and back.
 
-    Custom tokenizers are subclasses. A corpus, a pipeline of prompts and a language model task use
-    a tokenizer only through this interface.
+    Derive custom tokenizers from this class: corpora, pipelines and tasks use a tokenizer only
+    through this interface.
 
     Attributes:
       token_unit: The unit of text that an id represents, "byte" or "token". It appears in the name
@@ -56,7 +56,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Decodes ids to text, in which special tokens are written as text unless skipped."""
+        """Decodes ids to text, with or without the text of special tokens."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -113,26 +113,26 @@ class Tokenizer(abc.ABC):
         return tuple(self.end_ids) if self.eos_id is None else (self.eos_id,)
 
     def with_start(self, ids: np.ndarray) -> np.ndarray:
-        """Returns ids that begin with `document_start`, which is not repeated.
+        """Adds `document_start` before the ids, unless they already begin with it.
 
-        A text that a chat template rendered has its BOS already.
+        For example, the output of a chat template already begins with BOS.
         """
         start = self.document_start
         has_start = tuple(ids[: len(start)].tolist()) == start
         return ids if has_start else np.concatenate([np.array(start, np.int32), ids])
 
     def with_end(self, ids: np.ndarray) -> np.ndarray:
-        """Returns ids that end with `document_end`, which is not repeated."""
+        """Adds `document_end` after the ids, unless they already end with it."""
         end = self.document_end
         has_end = tuple(ids[len(ids) - len(end) :].tolist()) == end
         return ids if has_end else np.concatenate([ids, np.array(end, np.int32)])
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Returns the ids of a text to continue, from `document_start` on."""
+        """Encodes a text to continue, with `document_start` before it."""
         return self.with_start(self.encode(text, False))
 
     def without_start(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the ids of a prompt without `document_start`, if they begin with it."""
+        """Removes `document_start` from the ids of a prompt, if they begin with it."""
         start = self.document_start
         return ids[len(start) :] if tuple(ids[: len(start)].tolist()) == start else ids
 
@@ -157,10 +157,7 @@ class Tokenizer(abc.ABC):
             use all of it. The message includes the template's error message.
         """
         if self.chat is None:
-            raise ConfigError(
-                f"{self} has no chat template. Add chat_template.jinja or a chat_template entry in "
-                "tokenizer_config.json to its directory, or pass strings instead of messages."
-            )
+            raise no_chat_template(self)
         chat = self.chat.chosen(variables)
         messages = chat.prepared(messages)
 
@@ -172,6 +169,14 @@ class Tokenizer(abc.ABC):
 
     def __str__(self) -> str:
         return type(self).__name__ + ("" if self.path is None else f"({str(self.path)!r})")
+
+
+def no_chat_template(tokenizer: Tokenizer) -> ConfigError:
+    """Returns the error for a conversation that is passed to a tokenizer without a template."""
+    return ConfigError(
+        f"{tokenizer} has no chat template. Add chat_template.jinja or a chat_template entry in "
+        "tokenizer_config.json to its directory, or pass strings instead of messages."
+    )
 
 
 def checked_text(text: object) -> str:

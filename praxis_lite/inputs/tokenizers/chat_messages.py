@@ -1,7 +1,7 @@
 """Converts the messages of a conversation to the format that chat templates expect."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
@@ -13,8 +13,8 @@ Message = Mapping[str, Any]
 # Keys for a model's reasoning, in the order in which transformers looks them up.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Keys that a template may ignore, because their values are metadata. For ids of tool calls, the
-# order of calls and results carries the same information.
+# Keys that a template may ignore, because their values are metadata. Ids of tool calls are metadata
+# too: the order of calls and results carries the same information.
 _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
 
 
@@ -141,7 +141,7 @@ def _part(part: Any, name: str) -> Message:
             '{"type": "text", "text": ...}, because only text is supported. Remove it.'
         )
     unread = [
-        key for key, item in part.items() if key not in ("type", "text") and not _is_nothing(item)
+        key for key, item in part.items() if key not in ("type", "text") and not _is_blank(item)
     ]
     if unread:
         raise UnreadKey(
@@ -176,7 +176,7 @@ def _of_json(value: Any, name: str) -> Any:
         raise RefusedConversation(f"{name} is not valid JSON: {error}. Correct it.") from None
 
 
-def with_text_arguments(messages: list[Message]) -> list[Message]:
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Converts tool call arguments back to JSON strings, which older templates expect."""
 
     def of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,8 +185,10 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
         arguments = call.get("arguments")
         if not isinstance(arguments, dict):
             return call
-        is_given = isinstance(arguments, _Arguments)
-        text = arguments.text if is_given else json.dumps(arguments, ensure_ascii=False)
+        if isinstance(arguments, _Arguments):
+            text = arguments.text
+        else:
+            text = json.dumps(arguments, ensure_ascii=False)
         return {**call, "arguments": text}
 
     return [
@@ -205,18 +207,18 @@ def text_of(content: Any) -> str:
 def is_empty(message: Message) -> bool:
     """Returns whether a message contains neither text nor tool calls, reasoning or other data."""
     others = (item for key, item in message.items() if key not in (*_LABELS, "content"))
-    return not text_of(message.get("content")).strip() and all(map(_is_nothing, others))
+    return not text_of(message.get("content")).strip() and all(map(_is_blank, others))
 
 
 def unread_candidates(message: Message) -> list[tuple[str, ...]]:
     """Returns the message keys that a template must read, grouping the keys for reasoning."""
     labels = {"content", *_LABELS}
     if message["role"] in ("user", "assistant", "system", "developer"):
-        labels -= {"name"}  # A tool's name is metadata, because it only repeats the call.
-    keys = [key for key, item in message.items() if key not in labels and not _is_nothing(item)]
+        labels -= {"name"}  # The name in a tool message is metadata: it only repeats the call.
+    keys = [key for key, item in message.items() if key not in labels and not _is_blank(item)]
     reasoning = tuple(key for key in keys if key in REASONING)
     return [*([reasoning] if reasoning else []), *((key,) for key in keys if key not in REASONING)]
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)

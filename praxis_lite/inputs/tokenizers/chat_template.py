@@ -58,7 +58,7 @@ class ChatTemplate:
 
     Args:
       source: Source of the template.
-      variables: Variables for the template: the special tokens as text, by name such as
+      variables: Variables of the template: the text of each special token, by role such as
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
     """
@@ -99,13 +99,13 @@ class ChatTemplate:
         This is the format of `as_messages`. If the template does not support content that is a list
         of parts, the parts are joined to a string.
         """
-        result = []
+        result: list[Message] = []
         for message in as_messages(messages):
-            message = {key: item for key, item in message.items() if key != "weight"}
-            content = message.get("content")
-            if isinstance(content, list) and not self._reads_parts(message["role"]):
-                message["content"] = text_of(content)
-            result.append(message)
+            fields = {key: item for key, item in message.items() if key != "weight"}
+            content = fields.get("content")
+            if isinstance(content, list) and not self._reads_parts(fields["role"]):
+                fields["content"] = text_of(content)
+            result.append(fields)
         return result
 
     def checked(
@@ -192,7 +192,7 @@ class ChatTemplate:
         return frozenset(name for name in names if isinstance(name, str))
 
     def _reads_parts(self, role: str) -> bool:
-        """Returns whether the template supports lists of parts as content of messages of a role."""
+        """Returns whether the template accepts lists of parts as the content of a role."""
         if role not in self._parts_read_of:
             before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
             after = [{"role": USER, "content": "a"}] if role == "system" else []
@@ -223,13 +223,15 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Renders training data: like `render`, but with a fixed date, for reproducible data."""
-        return self.render(messages, add_generation_prompt, **{**_OF_DATA, **variables})
+        """Renders training data like `render`, but with a fixed current date."""
+        return self.render(messages, add_generation_prompt, **{**_DATA_VARIABLES, **variables})
 
     def answers(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Answers:
         """Renders training data, and returns the spans enclosed by `{% generation %}`."""
         text, spans = "", []
-        for piece in self._rendered(messages, False, **{**_OF_DATA, **variables}).split(_BEGIN):
+        for piece in self._rendered(messages, False, **{**_DATA_VARIABLES, **variables}).split(
+            _BEGIN
+        ):
             inside, is_end, after = piece.partition(_END)
             if is_end:
                 spans.append((len(text), len(text) + len(inside)))
@@ -239,11 +241,11 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> str:
-        given = {"tools": None, "documents": None} | self.variables | variables
+        all_variables = {"tools": None, "documents": None} | self.variables | variables
         template = self._template
         try:
             return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **given
+                messages=messages, add_generation_prompt=add_generation_prompt, **all_variables
             )
         except Exception as error:  # Templates may raise any exception.
             # Older templates concatenate the arguments of calls as strings.
@@ -266,11 +268,11 @@ class ChatTemplate:
     def _template(self) -> Any:
         return self._compiled("from_string")
 
-    def _compiled(self, how: str) -> Any:
+    def _compiled(self, method: str) -> Any:
         """Compiles the source with a method of the Jinja environment, "parse" or "from_string"."""
         jinja2 = optional_module("jinja2", "A chat template")
         try:
-            return getattr(_environment(), how)(self.source)
+            return getattr(_environment(), method)(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"The chat template is not a valid Jinja template: {shown(str(error), 300)}. "
@@ -282,23 +284,25 @@ class ChatTemplate:
         nodes = optional_module("jinja2.nodes", "A chat template")
         tree = self._compiled("parse")
         return any(
-            isinstance(one.call, nodes.Call) and getattr(one.call.node, "name", "") == _marked_name
-            for one in tree.find_all(nodes.CallBlock)
+            isinstance(block.call, nodes.Call)
+            and getattr(block.call.node, "name", "") == _marked_name
+            for block in tree.find_all(nodes.CallBlock)
         )
 
 
 _marked_name = "_marked"
 # A template may insert the current date. Training data must not depend on the day on which it is
 # generated, so the date is fixed to the default date of Llama 3.1's template.
-_OF_DATA = {"strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)}
+_DATA_VARIABLES = {"strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)}
 
 
 @functools.cache
 def _environment() -> Any:
     jinja2 = optional_module("jinja2", "A chat template")
     sandbox = optional_module("jinja2.sandbox", "A chat template")
+    extension: Any = optional_module("jinja2.ext", "A chat template").Extension
 
-    class Generation(optional_module("jinja2.ext", "A chat template").Extension):
+    class Generation(extension):
         """Adds markers around the text between `{% generation %}` and `{% endgeneration %}`."""
 
         tags = {"generation"}
@@ -310,6 +314,9 @@ def _environment() -> Any:
             call = jinja2.nodes.Call(name, [], [], None, None, lineno=line)
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
+    def mark(caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -317,7 +324,7 @@ def _environment() -> Any:
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        _marked_name: lambda caller: f"{_BEGIN}{caller()}{_END}",
+        _marked_name: mark,
     }
     return environment
 

@@ -1,4 +1,4 @@
-"""Names and contents of the files in a tokenizer directory."""
+"""Finds and reads the files in a tokenizer directory."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TEMPLATE, GENERATION_CONFIG, CONFIG = (
     "generation_config.json",
     "config.json",
 )
-# In transformers, a subdirectory of additional named templates, such as tool_use.jinja.
+# Subdirectory in which transformers stores additional templates, such as tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
 # Vocabulary files of the libraries and algorithms tokenizers, SentencePiece, BPE, WordPiece and
 # tiktoken.
@@ -27,7 +27,7 @@ _VOCABULARIES = (
     "tekken.json",
     "*.tiktoken",
 )
-# All files that a tokenizer may consist of, except config.json, which belongs to the model.
+# All files of a tokenizer. They do not include config.json, which belongs to the model.
 _PATTERNS = (
     *_VOCABULARIES,
     "merges.txt",

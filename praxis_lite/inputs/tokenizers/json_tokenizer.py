@@ -24,7 +24,7 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.normalized import opened
 
-_MAX_ID = 2**32 - 1  # The library's ids are uint32. It ignores ids without a token.
+_MAX_ID = 2**32 - 1  # The library's ids are uint32. Decoding ignores ids without a token.
 # An answer that does not occur in any template, and the pattern of an end-of-turn token.
 _ANSWER = "praxislite"
 _MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
@@ -46,6 +46,8 @@ class JsonTokenizer(Tokenizer):
         tokenizer does not add a BOS token.
     """
 
+    path: Path
+
     def __init__(self, path: str | os.PathLike[str], *, documents_start_with_eos: bool = False):
         self.path = Path(os.path.expanduser(os.fspath(path)))
         self.documents_start_with_eos = documents_start_with_eos
@@ -64,8 +66,8 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        given = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
-        return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
+        valid_ids = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
+        return self._tokenizer.decode(valid_ids, skip_special_tokens=skip_special_tokens)
 
     def name_of(self, token: int) -> str | None:
         return self._tokenizer.id_to_token(token)
@@ -86,8 +88,11 @@ class JsonTokenizer(Tokenizer):
         tokenizer.encode_special_tokens = bool(fields.get("split_special_tokens"))
         return directory, tokenizer
 
+    # mypy rejects read-only overrides of the attributes of Tokenizer. They must be properties,
+    # because their values are only known after the files have been read.
+
     @functools.cached_property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
@@ -96,46 +101,46 @@ class JsonTokenizer(Tokenizer):
         return special_tokens(self.directory)
 
     @property
-    def eos_id(self) -> int | None:
+    def eos_id(self) -> int | None:  # type: ignore[override]
         # If no tokenizer file specifies EOS, fall back to the model's configs.
         token = self._id_of("eos_token")
         return next(iter(self.model_eos_ids), None) if token is None else token
 
     @property
-    def bos_id(self) -> int | None:
+    def bos_id(self) -> int | None:  # type: ignore[override]
         return self._id_of("bos_token")
 
     @property
-    def pad_id(self) -> int | None:
+    def pad_id(self) -> int | None:  # type: ignore[override]
         return self._id_of("pad_token")
 
     def _id_of(self, role: str) -> int | None:
         return self._tokenizer.token_to_id(self.roles[role]) if role in self.roles else None
 
     @functools.cached_property
-    def model_eos_ids(self) -> tuple[int, ...]:
+    def model_eos_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         return model_eos_ids(self.directory)
 
     @functools.cached_property
-    def special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:  # type: ignore[override]
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
     @property
-    def begin_ids(self) -> tuple[int, ...]:
-        return self._around[0]
+    def begin_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._added_ids[0]
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        return self._around[1]
+    def end_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._added_ids[1]
 
     @functools.cached_property
-    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens that `encode` adds before and after a text."""
+    def _added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of the special tokens that `encode` adds before and after a text."""
         full, plain = self.encode("a").tolist(), self.encode("a", False).tolist()
-        places = range(len(full) - len(plain) + 1)
-        at = next((i for i in places if full[i : i + len(plain)] == plain), 0)
-        return tuple(full[:at]), tuple(full[at + len(plain) :])
+        starts = range(len(full) - len(plain) + 1)
+        start = next((i for i in starts if full[i : i + len(plain)] == plain), 0)
+        return tuple(full[:start]), tuple(full[start + len(plain) :])
 
     @property
     def document_start(self) -> tuple[int, ...]:
@@ -144,7 +149,7 @@ class JsonTokenizer(Tokenizer):
         return self.begin_ids
 
     @functools.cached_property
-    def chat(self) -> ChatTemplate | None:
+    def chat(self) -> ChatTemplate | None:  # type: ignore[override]
         sources = chat_templates(self.directory)
         default = sources.get("default", sources.get("tool_use"))
         if default is None:
@@ -152,7 +157,7 @@ class JsonTokenizer(Tokenizer):
         return ChatTemplate(default, self.roles, sources.get("tool_use"))
 
     @functools.cached_property
-    def turn_end_ids(self) -> tuple[int, ...]:
+    def turn_end_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         # The text after an answer, if it starts with a single token such as <|im_end|> or </s>.
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:

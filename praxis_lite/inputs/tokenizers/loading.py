@@ -30,24 +30,24 @@ def load_tokenizer(path: str | os.PathLike[str]) -> JsonTokenizer:
     return JsonTokenizer(directory)
 
 
-def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
+def as_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
     """Converts a config value to a tokenizer.
 
     Args:
-      given: A tokenizer, the directory of a tokenizer, or None for a byte tokenizer.
+      tokenizer: A tokenizer, the directory of a tokenizer, or None for a byte tokenizer.
 
     Raises:
       ConfigError: The value has another type, or the directory does not contain a tokenizer.
     """
-    if given is None:
+    if tokenizer is None:
         return ByteTokenizer()
-    if isinstance(given, str | os.PathLike):
-        return load_tokenizer(given)
+    if isinstance(tokenizer, str | os.PathLike):
+        return load_tokenizer(tokenizer)
     require(
-        isinstance(given, Tokenizer),
+        isinstance(tokenizer, Tokenizer),
         "The tokenizer",
-        given,
+        tokenizer,
         "a Tokenizer, the directory of a tokenizer, or None for bytes",
         "Custom tokenizers must be subclasses of praxis_lite.inputs.tokenizers.Tokenizer.",
     )
-    return given
+    return tokenizer

@@ -38,7 +38,7 @@ _MARK, _VERSION = "normalized_by_praxis_lite", 1
 
 
 def opened(directory: Path) -> tuple[Path, Any]:
-    """Opens the tokenizer in a directory, after normalizing the directory if necessary.
+    """Opens the tokenizer in a directory, which is first normalized if necessary.
 
     Returns:
       A tuple of the normalized directory, which may be the given directory, and the
@@ -179,8 +179,8 @@ def write_normalized(source: Path, target: Path) -> None:
         **tokenizer.special_tokens_map,
         "additional_special_tokens": [str(token) for token in tokenizer.extra_special_tokens],
     }
-    kept = ("model_max_length", "clean_up_tokenization_spaces", "split_special_tokens")
-    fields |= {name: written[name] for name in kept if name in written}
+    copied = ("model_max_length", "clean_up_tokenization_spaces", "split_special_tokens")
+    fields |= {name: written[name] for name in copied if name in written}
     (target / TOKENIZER_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
     generation = read_fields(source / GENERATION_CONFIG)
     if ends := model_eos_ids(source):
@@ -190,7 +190,7 @@ def write_normalized(source: Path, target: Path) -> None:
 
 
 def _mark_special(path: Path, tokenizer: Any) -> None:
-    """Marks every token in a tokenizer.json as special that transformers skips in decoding.
+    """Marks as special all tokens in a tokenizer.json that transformers skips in decoding.
 
     These include tokens with a role, such as EOS, even if added_tokens lists them as not special.
     """

@@ -63,7 +63,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """A tokenizer for ids without text, such as synthetic data; text is a list of numbers."""
+    """A tokenizer for ids that have no text, such as synthetic data.
+
+    A text is a list of ids, written as space-separated numbers.
+    """
 
     eos_id = 2**31 - 1  # Above any vocabulary, so no token ever ends a text.
     document_start = ()

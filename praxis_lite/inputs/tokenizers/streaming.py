@@ -1,4 +1,4 @@
-"""Decodes generated ids to text as they arrive."""
+"""Decodes ids to text while a model generates them."""
 
 import os
 import re
@@ -44,6 +44,8 @@ class StreamingDecoder:
 
     def push(self, token: int) -> str:
         """Adds an id, and returns the text that it completes, or "" within a character."""
+        # Wait until the new ids end with a complete character. If more than _NUM_CONTEXT new ids do
+        # not, they are invalid UTF-8: return the text before the replacement character.
         self._ids.append(int(token))
         text = self._decode(self._ids)
         is_incomplete = text.endswith(UNKNOWN)
@@ -77,12 +79,13 @@ class StreamingDecoder:
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes of a token that may be part of a character, or None if unknown."""
+    """Returns the bytes of a token, which may be part of a character, or None if unknown."""
     name = tokenizer.name_of(token) or ""
     if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
         return bytes.fromhex(match[1])
-    numbers = [_BYTE_LEVEL.get(character) for character in name]
-    return bytes(numbers) if numbers and None not in numbers else None
+    if not name or not all(character in _BYTE_LEVEL for character in name):
+        return None
+    return bytes(_BYTE_LEVEL[character] for character in name)
 
 
 def _byte_level() -> dict[str, int]:
@@ -90,7 +93,7 @@ def _byte_level() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
+        chr(0x100 + index): byte for index, byte in enumerate(others)
     }
 
 

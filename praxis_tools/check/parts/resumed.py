@@ -99,7 +99,7 @@ class _CheckedData(InputPipeline):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        rows = self.whole_or(rows)
+        rows = self.rows_or_all(rows)
         for batch in self.pipeline.batches(start=start):
             checked_batch = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
             yield with_rows(checked_batch, rows)

@@ -262,7 +262,7 @@ def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
         rest = source_of(kind, tmp_path, skip=["truncated"])
         rest.check()
         left_out, (part,) = Counter(), rest.parts()
-        numbers = [n for n, _ in rest.made_of(part, lambda x, n: (x, n), left_out)]
+        numbers = [n for n, _ in rest.map_part(part, lambda x, n: (x, n), left_out)]
         assert numbers == list(range(len(rest) - 1)) and left_out == {"truncated": 1}
         assert 0 < len(numbers) < 350 and plain(rest[len(numbers) - 1]) == row(249 + len(numbers))
 

@@ -17,24 +17,24 @@ Make = Callable[[str], Iterable[Mapping[str, Any]] | None]
 _ROWS_PER_GROUP = 64
 
 
-def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
+def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
     """Returns the files that match comma-separated globs, sorted and without duplicates.
 
     Args:
         patterns: Comma-separated globs; `**` and `~` are expanded.
-        what: Name of the class with the setting `files`, for error messages.
+        owner: Name of the class with the setting `files`, for error messages.
 
     Raises:
         ConfigError: A glob matches no file.
     """
-    require(isinstance(patterns, str), f"{what}.files", patterns, "a str of comma-separated globs")
+    require(isinstance(patterns, str), f"{owner}.files", patterns, "a str of comma-separated globs")
     globs = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     if not globs:
-        raise ConfigError(f"{what}: files is {patterns!r}; expected a path or a glob.")
-    return sorted({path for pattern in globs for path in _matches(pattern, what)})
+        raise ConfigError(f"{owner}: files is {patterns!r}; expected a path or a glob.")
+    return sorted({path for pattern in globs for path in _matches(pattern, owner)})
 
 
-def _matches(pattern: str, what: str) -> list[str]:
+def _matches(pattern: str, owner: str) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isfile(expanded):  # A file's name may contain the special characters of globs.
         return [expanded]
@@ -48,7 +48,7 @@ def _matches(pattern: str, what: str) -> list[str]:
     else:
         found, fix = "nothing", "Correct the path or the glob."
     raise ConfigError(
-        f"{what}: {pattern!r} in files matches {found} (relative to {os.getcwd()}); expected at "
+        f"{owner}: {pattern!r} in files matches {found} (relative to {os.getcwd()}); expected at "
         f"least one file. {fix}"
     )
 

@@ -48,13 +48,13 @@ def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
     raise BadExample("not_utf8", f"{where}{line}", found, fix)
 
 
-def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
+def require_valid_unicode(text: str, where: str, name: str = "text") -> str:
     """Returns `text`, or raises an error if it contains surrogates, which UTF-8 cannot encode.
 
     Args:
       text: The text to check.
       where: Location of the text for error messages.
-      what: Name of the text for error messages.
+      name: Name of the text for error messages.
 
     Raises:
       BadExample: (`not_utf8`) The text contains an unpaired surrogate, for example from a JSON
@@ -72,7 +72,7 @@ def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
         raise BadExample(
             "not_utf8",
             where,
-            f"has a {what} that is not UTF-8: it contains {found}",
+            f"has a {name} that is not UTF-8: it contains {found}",
             "Write it as valid UTF-8.",
         ) from None
     return text
