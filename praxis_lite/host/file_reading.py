@@ -1,4 +1,4 @@
-"""Reads regular files without blocking on pipes, as strict JSON or as lines from the end."""
+"""Opens and reads regular files, as bytes, lines or strict JSON; rejects pipes, which may block."""
 
 import json
 import os
@@ -137,17 +137,17 @@ def is_json(text: bytes) -> bool:
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
     """Opens a regular file for appending text, and creates it if needed."""
-    number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(number, "a", encoding="utf-8")
+    fd = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(fd, "a", encoding="utf-8")
 
 
 def descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a regular file and returns its descriptor. Raises OSError for any other file type."""
-    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise OSError(f"{os.path.basename(path)} is not a regular file")
-    return number
+    return fd
 
 
 def read_json(path: Path) -> Any:

@@ -280,8 +280,8 @@ def zero_slots(
 
     Args:
       shape: Shape of the weight.
-      dims: The two dims to factor, of which the row statistics drop the first, or None if the
-        weight is not factored.
+      dims: The dims that the row and the column statistics drop, or None if the weight is not
+        factored; see `factored_dims`.
       momentum_dtype: Dtype of the stored momentum, or None for no momentum.
     """
     absent = jnp.zeros((1,), jnp.float32)

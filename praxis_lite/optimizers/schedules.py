@@ -191,11 +191,11 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
     Args:
       boundaries: First step of each schedule, except for the first schedule.
-      schedules: The schedules; there must be one more than boundaries.
+      schedules: The schedules, one more than there are boundaries.
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or there is not exactly one schedule more
-        than boundaries.
+      ConfigError: Boundaries are not in ascending order, or their number is not the number of
+        schedules minus one.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)
@@ -209,7 +209,10 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 
 
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
-    """Repeats schedules in a cycle, schedules[i] for steps[i] steps, with absolute step counts."""
+    """Repeats schedules in a cycle, where schedules[i] applies for steps[i] steps.
+
+    All schedules count steps from the start of training, not from the start of the cycle.
+    """
     name = "cycle_schedule"
     expected = f"one number per schedule ({len(schedules)}), for at least one schedule"
     require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, expected)
@@ -384,8 +387,8 @@ def linear_rampup_piecewise_constant(
     """Returns a schedule with linear warmup to values[0], and values[i] from boundaries[i].
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or there are not as many boundaries as
-        values.
+      ConfigError: Boundaries are not in ascending order, or the numbers of boundaries and values
+        differ.
     """
     name = "linear_rampup_piecewise_constant"
     require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "one step per value")

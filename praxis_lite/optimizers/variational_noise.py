@@ -55,8 +55,8 @@ class VariationalNoise:
             return
         hint = " Omit params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
-            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
-            f"{few(paths, 5)}. It must match the start of a path.{hint} Fix the regex, or remove "
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights "
+            f"({few(paths, 5)}). It must match the start of a path.{hint} Fix the regex, or remove "
             "the noise."
         )
 

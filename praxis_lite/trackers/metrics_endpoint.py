@@ -30,10 +30,10 @@ class MetricsEndpoint(Tracker):
       port: The port. If 0, a free port is used and printed.
       host: The address to listen on. The default is only reachable from this machine. The Host
         header of requests must be a name of this machine.
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
-    newest_alone = True
+    latest_only = True
 
     port: int
     host: str = LOOPBACK

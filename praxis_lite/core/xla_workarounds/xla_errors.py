@@ -20,7 +20,7 @@ does not. In addition, four kinds of convolutions are wrong even without padding
 - A convolution over three mesh axes permutes its rows if the filter is split in a different axis
   order than the batch. Workaround: also replicate the output channels of the filter.
 - A matmul over three mesh axes may permute its results. This depends on the complete program, so
-  jobs patch the lowered program before compiling it (`mended_products.py`).
+  jobs patch the lowered program before compiling it (`patched_matmuls.py`).
 """
 
 import functools

@@ -13,7 +13,7 @@ from praxis_lite.config.overrides import check_required
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.experiment.experiment import Experiment
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_layers import GRADIENT_OF
@@ -83,7 +83,7 @@ def compiled_step(
         job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
-    compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
+    compiled = patch_matmuls(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
     collectives = hlo.collectives(compiled, dict(partitioner.mesh.shape))
     return CompiledStep(step, collectives, partitioner.layout, compiled)
 
