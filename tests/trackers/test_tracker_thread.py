@@ -101,7 +101,7 @@ def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypa
     Hangs.let_go.clear()
 
 
-def test_the_newest_alone_comes_to_one_that_wants_no_other():
+def test_a_latest_only_tracker_receives_only_the_latest_metrics():
     tracker = Remembers()
     tracker.latest_only = True
     launch(tracker, 0, 500, evaluates=[300])

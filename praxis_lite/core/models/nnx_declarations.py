@@ -1,4 +1,4 @@
-"""Reads the declared split of an NNX variable from Flax's metadata or from our layers' metadata."""
+"""Reads how an NNX variable is sharded from its metadata, which Flax or our layers set."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ __all__ = ("NnxModel", "mdl_vars_of")
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A module that was split into graphdefs, for training and evaluation, and abstract leaves."""
+    """The graphdefs of a module, for training and for evaluation, and its abstract leaves."""
 
     training: nnx.GraphDef[nnx.Module]
     evaluation: nnx.GraphDef[nnx.Module]
@@ -65,8 +65,8 @@ class NnxModel(Model):
             kind = type(build).__name__
             name = kind if isinstance(build, nnx.Module) else "MyModule"
             raise ConfigError(
-                f"The model is {kind} itself; expected a function that builds it. Replace it with "
-                f"fdl.Partial({name}, ...)."
+                f"The model is an instance of {kind}; expected a function that builds it. "
+                f"Replace it with fdl.Partial({name}, ...)."
             )
         self.build = build
 
@@ -237,8 +237,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
         if inspect.isfunction(build):
             function_model = f" If it returns weights, use fdl.Config(FunctionModel, {name})."
         raise ConfigError(
-            f"{name} lacks {', '.join(missing)}: set it in the config, such as "
-            f"fdl.Partial({name}, {missing[0]}=...).{function_model}"
+            f"{name} requires {' and '.join(missing)}. Set "
+            f"{'it' if len(missing) == 1 else 'them'} in the config, such as fdl.Partial({name}, {missing[0]}=...).{function_model}"
         )
     return takes_any or "rngs" in parameters
 
@@ -292,5 +292,5 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:
         if isinstance(leaf, nnx.Param):
             metadata = {**leaf.get_metadata(), "gather": value.gather}
             return _gathered_when_read(type(leaf)).from_metadata(value.block, metadata)
-        value = value.whole()
+        value = value.gathered()
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value

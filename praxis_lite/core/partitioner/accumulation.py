@@ -158,7 +158,7 @@ def _value_and_grad_reduced_once(
     num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Implements `value_and_grad` over Explicit axes with a single reduction over devices.
+    """Implements `value_and_grad` over Explicit axes, reducing gradients over devices only once.
 
     Each device accumulates partial sums, which are reduced over `axes` once, after the loop.
     """

@@ -162,14 +162,14 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
     if actual.shape != leaf.padded_shape:
         is_logical = actual.shape == leaf.shape
         hint = (
-            "This is its shape without padding. Pass the result of this Partitioner's init or "
-            "steps, or of layout.pad(...) in jax.jit."
+            "The array is not padded. Pass the result of this Partitioner's init or steps, or of "
+            "layout.pad(...) in jax.jit."
             if is_logical
             else "It belongs to a different model, or to a Partitioner with a different mesh."
         )
         raise ConfigError(
             f"{name} has the shape {tuple(actual.shape)}; expected {expected}"
-            f"{', padded' if leaf.shape != leaf.padded_shape else ''}. {hint}"
+            f"{' (with padding)' if leaf.shape != leaf.padded_shape else ''}. {hint}"
         )
     require(
         actual.dtype == leaf.dtype,
@@ -189,9 +189,17 @@ def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
         return
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
+        found, expected = (
+            "one device"
+            if count == 1
+            else f"the {count} devices"
+            if is_mesh
+            else f"{count} devices"
+            for count, is_mesh in ((len(devices), False), (len(local), True))
+        )
         raise ConfigError(
-            f"{name} is on {len(devices)} devices; expected the {len(local)} devices of this "
-            f"Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
+            f"{name} is on {found if found != expected else 'a different device'}; expected "
+            f"{expected} of this Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(

@@ -68,5 +68,5 @@ class GradientStrategy(Protocol):
           learner: Learner that is bound to the weights.
 
         Raises:
-          ConfigError: The strategy does not support the mesh or the split of a weight.
+          ConfigError: The strategy does not support the mesh or the sharding of a weight.
         """

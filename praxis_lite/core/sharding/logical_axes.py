@@ -51,8 +51,8 @@ def logical_to_mesh_axes(
     """Resolves a weight's logical axes to mesh axes, like the Flax Linen function of the same name.
 
     Rules are applied in order. A rule applies if the weight uses its name, the name is not resolved
-    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name
-    serves as a fallback. `(name, None)` leaves the dim with that name unsplit.
+    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name may
+    apply. `(name, None)` leaves the dim with that name unsplit.
 
     Args:
       logical_axes: A name, a tuple of names, or None per dim.

@@ -22,7 +22,7 @@ Spec = list[tuple[str, ...]]
 
 
 class Conflict(NamedTuple):
-    """The two device orders of a matmul that XLA may permute.
+    """The two different device orders of a matmul whose results XLA may permute.
 
     Attributes:
       summed: Contracted axes that also split the results.
