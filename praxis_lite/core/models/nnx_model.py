@@ -238,7 +238,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
             function_model = f" If it returns weights, use fdl.Config(FunctionModel, {name})."
         raise ConfigError(
             f"{name} requires {' and '.join(missing)}. Set "
-            f"{'it' if len(missing) == 1 else 'them'} in the config, such as fdl.Partial({name}, {missing[0]}=...).{function_model}"
+            f"{'it' if len(missing) == 1 else 'them'} in the config, such as "
+            f"fdl.Partial({name}, {missing[0]}=...).{function_model}"
         )
     return takes_any or "rngs" in parameters
 

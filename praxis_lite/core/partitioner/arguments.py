@@ -190,16 +190,12 @@ def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
         found, expected = (
-            "one device"
-            if count == 1
-            else f"the {count} devices"
-            if is_mesh
-            else f"{count} devices"
-            for count, is_mesh in ((len(devices), False), (len(local), True))
+            f"{count} {'device' if count == 1 else 'devices'}"
+            for count in (len(devices), len(local))
         )
         raise ConfigError(
-            f"{name} is on {found if found != expected else 'a different device'}; expected "
-            f"{expected} of this Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
+            f"{name} is on {'different devices' if found == expected else found}; expected this "
+            f"Partitioner's mesh {dict(mesh.shape)} of {expected}. Pass {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(
