@@ -275,7 +275,7 @@ class Task(abc.ABC):
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a JSON-serializable dict per real row, with numbers or nested lists of numbers.
+    """Returns a JSON-serializable dict per example, with numbers or nested lists of numbers.
 
     Args:
       outputs: Numeric arrays [B, ...] by name.

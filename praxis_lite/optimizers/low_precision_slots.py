@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class LowPrecisionSlotsState(NamedTuple):
-    """The state of the optimizer, and the number of updates, from which random bits are derived."""
+    """The slots of the optimizer, and the number of updates, which seeds the random bits."""
 
     count: jax.Array
     slots: PyTree

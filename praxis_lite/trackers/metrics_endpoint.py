@@ -111,6 +111,6 @@ def _check_host(host: str, app: WSGIApplication) -> WSGIApplication:
         if has_allowed_host([environ.get("HTTP_HOST", "")], known):
             return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"The Host is not one of {', '.join(sorted(known))}.\n".encode()]
+        return [f"The Host header is not one of {', '.join(sorted(known))}.\n".encode()]
 
     return checked

@@ -141,7 +141,7 @@ def mapped_weight(
             )
     others = {axis for entry in spec for axis in axes_of(entry)} - set(manual_axes)
     mapped_spec = without_axes(spec, tuple(others))
-    # JAX rejects uneven splits here as well, so weights are padded outside and sliced inside.
+    # JAX rejects uneven shardings here as well, so weights are padded outside and sliced inside.
     is_block, is_padded = any(mapped_spec), padded_shape(shape, spec, axis_sizes) != shape
     has_gather = is_block or is_padded
     gather = gather_of(path, shape, spec, manual_axes, axis_sizes) if has_gather else None

@@ -6,7 +6,7 @@ matching weight dim. A slot with the weight's shape is thus split like the weigh
 drops the axes of the reduced dim, and scalars are replicated.
 
 With `slot_mesh_axes`, slots are split over more axes than their weights. A weight may also declare
-a separate split for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
+separate axes for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
 weights that match `host_slots` are stored in host memory (`slot_memory`).
 """
 
@@ -54,7 +54,7 @@ def extended_specs(
     Raises:
       ConfigError: An axis is not in the mesh, or is listed twice.
     """
-    # Validate the axes as the split of a single dim.
+    # Validate the axes as if they split a single dim.
     (entry,) = to_partition_spec(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )

@@ -160,8 +160,8 @@ class NnxModel(Model):
         return module
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # With eager sharding, Flax would immediately place weights that declare a split, which
-        # requires a current mesh and even splits.
+        # With eager sharding, Flax would immediately shard weights that declare a sharding, which
+        # requires a current mesh and even shards.
         with nnx.use_eager_sharding(False):
             module = self.build(rngs=nnx.Rngs(key)) if _takes_rngs(self.build) else self.build()
         if not isinstance(module, nnx.Module):
@@ -229,7 +229,7 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(settings - set(parameters))):
         raise ConfigError(
-            f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'none'}."
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'no settings'}."
             f"{did_you_mean(unknown[0], names)}"
         )
     if missing:

@@ -1,6 +1,6 @@
 """Checks the arguments of calls to a Partitioner and explains which one is invalid.
 
-Shapes and dtypes are checked once per program, while a step is traced. Other checks run only after
+Shapes and dtypes are checked while a step is traced, once per shape. Other checks run only after
 JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they are
 checked in each call, because with several devices XLA would crash the process.
 """
@@ -41,8 +41,8 @@ def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args
         check(*args)
         raise
     except RuntimeError as error:
-        # A program that fails while it runs also deletes its donated state, so look for the cause
-        # in the message.
+        # A step that fails while it runs also deletes its donated state, so look for the cause in
+        # the message.
         if "deleted" in str(error):
             check(*args)
         raise
@@ -67,7 +67,8 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
         lacks = f" lacks {few(missing)}" if missing else ""
-        has = f"{' and' if missing else ''} has {few(unknown)}, which are not in the model."
+        has = f"{' and' if missing else ''} has {few(unknown)}, which "
+        has += f"{'is' if len(unknown) == 1 else 'are'} not in the model."
         near = did_you_mean(unknown[0], expected) if unknown else ""
         instead = "the complete tree that this Partitioner's init or steps return"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:

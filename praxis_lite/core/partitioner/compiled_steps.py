@@ -84,7 +84,7 @@ class Step:
 
         Raises:
           ConfigError: A layer or the task raised it while it was traced, for example because of an
-            invalid split of an activation.
+            invalid sharding of an activation.
         """
         return self._jitted.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
@@ -123,7 +123,7 @@ class Step:
         """Returns the shapes and shardings of a call's arguments for batches of `element_spec`."""
         arguments.check_spec(element_spec, "trace")
         batch = abstract_global_batch(element_spec, self.where.mesh)
-        # Use the sharding of `Partitioner.key`, so that calls reuse the compiled program.
+        # Use the sharding of `Partitioner.key`, so that calls reuse the compiled step.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
         return self.layout.abstract(self.where.mesh), batch, key

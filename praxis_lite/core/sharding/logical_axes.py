@@ -146,8 +146,8 @@ class MeshRules:
         for name in names:
             if name is not None and name not in mesh_axes:
                 raise ConfigError(
-                    f"MeshRules: the model uses the name '{name}', but the names are "
-                    f"{', '.join(mesh_axes) or 'none'}.{did_you_mean(name, mesh_axes)} Use "
+                    f"MeshRules: the model uses the name '{name}', but the rules have "
+                    f"{', '.join(mesh_axes) or 'no names'}.{did_you_mean(name, mesh_axes)} Use "
                     f"MeshRules(..., {name}=AXES), or {name}=None for a dim that is not split."
                 )
         return tuple(None if name is None else mesh_axes[name] for name in names)

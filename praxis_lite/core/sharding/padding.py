@@ -2,7 +2,7 @@
 
 JAX rejects uneven shardings of arrays that cross a jit or device_put boundary, but accepts them
 inside a jitted function. As in Pax, arrays outside are therefore padded with zeros: compiled steps
-slice them on entry and pad them again on exit. Arrays with even splits pass through unchanged.
+slice them on entry and pad them again on exit. Evenly sharded arrays pass through unchanged.
 """
 
 import math

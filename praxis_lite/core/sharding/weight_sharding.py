@@ -179,7 +179,7 @@ def decide_shardings(
 def _leaf(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, axis_sizes: Mapping[str, int]
 ) -> Leaf:
-    """Returns a weight as a Leaf with its complete shape and the split that its layer declares."""
+    """Returns a weight as a Leaf, with its complete shape and the mesh axes its layer declares."""
     start = tuple(spec.partition_spec(tuple(axis_sizes), "/".join(path)))
     num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
     if names is not None:

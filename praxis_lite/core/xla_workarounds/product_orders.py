@@ -1,4 +1,4 @@
-"""Finds matmuls in a lowered program whose results XLA's partitioner may permute.
+"""Finds the matmuls of an MLIR module whose results XLA's partitioner may permute.
 
 On a mesh with three axes, XLA silently returns wrong results for some matmuls
 (docs/upstream/matmul_rows.md). If a contracted axis also splits the results, XLA groups devices by
@@ -63,7 +63,7 @@ class Split:
 
 
 class Product:
-    """A matmul of a program after sharding propagation, where each function has only one call.
+    """A matmul after sharding propagation, which copies a function for each of its calls.
 
     Args:
       op: The matmul.
@@ -126,23 +126,23 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
     Shardy copies a function for each of its calls, so a matmul may have several copies.
 
     Args:
-      module: The program.
+      module: The MLIR module, which is not changed.
       sizes: Sizes of the mesh axes with more than one device.
 
     Raises:
       ir.MLIRError: Shardy rejects the module.
       ValueError: Shardy rejects the module.
     """
-    program = module.operation.clone()
-    for number, op in enumerate(ops(program, PRODUCT)):
+    clone = module.operation.clone()
+    for number, op in enumerate(ops(clone, PRODUCT)):
         op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-    passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
+    passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(clone)
     calls = {
         ir.FlatSymbolRefAttr(call.attributes["callee"]).value: call
-        for call in ops(program, "func.call")
+        for call in ops(clone, "func.call")
     }
     copies: dict[int, list[Product]] = {}
-    for op in ops(program, PRODUCT):
+    for op in ops(clone, PRODUCT):
         number = ir.IntegerAttr(op.attributes[_NUMBER]).value
         copies.setdefault(number, []).append(Product(op, sizes, calls))
     return {

@@ -242,7 +242,7 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
 def with_common_dim_types(trees: PyTree, num_dims: int) -> PyTree:
     """Reshards arrays to a common type of their first `num_dims` dims, as a vmap requires.
 
-    Each dim gets the split of the first array in which it is split.
+    Each dim is split like in the first array that splits it.
     """
     if not num_dims or not is_typed():
         return trees
