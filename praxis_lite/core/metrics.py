@@ -65,7 +65,7 @@ def compute_metrics(
     inputs: Mapping[str, jax.Array],
     before: Mapping[str, Any],
 ) -> Pairs:
-    """Returns a (value, weight) pair per user-defined metric; stops gradients through metrics.
+    """Returns a (value, weight) pair for each user-defined metric, without gradients.
 
     Args:
       task: Name of the task, for messages.

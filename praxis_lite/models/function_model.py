@@ -22,9 +22,9 @@ Spec = PartitionSpec | tuple | None
 
 
 class FunctionModel(Model):
-    """A model whose params are a tree of float arrays returned by a function; all are trained.
+    """A model whose params are the tree of float arrays that a function returns.
 
-    Internally, the tree is stored as nested dicts. Names are dict keys (a "/" in a key starts a new
+    All params are trained. Internally, the tree is stored as nested dicts. Names are dict keys (a "/" in a key starts a new
     level, as in Haiku), fields of named tuples and dataclasses, and indices of lists and tuples,
     such as "layers/0/w". `module` returns a tree with the structure that `init` returned.
 

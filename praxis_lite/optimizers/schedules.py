@@ -232,7 +232,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises ConfigError if boundaries are not in order, or there are not `count` pieces."""
+    """Raises ConfigError if boundaries are not ascending, or the number of pieces is not `count`."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
     require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
@@ -411,7 +411,7 @@ def _warmup_and_decay(
     peak: float,
     min_ratio: float,
 ) -> Schedule:
-    """Returns a schedule like `linear_rampup_polynomial_decay` with any decay; checks settings."""
+    """Checks settings, and returns a schedule with linear warmup, a constant phase and `decay`."""
     steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
         0 <= warmup_steps <= decay_start <= decay_end,

@@ -17,9 +17,9 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Gaussian noise on the weights at which gradients are computed; updates ignore the noise.
+    """Gaussian noise that is added to weights while gradients are computed.
 
-    See Graves 2011, "Practical variational inference for neural networks". Corresponds to Pax's
+    Updates are applied to the weights without noise. See Graves 2011, "Practical variational inference for neural networks". Corresponds to Pax's
     `task.train.variational_noise`, whose patterns start with `params/`.
 
     Attributes:

@@ -349,7 +349,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes that its gather's backward pass has not reduced."""
+    """Sums a gradient over the data axes that the backward pass of a gather has not summed over."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad

@@ -25,7 +25,7 @@ def vmapped_axes() -> frozenset[str]:
 
 
 def manual_axes_for(axes: Iterable[str]) -> set[str]:
-    """Returns the axes that a `jax.shard_map` must make manual so that `axes` are manual.
+    """Returns the manual axes for a `jax.shard_map` over `axes`, which may be inside a `vmap_over`.
 
     Inside a `vmap_over`, every axis must be manual: the vmap adds its axes to sharding constraints
     over the remaining axes, but constraints must not use manual axes.

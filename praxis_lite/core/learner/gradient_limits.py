@@ -54,7 +54,7 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns a bool scalar: whether a step with this finite gradient norm is not skipped."""
+        """Returns a bool scalar: False if a step with this finite gradient norm must be skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 

@@ -1,4 +1,4 @@
-"""Assigns optimizers to weights by patterns over their paths, and decides which are frozen."""
+"""Assigns optimizers to weights, or freezes weights, by patterns that match their paths."""
 
 import dataclasses
 import re

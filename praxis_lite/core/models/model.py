@@ -81,7 +81,7 @@ class Model(abc.ABC):
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
-        """Returns `params` with the weights that a `Tally` moves updated from the step's sums."""
+        """Applies the rules of the module's `Tally` variables to the weights in `params`."""
         return params
 
     def abstract_module(self) -> Any:

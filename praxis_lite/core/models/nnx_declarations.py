@@ -1,4 +1,4 @@
-"""Reads how an NNX variable is sharded from its metadata, which Flax or our layers set."""
+"""Reads the declared sharding of an NNX variable from its metadata, set by Flax or our layers."""
 
 import dataclasses
 from collections.abc import Sequence

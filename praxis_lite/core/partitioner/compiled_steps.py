@@ -99,7 +99,7 @@ class Step:
         return self._jitted
 
     def num_compiled(self) -> int:
-        """Returns how often calls have compiled the step, once per batch shape."""
+        """Returns the number of batch shapes for which calls have compiled the step."""
         num: int = self._jitted._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
         return num
 

@@ -86,7 +86,7 @@ class DecodingWeights:
         return jax.tree.map(lambda x, form: form.convert(x), tree, self._forms)
 
     def convert(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
-        """Converts training weights; returns weights that are already converted unchanged.
+        """Converts training weights, unless they are already in the format for decoding.
 
         Arrays that need no conversion are returned without a copy. The others are converted one at
         a time.

@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class RowsCheck(Protocol):
-    """Raises ConfigError if the rows of a batch cannot be split into micro-batches."""
+    """A function that raises ConfigError if a batch cannot be split into micro-batches."""
 
     def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
 

@@ -213,7 +213,7 @@ _notes: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
-    """Collects the reasons why layers that are traced in the body use Auto axes, by path."""
+    """Collects the reasons why layers traced in the body use Auto axes, by layer path."""
     token = _notes.set(notes)
     try:
         yield
