@@ -24,9 +24,10 @@ Spec = PartitionSpec | tuple | None
 class FunctionModel(Model):
     """A model whose params are the tree of float arrays that a function returns.
 
-    All params are trained. Internally, the tree is stored as nested dicts. Names are dict keys (a "/" in a key starts a new
-    level, as in Haiku), fields of named tuples and dataclasses, and indices of lists and tuples,
-    such as "layers/0/w". `module` returns a tree with the structure that `init` returned.
+    All params are trained. Internally, the tree is stored as nested dicts. Names are dict keys (a
+    "/" in a key starts a new level, as in Haiku), fields of named tuples and dataclasses, and
+    indices of lists and tuples, such as "layers/0/w". `module` returns a tree with the structure
+    that `init` returned.
 
     Pass arrays that are not trained to the loss with functools.partial. Statistics that a loss
     updates require a Flax model.

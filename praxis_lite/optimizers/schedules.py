@@ -232,7 +232,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises ConfigError if boundaries are not ascending, or the number of pieces is not `count`."""
+    """Raises ConfigError if boundaries are not ascending, or there are not `count` pieces."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
     require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)

@@ -19,8 +19,9 @@ PyTree = Any
 class VariationalNoise:
     """Gaussian noise that is added to weights while gradients are computed.
 
-    Updates are applied to the weights without noise. See Graves 2011, "Practical variational inference for neural networks". Corresponds to Pax's
-    `task.train.variational_noise`, whose patterns start with `params/`.
+    Updates are applied to the weights without noise. See Graves 2011, "Practical variational
+    inference for neural networks". Corresponds to Pax's `task.train.variational_noise`, whose
+    patterns start with `params/`.
 
     Attributes:
       scale: Standard deviation of the noise.
