@@ -96,6 +96,8 @@ def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     The first result is the text after the last line break, which is b"" or an incomplete line. The
     file is only read as far as needed.
     """
+    # Read blocks from the end. The text before offset `end` has not been searched yet. `partial`
+    # contains the parts, last part first, of a line whose start has not been found.
     end, partial = os.fstat(file.fileno()).st_size, []
     while end:
         start = max(0, end - _BLOCK_BYTES)

@@ -172,6 +172,8 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
     """Returns a spec of the results in the operand's axis order, and the axes dropped for this."""
+    # First try to reorder the axes within each dim, which costs only a collective-permute. If no
+    # such order avoids the conflict, replicate the results over the contracted axes.
     spec, dropped = product.result.spec, list[str]()
     conflict = product.conflict(spec)
     assert conflict is not None, "The product is at risk."

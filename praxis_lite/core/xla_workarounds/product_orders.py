@@ -90,7 +90,12 @@ class Product:
         self.name = names[1] if names else "(unnamed)"
 
     def conflict(self, spec: Spec) -> Conflict | None:
-        """Returns the conflicting device orders for results split by `spec`, or None."""
+        """Returns the conflicting device orders for results split by `spec`, or None.
+
+        There is a conflict if some contracted dims of the larger operand are split over exactly the
+        axes that split some dims of the results, and the remaining axes have a different order in
+        the operand than in the results.
+        """
         used = {axis for entry in spec for axis in entry}
         num_replicas = math.prod(size for axis, size in self.sizes.items() if axis not in used)
         # XLA lays out the smaller operand like the larger one.

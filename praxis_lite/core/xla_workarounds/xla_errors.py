@@ -146,7 +146,9 @@ def _convolution(
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    lhs_dims, rhs_dims, out_dims = set(), set(), set()  # Dims to replicate.
+    # Each condition below belongs to one of the bugs in the module docstring, and adds the dims
+    # whose replication avoids it.
+    lhs_dims, rhs_dims, out_dims = set(), set(), set()
     if len(sizes) > 1:
         lhs_dims, rhs_dims, out_dims = {*lhs_spec[2:]}, {*rhs_spec[2:]}, {*out_spec[2:]}
     if sizes and params["batch_group_count"] > 1:
