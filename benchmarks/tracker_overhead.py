@@ -56,7 +56,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
             JsonLinesWriter(job.metrics_jsonl, -1) as writer,
             Trackers(threads_in(job, every), job, print) as trackers,
         ):
-            trackers.go_on_from(0)
+            trackers.resume_from(0)
             if every:
                 time.sleep(20)  # Wait until the trackers have imported W&B and MLflow.
             seconds, calls = [], []

@@ -1,4 +1,4 @@
-"""Visits, rewrites and evaluates jaxprs; works with jax 0.10 to 0.12.
+"""Visits, rewrites and evaluates jaxprs, for jax 0.10 to 0.12.
 
 Callers provide a function for a single equation. This module handles the nesting of jaxprs in
 loops, branches and calls.

@@ -47,7 +47,7 @@ def collect_shared_outputs() -> Iterator[dict[str, Any]]:
 
 
 def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
-    """Returns the metrics as a dict; raises ConfigError if they are not functions by name."""
+    """Returns the metrics as a dict; raises ConfigError if they do not map names to functions."""
     expected = '{"entropy": fdl.Partial(entropy)}, a function of (outputs, inputs) for each name'
     is_named = isinstance(metrics, Mapping) and all(
         isinstance(name, str) and name for name in metrics
@@ -65,7 +65,7 @@ def compute_metrics(
     inputs: Mapping[str, jax.Array],
     before: Mapping[str, Any],
 ) -> Pairs:
-    """Returns a (value, weight) pair per user-defined metric; stops gradients through metrics.
+    """Returns a (value, weight) pair for each user-defined metric, without gradients.
 
     Args:
       task: Name of the task, for messages.
@@ -91,7 +91,7 @@ def compute_metrics(
                 f"{sorted(before)}. Rename it."
             )
         actual = function(
-            _Named(f"{where} reads outputs", f"{task} shares (share_outputs)", outputs),
+            _Named(f"{where} reads outputs", f"{task} passes to share_outputs", outputs),
             _Named(f"{where} reads inputs", "a batch has", inputs),
         )
         pair = weighted_mean(actual, weights_of(inputs))
@@ -107,7 +107,7 @@ def compute_metrics(
 
 
 class _Named(dict[str, Any]):
-    """A dict that names the metric in the error for a missing key."""
+    """A dict whose error for a missing key names the metric that reads it."""
 
     def __init__(self, reader: str, provider: str, values: Mapping[str, Any]):
         super().__init__(values)
@@ -116,7 +116,7 @@ class _Named(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise ConfigError(
             f"{self._reader}[{key!r}], but {self._provider} {sorted(self) or 'nothing'}."
-            f"{did_you_mean(str(key), self)}"
+            f"{did_you_mean(str(key), self)} Change the key."
         )
 
 
@@ -206,7 +206,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def kind_of(found: Any) -> str:
-    """Describes the type of a value, as "float32[7, 3]", "a tuple of (...)" or "None"."""
+    """Describes the type of a value, such as "float32[7, 3]", "a tuple of (...)" or "None"."""
     if isinstance(found, tuple | list):
         return f"a {type(found).__name__} of ({', '.join(map(kind_of, found))})"
     if hasattr(found, "dtype") and hasattr(found, "shape"):

@@ -37,14 +37,14 @@ _Name = TypeVar("_Name", str, int)
 
 
 class Task(abc.ABC):
-    """Base class for the computation of a job, written as if for a single device.
+    """Base class of tasks, which define the computation of a job as if for a single device.
 
     Args:
       model: A `Model`, or a function that takes `rngs` and returns an NNX module.
       learner: The Learner that updates the weights.
       weight_sharding: Rules for weights whose layers declare no mesh axes, or None.
       inputs_split_mapping: Maps the rank of an input (`map_1d`, `map_2d`, ...) to the split dims
-        that it is resharded to inside every step. If None, rows stay split over all mesh axes.
+        that it is resharded to in every step. If None, rows stay split over all mesh axes.
       fprop_dtype: Dtype that float32 weights and inputs (except `weights`) are cast to in each
         forward pass, for models without such a setting. Stored weights stay float32. If None,
         nothing is cast.
@@ -64,8 +64,8 @@ class Task(abc.ABC):
     weight_unit = "examples"  # Unit of the weight of "loss"; part of the speed metric's name.
     required_inputs: tuple[str, ...] = ()
     required_decode_inputs: tuple[str, ...] = ()
-    # Set by tasks whose loss is not a sum over rows, such as "a contrast of all pairs".
-    # --mode=check then compares parts of a batch with the same parts on one device.
+    # The reason why the loss is not a sum over rows, such as "a contrast of all pairs", or None.
+    # If it is set, --mode=check compares parts of a batch with the same parts on one device.
     couples_rows: str | None = None
     # A Decoder and a Tokenizer, for tasks that continue prompts.
     decoder: Any = None
@@ -226,7 +226,7 @@ class Task(abc.ABC):
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns arrays with a row per example; for `key`, see `compute_eval_loss`."""
-        raise ConfigError(f"{type(self).__name__} cannot decode: it has no method `decode`.")
+        raise ConfigError(f"{type(self).__name__} cannot decode. Implement its method `decode`.")
 
     def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
         """Maps paths of weights to functions that convert a layer's weight for decoding.
@@ -242,7 +242,9 @@ class Task(abc.ABC):
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         """Returns a JSON-serializable record per real example of a decoded batch."""
-        raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
+        raise ConfigError(
+            f"{type(self).__name__} cannot write decoded outputs. Implement `decode_to_records`."
+        )
 
     def num_ids(self) -> Mapping[str, int]:
         """Maps names of integer leaves of a batch to their number of valid ids.
@@ -273,7 +275,7 @@ class Task(abc.ABC):
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a JSON-serializable dict per real row, with numbers or nested lists of numbers.
+    """Returns a JSON-serializable dict per example, with numbers or nested lists of numbers.
 
     Args:
       outputs: Numeric arrays [B, ...] by name.

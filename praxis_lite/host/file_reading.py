@@ -1,4 +1,4 @@
-"""Reads regular files without blocking on pipes, as strict JSON or as lines from the end."""
+"""Opens and reads regular files, as bytes, lines or strict JSON; rejects pipes, which may block."""
 
 import json
 import os
@@ -96,6 +96,8 @@ def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     The first result is the text after the last line break, which is b"" or an incomplete line. The
     file is only read as far as needed.
     """
+    # Read blocks from the end. The text before offset `end` has not been searched yet. `partial`
+    # contains the parts, last part first, of a line whose start has not been found.
     end, partial = os.fstat(file.fileno()).st_size, []
     while end:
         start = max(0, end - _BLOCK_BYTES)
@@ -137,17 +139,17 @@ def is_json(text: bytes) -> bool:
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
     """Opens a regular file for appending text, and creates it if needed."""
-    number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(number, "a", encoding="utf-8")
+    fd = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(fd, "a", encoding="utf-8")
 
 
 def descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a regular file and returns its descriptor. Raises OSError for any other file type."""
-    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise OSError(f"{os.path.basename(path)} is not a regular file")
-    return number
+    return fd
 
 
 def read_json(path: Path) -> Any:

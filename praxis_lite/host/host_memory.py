@@ -1,4 +1,4 @@
-"""Measures the memory available to this process, and checks that programs fit in it."""
+"""Measures the memory available to this process, and checks that compiled functions fit in it."""
 
 import math
 import re
@@ -57,8 +57,8 @@ def check_room_for_devices(num_simulated: int) -> None:
         raise OutOfMemory(
             f"The limit of this process's address space (ulimit -v) leaves "
             f"{format_bytes(max(int(available), 0))}, but JAX needs more than "
-            f"{format_bytes(required)} for {num_simulated} simulated devices, without any array. "
-            "Raise the limit."
+            f"{format_bytes(required)} for {num_simulated} simulated devices, even before it "
+            "creates arrays. Raise the limit."
         )
 
 
@@ -69,19 +69,19 @@ def check_program_fits(
     advice: str,
     num_processes: int = 1,
 ) -> None:
-    """Checks that this host has enough memory for a program's buffers on simulated devices.
+    """Checks that this host has enough memory to run a compiled function on simulated devices.
 
-    Call this between compiling and running the program. The check is needed because Linux
+    Call this between compiling and running the function. The check is needed because Linux
     overcommits memory: allocations succeed, and the process is killed when it writes to memory that
-    does not exist. The program's arguments are already in memory.
+    does not exist. The arguments are not counted, because they are already in memory.
 
     Args:
-      compiled: The compiled program.
-      devices: Devices of this process, each of which has separate buffers. Nothing is checked for
-        real devices, because they raise errors when they run out of memory.
+      compiled: The compiled function.
+      devices: Devices of this process, each of which has separate buffers. Real devices are not
+        checked, because they raise errors when they run out of memory.
       program: Subject of the error message, such as "A step of train with datasets.train".
       advice: Advice for the error message, in complete sentences.
-      num_processes: Number of processes on this host that will run the program.
+      num_processes: Number of processes on this host that will run the function.
 
     Raises:
       OutOfMemory: The host has too little memory.
@@ -97,17 +97,17 @@ def check_program_fits(
         return
     devices = f"{num_buffers} simulated devices" if num_buffers > 1 else "a simulated device"
     raise OutOfMemory(
-        f"{program} takes {format_bytes(needed)} on this host in addition to its arguments, but "
-        f"only {format_bytes(int(available))} are available: {devices}, with "
+        f"{program} needs {format_bytes(needed)} on this host in addition to its arguments, but "
+        f"only {format_bytes(int(available))} is available. It runs on {devices}, with "
         f"{format_bytes(stats.temp_size_in_bytes)} of temporaries, {format_bytes(outputs)} of "
         f"outputs and {format_bytes(stats.argument_size_in_bytes)} of arguments each. {advice}"
     )
 
 
 class FirstRuns:
-    """Runs jitted functions, and checks before each first run that the host has enough memory.
+    """Runs jitted functions, checking before the first run of each that the host has enough memory.
 
-    It also applies the workaround for matmuls that XLA may permute.
+    It also applies the workaround for the XLA bug that permutes results of matmuls.
 
     Args:
       program: Subject of error messages, as for `check_program_fits`.
@@ -124,22 +124,22 @@ class FirstRuns:
         Args:
           function: A jitted function, or a step of a Partitioner.
           *args: The arguments, with arrays on the devices on which the function runs.
-          key: Key that identifies the program if the function is compiled for several shapes.
+          key: Distinguishes the shapes if the function is compiled for several of them.
 
         Raises:
-          OutOfMemory: This host has too little memory for the program's buffers.
+          OutOfMemory: This host has too little memory to run the function.
         """
         if (function, key) not in self._fitting:
             import jax
             from jax.sharding import NamedSharding
 
-            from praxis_lite.core.xla_workarounds.mended_products import mended
+            from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 
             arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
             shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]
             lowered = function.trace(*args).lower()
             if shardings:
-                mended(lowered, shardings[0].mesh)
+                patch_matmuls(lowered, shardings[0].mesh)
             check_program_fits(
                 lowered.compile(),  # The call below uses the cached program.
                 arrays[0].sharding.addressable_devices if arrays else (),

@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory exceptions, and returns error messages for them."""
+"""Recognizes out-of-memory exceptions and explains them to the user."""
 
 import errno
 import re
@@ -31,9 +31,9 @@ def lack_of_memory(error: BaseException) -> str | None:
 def out_of_memory(lacking: str) -> OutOfMemory:
     """Returns the error for a process that ran out of memory."""
     return OutOfMemory(
-        f"The process ran out of memory: {lacking}. Reduce batch_size, the length of rows, the "
-        "model or num_workers, end other programs on this machine, or use a machine with more "
-        "memory. Also check the limits of the container and the shell (ulimit -v)."
+        f"The process ran out of memory: {lacking}. Reduce batch_size, the sequence length, the "
+        "model size or num_workers, stop other programs on this machine, or use a machine with "
+        "more memory. Also check the limits of the container and the shell (ulimit -v)."
     )
 
 

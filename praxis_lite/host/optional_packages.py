@@ -41,7 +41,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 class MissingPackage(ConfigError):
-    """An error raised if an optional package that a feature needs is not installed.
+    """Raised if a feature needs an optional package that is not installed.
 
     Attributes:
       package: The package's import name.
@@ -53,7 +53,7 @@ class MissingPackage(ConfigError):
 class NeedsPackage:
     """Base class of configurable classes that need an optional package.
 
-    With this base class, errors about a missing package list all packages that a config needs.
+    Before a job starts, an error can thus list all missing packages that its config needs.
 
     Attributes:
       needed_package: The package's import name, or None if no package is needed.

@@ -10,7 +10,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> l
 
     Args:
       rows: The cells of each row.
-      right: Indices of the columns to align to the right.
+      right: Indices of right-aligned columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""Formats exceptions in the user's code as messages with a code line and a traceback file."""
+"""Explains exceptions in the user's code: the line that failed, and a file with the traceback."""
 
 import contextlib
 import re
@@ -65,8 +65,8 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
             write_whole(path, text)
             return ErrorReport(f"{message} The full traceback is in {path}.", status)
     try:
-        number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
-        with open(number, "wb") as file:
+        fd, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
+        with open(fd, "wb") as file:
             file.write(text)
     except OSError:
         return None

@@ -58,7 +58,7 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, last: str) -> Iterator[Path]:
-    """Fills a new or empty directory with files that only appear after all are written.
+    """Writes files to a new or empty directory, where they appear only once all are written.
 
     The body writes to the subfolder `.partial`. A killed process may leave this subfolder, which is
     cleared by the next call. If the body fails, the directory is unchanged.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.callables import check_takes, function_name
 from praxis_lite.core.errors import ConfigError, did_you_mean
-from praxis_lite.core.models.model import MdlVars, Model, whole
+from praxis_lite.core.models.model import MdlVars, Model, gather_sharded
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
@@ -22,11 +22,12 @@ Spec = PartitionSpec | tuple | None
 
 
 class FunctionModel(Model):
-    """A model whose params are a tree of float arrays returned by a function; all are trained.
+    """A model whose params are the tree of float arrays that a function returns.
 
-    Internally, the tree is stored as nested dicts. Names are dict keys (a "/" in a key starts a new
-    level, as in Haiku), fields of named tuples and dataclasses, and indices of lists and tuples,
-    such as "layers/0/w". `module` returns a tree with the structure that `init` returned.
+    All params are trained. Internally, the tree is stored as nested dicts. Names are dict keys (a
+    "/" in a key starts a new level, as in Haiku), fields of named tuples and dataclasses, and
+    indices of lists and tuples, such as "layers/0/w". `module` returns a tree with the structure
+    that `init` returned.
 
     Pass arrays that are not trained to the loss with functools.partial. Statistics that a loss
     updates require a Flax model.
@@ -108,7 +109,7 @@ class FunctionModel(Model):
     ) -> PyTree:
         """Returns the params with the tree structure of `init`; keys are passed by the task."""
         paths, _, structure = self._abstract
-        params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
+        params = traverse_util.flatten_dict(gather_sharded(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
 
     def non_trainable(self, module: PyTree) -> dict[str, Any]:
@@ -127,15 +128,15 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
         if is_array or jax.tree_util.all_leaves([specs]):
             axes = "or a tuple of mesh axes" if is_array else "or a tree like the params"
             raise ConfigError(
-                f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
-                f"expected a PartitionSpec, None {axes}."
+                f"specs has {specs!r} at {_where(path)}, but the params have {_kind(params)} "
+                f"there; expected a PartitionSpec, None {axes}."
             )
         children, child_specs = _children(params), _children(specs)
         for name in child_specs:
             if name not in children:
                 raise ConfigError(
-                    f"specs names '{_join(path, name)}', but at {_where(path)} the params have "
-                    f"{_kind(params)}.{did_you_mean(name, children)}"
+                    f"specs has an entry '{_join(path, name)}', but at {_where(path)} the params "
+                    f"have only {_kind(params)}.{did_you_mean(name, children)} Rename or remove it."
                 )
         for name, child in children.items():
             if name not in child_specs and jax.tree.leaves(child):
@@ -171,15 +172,15 @@ def _path(path: tuple) -> str:
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError if, because of "/" in keys, two entries have the same path."""
+    """Raises ConfigError if two entries have the same path, or one is inside the other."""
     counts = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")
         parents = ("/".join(parts[:n]) for n in range(1, len(parts)))
         if counts[path] > 1 or any(parent in counts for parent in parents):
             raise ConfigError(
-                f"params/{path} refers to more than one entry: keys are joined by '/', and 1 "
-                "equals the key '1'. Rename one of them."
+                f"params/{path} is the path of more than one entry: a '/' in a key starts a new "
+                "level, and the keys 1 and '1' have the same path. Rename one of the entries."
             )
 
 

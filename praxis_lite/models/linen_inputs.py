@@ -1,4 +1,4 @@
-"""Parses the inputs that initialize a Linen module, and converts errors in calls of modules."""
+"""Parses the inputs that initialize a Linen module, and explains errors from calling modules."""
 
 import contextlib
 import inspect

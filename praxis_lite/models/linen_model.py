@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.models.model import MdlVars, Model, whole
+from praxis_lite.core.models.model import MdlVars, Model, gather_sharded
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 from praxis_lite.models.linen_boxes import (
     OwnShapes,
@@ -33,10 +33,10 @@ class LinenModel(Model):
     """Wraps an unmodified Flax Linen module.
 
     A learner can train only the collection "params". Every other collection that `init` creates
-    ("batch_stats", "cache") is stored under "non_trainable" by its name, and is mutable in
-    training. Sown values are not part of the state. Weights in Flax's boxes declare their splits:
-    `nn.with_partitioning` specifies mesh axes, and `nn.with_logical_partitioning` specifies names
-    for the job's rules. The state contains arrays without boxes.
+    ("batch_stats", "cache") is stored under its name in "non_trainable", and is mutable in
+    training. Sown values are not part of the state. Weights in Flax's boxes declare how they are
+    sharded: `nn.with_partitioning` specifies mesh axes, and `nn.with_logical_partitioning`
+    specifies names for the job's rules. The state contains arrays without boxes.
 
     Args:
       module: An instance, for example an `fdl.Config` of its class.
@@ -93,7 +93,7 @@ class LinenModel(Model):
         # in evaluation, the missing key raises an error.
         del eval_key
         module = self.linen_module if key is not None else self.eval_module
-        mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
+        mdl_vars, boxed = gather_sharded(mdl_vars), self._abstract[0]
         variables = {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
         like = {name: boxed[name] for name in variables if name in boxed}
         return BoundLinen(module, _restructure(like, variables), key)

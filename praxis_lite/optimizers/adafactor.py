@@ -34,8 +34,8 @@ class WeightSlots(NamedTuple):
     Attributes:
       m: Momentum, with the shape of the weight.
       m_scale: Scales of an integer momentum, with the shape of the weight without its first dim.
-      vr: Row means of the second moment, with the shape of the weight without one dim.
-      vc: Column means of the second moment, with the shape of the weight without another dim.
+      vr: Row means of the second moment: the mean over one of the two factored dims.
+      vc: Column means of the second moment: the mean over the other factored dim.
       v: Second moment of a weight that is not factored, with the shape of the weight.
     """
 
@@ -77,7 +77,9 @@ def adafactor(
     exclude_from_layerwise_adaptation: Patterns = (),
     maybe_inf_to_nan: bool = True,
 ) -> optax.GradientTransformation:
-    """Returns Pax's `ShardedAdafactor` with its setting names and defaults; updates are float32.
+    """Returns Pax's `ShardedAdafactor`, with Pax's setting names and defaults.
+
+    Updates are float32 for weights of any dtype.
 
     `optax.adafactor` computes the same steps for decay_method="pow", a float32 momentum, sorted
     dims and no weight decay. It does not support "adam" decay, an integer momentum or layer-wise
@@ -147,7 +149,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def settings_by_weight(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the decay of each weight, and a bool mask of the weights to adapt by layer."""
+        """Returns each weight's decay, and whether it has layer-wise adaptation."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(
@@ -280,8 +282,8 @@ def zero_slots(
 
     Args:
       shape: Shape of the weight.
-      dims: The two dims to factor, of which the row statistics drop the first, or None if the
-        weight is not factored.
+      dims: The dims that the row and the column statistics drop, or None if the weight is not
+        factored; see `factored_dims`.
       momentum_dtype: Dtype of the stored momentum, or None for no momentum.
     """
     absent = jnp.zeros((1,), jnp.float32)

@@ -59,7 +59,7 @@ class DynamicLossScale:
             require(is_valid, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns scale (float32) and num_good_steps (int32), the finite steps since a change."""
+        """Returns the initial scale, and 0 for the number of finite steps since it last changed."""
         return {
             "scale": jnp.asarray(self.initial_scale, jnp.float32),
             "num_good_steps": jnp.zeros((), jnp.int32),

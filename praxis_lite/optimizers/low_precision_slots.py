@@ -1,4 +1,4 @@
-"""bfloat16 slots for any optimizer, with stochastic rounding so that averages do not get stuck.
+"""Stores the slots of any optimizer in bfloat16, with stochastic rounding.
 
 The relative distance of adjacent bfloat16 numbers is at least 1/256. An average with a decay of
 0.999 changes by less than half of this distance per update, so rounding to nearest would never
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class LowPrecisionSlotsState(NamedTuple):
-    """The state of the optimizer, and the number of updates, from which random bits are derived."""
+    """The slots of the optimizer, and the number of updates, which seeds the random bits."""
 
     count: jax.Array
     slots: PyTree

@@ -78,10 +78,10 @@ def muon_matrices(
                     continue
                 if equation is None:
                     return None
-                if len(_letters(equation)[1]) != weight.ndim:
+                if len(_subscripts(equation)[1]) != weight.ndim:
                     raise ConfigError(
                         f"muon_matrices: the equation {equation!r} for {pattern!r} uses a weight "
-                        f"with {len(_letters(equation)[1])} dims, but {name} has the shape "
+                        f"with {len(_subscripts(equation)[1])} dims, but {name} has the shape "
                         f"{list(weight.shape)}. Fix the equation, or the pattern if it should not "
                         "match this weight."
                     )
@@ -105,14 +105,14 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
     if weight.ndim == 2:
         return MuonDimensionNumbers((0,), (1,))
     raise ConfigError(
-        f"muon_matrices: cannot treat {name}, {list(weight.shape)}, as a matrix. Add the einsum "
-        f"that uses it to `equations`, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} for a "
+        f"muon_matrices: cannot treat {name} of shape {list(weight.shape)} as a matrix. Add the "
+        f"einsum that uses it to `equations`, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} for a "
         "convolution, or None for AdamW. Alternatively, pass `matrix=` to BaseLayer.weight."
     )
 
 
-def _letters(equation: str) -> tuple[str, str, str]:
-    """Returns the dims of inputs, weight and outputs, as letters."""
+def _subscripts(equation: str) -> tuple[str, str, str]:
+    """Returns the einsum subscripts of the inputs, the weight and the outputs."""
     match = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not match:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _letters(equation: str) -> tuple[str, str, str]:
 
 
 def _dims(equation: str) -> MuonDimensionNumbers:
-    inputs, weight, outputs = _letters(equation)
+    inputs, weight, outputs = _subscripts(equation)
     summed = tuple(i for i, dim in enumerate(weight) if dim in inputs and dim not in outputs)
     produced = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
     unused = set(weight) - set(inputs) - set(outputs)

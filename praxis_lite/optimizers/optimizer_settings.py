@@ -1,4 +1,4 @@
-"""Checks of settings that optimizers share, and the transformations after their directions."""
+"""Checks of optimizer settings, and the clipping, decay and rate that Adam and Lion share."""
 
 import optax
 

@@ -191,11 +191,11 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
     Args:
       boundaries: First step of each schedule, except for the first schedule.
-      schedules: The schedules; there must be one more than boundaries.
+      schedules: The schedules, one more than there are boundaries.
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or there is not exactly one schedule more
-        than boundaries.
+      ConfigError: Boundaries are not in ascending order, or their number is not the number of
+        schedules minus one.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)
@@ -209,7 +209,10 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 
 
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
-    """Repeats schedules in a cycle, schedules[i] for steps[i] steps, with absolute step counts."""
+    """Repeats schedules in a cycle, where schedules[i] applies for steps[i] steps.
+
+    All schedules count steps from the start of training, not from the start of the cycle.
+    """
     name = "cycle_schedule"
     expected = f"one number per schedule ({len(schedules)}), for at least one schedule"
     require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, expected)
@@ -229,7 +232,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises ConfigError if boundaries are not in order, or there are not `count` pieces."""
+    """Raises ConfigError if boundaries are not ascending, or there are not `count` pieces."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
     require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
@@ -384,8 +387,8 @@ def linear_rampup_piecewise_constant(
     """Returns a schedule with linear warmup to values[0], and values[i] from boundaries[i].
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or there are not as many boundaries as
-        values.
+      ConfigError: Boundaries are not in ascending order, or the numbers of boundaries and values
+        differ.
     """
     name = "linear_rampup_piecewise_constant"
     require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "one step per value")
@@ -408,7 +411,7 @@ def _warmup_and_decay(
     peak: float,
     min_ratio: float,
 ) -> Schedule:
-    """Returns a schedule like `linear_rampup_polynomial_decay` with any decay; checks settings."""
+    """Checks settings, and returns a schedule with linear warmup, a constant phase and `decay`."""
     steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
         0 <= warmup_steps <= decay_start <= decay_end,

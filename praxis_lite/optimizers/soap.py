@@ -105,7 +105,7 @@ def scale_by_soap(
       b2: Decay of the second moment and of the covariances.
       eps: Constant that is added to the square root of the second moment.
       precondition_frequency: Number of updates between refreshes of the bases. A refresh consists
-        of a power iteration step and a QR decomposition per dim. Every device computes all of it.
+        of a power iteration step and a QR decomposition per dim, which every device repeats.
       max_precond_dim: Largest dim to rotate. The time of a refresh is cubic in this dim.
 
     Raises:

@@ -17,10 +17,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Gaussian noise on the weights at which gradients are computed; updates ignore the noise.
+    """Gaussian noise that is added to weights while gradients are computed.
 
-    See Graves 2011, "Practical variational inference for neural networks". Corresponds to Pax's
-    `task.train.variational_noise`, whose patterns start with `params/`.
+    Updates are applied to the weights without noise. See Graves 2011, "Practical variational
+    inference for neural networks". Corresponds to Pax's `task.train.variational_noise`, whose
+    patterns start with `params/`.
 
     Attributes:
       scale: Standard deviation of the noise.
@@ -55,8 +56,8 @@ class VariationalNoise:
             return
         hint = " Omit params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
-            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
-            f"{few(paths, 5)}. It must match the start of a path.{hint} Fix the regex, or remove "
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights "
+            f"({few(paths, 5)}). It must match the start of a path.{hint} Fix the regex, or remove "
             "the noise."
         )
 

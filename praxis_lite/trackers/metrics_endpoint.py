@@ -30,10 +30,10 @@ class MetricsEndpoint(Tracker):
       port: The port. If 0, a free port is used and printed.
       host: The address to listen on. The default is only reachable from this machine. The Host
         header of requests must be a name of this machine.
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
-    newest_alone = True
+    latest_only = True
 
     port: int
     host: str = LOOPBACK
@@ -111,6 +111,6 @@ def _check_host(host: str, app: WSGIApplication) -> WSGIApplication:
         if has_allowed_host([environ.get("HTTP_HOST", "")], known):
             return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"The Host is not one of {', '.join(sorted(known))}.\n".encode()]
+        return [f"The Host header is not one of {', '.join(sorted(known))}.\n".encode()]
 
     return checked

@@ -28,7 +28,7 @@ class MLflow(Tracker):
       tracking_uri: A server "https://..." or a database "sqlite:////path/mlflow.db". If None,
         MLFLOW_TRACKING_URI, or else MLflow's default.
       experiment: Name of the MLflow experiment. If None, the name of the job's experiment.
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
     needed_package = "mlflow"
@@ -67,8 +67,8 @@ class MLflow(Tracker):
         for path, text in {**run.facts, **changed}.items():
             client.set_tag(self._id, path, text)
         new = [self._entities.Param(path, x) for path, x in texts.items() if path not in before]
-        for at in range(0, len(new), _PARAMS):
-            client.log_batch(self._id, params=new[at : at + _PARAMS])
+        for start in range(0, len(new), _PARAMS):
+            client.log_batch(self._id, params=new[start : start + _PARAMS])
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records numbers at a step."""
@@ -93,7 +93,7 @@ class MLflow(Tracker):
             self._client.log_artifact(self._id, str(path), name)
 
     def end(self, ending: Ending) -> None:
-        """Ends the launch."""
+        """Sets the final status of the run."""
         self._client.set_terminated(self._id, _STATES[ending])
 
 

@@ -70,10 +70,10 @@ class PrometheusTextfile(Tracker):
     Attributes:
       directory: The directory of node_exporter's --collector.textfile.directory, which must exist.
         The file is praxis_lite_ID.prom in this directory. If None, the file is JOB/metrics.prom.
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
-    newest_alone = True
+    latest_only = True
 
     directory: str | None = None
     every: int | None = 1
@@ -85,7 +85,7 @@ class PrometheusTextfile(Tracker):
             "PrometheusTextfile.directory",
             self.directory,
             "a directory that exists, or None",
-            "Create it, or choose another one.",
+            "Create it, or choose a different directory.",
         )
 
     def start(self, run: TrackedRun) -> None:

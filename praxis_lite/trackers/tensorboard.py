@@ -18,7 +18,7 @@ class TensorBoard(Tracker):
     "plots") is not installed, a note is printed and no summaries are written.
 
     Attributes:
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
     every: int | None = None
@@ -46,8 +46,8 @@ class TensorBoard(Tracker):
                 self._close()
             raise
 
-    def go_on_from(self, step: int) -> None:
-        """Makes TensorBoard hide the events of later steps."""
+    def resume_from(self, step: int) -> None:
+        """Makes TensorBoard hide the events of steps after `step`."""
         start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 

@@ -16,7 +16,7 @@ class TrackedRun:
     """Description of a run, which is passed to its trackers.
 
     Attributes:
-      id: 32 hex digits, stored in the job directory and equal for all launches of a job.
+      id: 32 hex digits, stored in the job directory and the same in all launches of a job.
       name: Name of the job directory.
       experiment: Full name of the experiment's class.
       job_log_dir: The job directory.
@@ -44,20 +44,20 @@ class Tracker(NeedsPackage):
 
     The trackers of a job are in `RunConfig.trackers`, by name. All methods except `check` are
     called on a copy in a separate thread of the first process, so a tracker that fails or hangs
-    neither ends nor slows down the run. After an exception in `start`, the tracker is not called
-    again in this launch. After an exception in any other method, calls continue.
+    does not affect training. After an exception in `start`, the tracker is not called again in this
+    launch. After an exception in any other method, calls continue.
 
     The constructor should only store settings. Import packages and connect in `start`.
 
     Attributes:
       every: Record metrics every this many steps. If None, run.log_every_steps, or else about 200
         steps per run. The last step and all evaluations are always recorded.
-      newest_alone: Whether to send only the newest metrics, at most once a second.
+      latest_only: Whether to send only the latest metrics, at most once a second.
       needed_package: Import name of an optional package that the tracker needs, or None.
     """
 
     every: int | None = None
-    newest_alone: bool = False
+    latest_only: bool = False
 
     def check(self) -> None:
         """Raises ConfigError if a setting or a package is missing, before anything compiles."""
@@ -66,11 +66,11 @@ class Tracker(NeedsPackage):
     def start(self, run: TrackedRun) -> None:
         """Starts recording, or continues an earlier launch's run if it has the same `run.id`."""
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Hides the records of steps after `step`, which will be recorded again.
 
-        Called after `start`, and after a roll-back from a loss spike. Recomputed steps are not sent
-        again to a tracker that does not override this method.
+        Called after `start`, and after a rollback from a loss spike. If a tracker does not override
+        this method, steps that it has already recorded are not sent to it again.
         """
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -83,4 +83,4 @@ class Tracker(NeedsPackage):
         """Records an image, such as the loss curve at the end of a launch."""
 
     def end(self, ending: Ending) -> None:
-        """Ends the recording of a launch. A later launch may continue the run."""
+        """Ends recording for this launch. A later launch may continue the run."""

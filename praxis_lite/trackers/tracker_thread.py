@@ -16,8 +16,8 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # Maximum number of queued calls. With fifty numbers each, they take tens of megabytes.
 MAX_QUEUED_CALLS = 10_000
-# Minimum number of seconds between two steps for a tracker with `newest_alone`.
-NEWEST_SECONDS = 1.0
+# Minimum number of seconds between two calls for a tracker with `latest_only`.
+LATEST_ONLY_SECONDS = 1.0
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -55,33 +55,33 @@ class TrackerThread(threading.Thread):
         # Copy the tracker, because another job may share it in its settings.
         self._tracker, self._label = copy.copy(tracker), name
         self._run = dataclasses.replace(run, note=self.notes.append)
-        self.is_due, self._newest_at = is_due, -math.inf
+        self.is_due, self._sent_at = is_due, -math.inf
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_failed = self._is_off = self._is_behind = False
         self._recorded_step = self._recorded_evaluation = 0
 
-    def go_on_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
-        """Queues a call that informs the tracker that training continues after `step`.
+    def resume_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
+        """Queues a call of the tracker's `resume_from`.
 
         Args:
-          step: The step.
+          step: Step after which training continues.
           recorded_step: Last step that has already been recorded. Steps up to this step are not
             sent again to a tracker that cannot hide recorded steps.
           recorded_evaluation: Last step whose evaluation has already been recorded.
         """
-        if type(self._tracker).go_on_from is Tracker.go_on_from:
+        if type(self._tracker).resume_from is Tracker.resume_from:
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
-        self._call(self._tracker.go_on_from, step)
+        self._call(self._tracker.resume_from, step)
 
     def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queues the metrics of a step, if it is due."""
         if step <= self._recorded_step or not self.is_due(step):
             return
-        if self._tracker.newest_alone:
+        if self._tracker.latest_only:
             now = time.monotonic()
-            if now < self._newest_at + NEWEST_SECONDS:
+            if now < self._sent_at + LATEST_ONLY_SECONDS:
                 return
-            self._newest_at = now
+            self._sent_at = now
         self._call(self._tracker.scalars, step, numbers)
 
     def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
@@ -103,7 +103,7 @@ class TrackerThread(threading.Thread):
         self._call(self._tracker.image, step, name, png)
 
     def end(self, ending: Ending) -> None:
-        """Queues the end of the tracker, after all earlier calls."""
+        """Queues a call of the tracker's `end`, after which the thread stops."""
         self._calls.put(functools.partial(self._tracker.end, ending))
         self._calls.put(None)
 

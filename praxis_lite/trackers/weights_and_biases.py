@@ -26,7 +26,7 @@ class WeightsAndBiases(Tracker):
       project: W&B project of the run. If None, W&B's environment variables or defaults.
       entity: W&B entity of the run. If None, W&B's environment variables or defaults.
       tags: Tags of the run.
-      every: As `Tracker.every`.
+      every: See `Tracker.every`.
     """
 
     needed_package = "wandb"
@@ -85,5 +85,5 @@ class WeightsAndBiases(Tracker):
             self._run.log({"step": step, name: self._wandb.Image(str(path))})
 
     def end(self, ending: Ending) -> None:
-        """Ends the launch, which W&B shows as failed after an exception."""
+        """Finishes the run in W&B, which marks it as failed after an exception."""
         self._run.finish(exit_code=int(ending == "failed"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.host import host_memory
 from praxis_lite.host.whole_files import user_cache
 from praxis_lite.inputs.base import InputPipeline
@@ -74,7 +74,7 @@ def compile_step(
     executables = _compiled.setdefault(step, {})
     if key in executables:
         return executables[key]
-    compiled = mended(step.lower(spec), step.where.mesh).compile()
+    compiled = patch_matmuls(step.lower(spec), step.where.mesh).compile()
     devices = step.where.mesh.local_devices
     advice = f"Lower {name}.batch_size, or use smaller examples" + (
         f"; {SMALLER_STEP}" if step.trains else "; set fprop_dtype=bfloat16"
@@ -96,7 +96,7 @@ def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
     """Compiles the initialization of the state. Raises OutOfMemory like `compile_step`."""
     lowered = partitioner.init.trace(key).lower()
     host_memory.check_program_fits(
-        mended(lowered, partitioner.mesh).compile(),
+        patch_matmuls(lowered, partitioner.mesh).compile(),
         partitioner.mesh.local_devices,
         "Initializing the state",
         f"{SMALLER_STATE}.",

@@ -21,8 +21,8 @@ from praxis_lite.core.sharding.batch_sharding import (
     replicated_key,
 )
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
-from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import check_program_fits
 from praxis_tools.certificates import element_hash
@@ -189,7 +189,7 @@ class Rerun:
         )
         traced = jitted.trace(self._mdl_layout.abstract(self.mesh), scalars, batch, *others)
         self.rounding = _product_epsilon(traced.jaxpr, self.mesh.devices.flat[0].platform)
-        self._program = mended(traced.lower(), self.mesh)
+        self._program = patch_matmuls(traced.lower(), self.mesh)
         if not self.is_job_mesh:
             self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 

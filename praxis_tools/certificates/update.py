@@ -26,8 +26,8 @@ from praxis_lite.core.sharding.batch_sharding import GlobalBatch, abstract_globa
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.padding import pad_tree
-from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import available_bytes
 from praxis_tools.certificates.recomputed_update import Rounding, path_suffixes, recompute_state
@@ -292,7 +292,7 @@ class UpdateCheck:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), scalars
         )
         traced = run.trace(state, state, abstract_global_batch(self._spec, mesh), *scalars)
-        return mended(traced.lower(), mesh)
+        return patch_matmuls(traced.lower(), mesh)
 
     def _differences(
         self,

@@ -16,7 +16,7 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import num_shards_of
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
@@ -126,7 +126,9 @@ def explain(
         start = time.monotonic()
         step_warnings: list[str] = []
         with current_metadata():
-            compiled = mended(step.lower(spec), partitioner.mesh, step_warnings.append).compile()
+            compiled = patch_matmuls(
+                step.lower(spec), partitioner.mesh, step_warnings.append
+            ).compile()
         seconds = time.monotonic() - start
         for warning in step_warnings:
             add(f"  WARNING: {warning}")

@@ -13,7 +13,7 @@ from praxis_lite.core.errors import ConfigError, require_choice, shown
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
-from praxis_lite.core.xla_workarounds.mended_products import mended_export
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_exported_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.trainer.forward_pass import arrays_of, forward_on_the_mesh
 from praxis_tools.export.inputs import ANY_ROWS, Inputs, Specs, What, takes_batches
@@ -110,7 +110,7 @@ def exported_program(
             raise
         raise ConfigError(message) from error
     options = partitioner.decode_options if what == "decode" else partitioner.compiler_options
-    return Program(mended_export(exported, mesh), layout, arguments[1], options)
+    return Program(patch_exported_matmuls(exported, mesh), layout, arguments[1], options)
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:

@@ -13,7 +13,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_text import parse
@@ -46,7 +46,7 @@ def plan_step(
       ConfigError: The task or a layer found an invalid setting while the step was traced.
     """
     chip, start = topology.chip, time.monotonic()
-    lowered = mended(step.lower(element_spec), partitioner.mesh)
+    lowered = patch_matmuls(step.lower(element_spec), partitioner.mesh)
     try:
         compiled = compile_with_text(lowered, topology)
     except jax.errors.JaxRuntimeError as error:

@@ -32,7 +32,7 @@ def record(tracker, folder):
     """Gives a tracker three steps of a run, as a launch does; returns its notes."""
     tracker.check()
     thread = TrackerThread("own", tracker, run_in(folder), lambda step: step % 2 == 1)
-    thread.go_on_from(0, 0, 0)
+    thread.resume_from(0, 0, 0)
     thread.start()
     for step in (1, 2, 3):
         thread.log_step(step, {"loss": 1 / step})

@@ -158,7 +158,7 @@ def test_lines_that_cannot_be_moved_stay(tmp_path):
 def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
     thread = TrackerThread("tensorboard", TensorBoard(), run_in(tmp_path), lambda step: True)
     with files_of_at_most(1500):
-        thread.go_on_from(0, 0, 0)
+        thread.resume_from(0, 0, 0)
         thread.start()
         for step in range(1, 50):
             thread.log_step(step, {"loss": 2.5})

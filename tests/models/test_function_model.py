@@ -167,7 +167,7 @@ def test_the_layout_has_the_specs_the_padding_and_who_declared_them():
             r"'mdl'.*'mlp/~/linear/w'.*\(3, 5\)",
         ),
         ({"mlp/~/linear": None, "layers": [None], "norm": None}, "'layers/1'"),
-        ({"mlp/~/linear": None, "layers": [None] * 3, "norm": None}, "names 'layers/2'"),
+        ({"mlp/~/linear": None, "layers": [None] * 3, "norm": None}, "an entry 'layers/2'"),
         ({"mlp/~/linear": "mdl", "layers": None, "norm": None}, "'w'.*tree"),
         (7, "specs.* 7 .*dict"),
         (

@@ -57,7 +57,7 @@ class Remembers(Tracker):
 class Replaces(Remembers):
     """A tracker that accepts repeated steps."""
 
-    def go_on_from(self, step):
+    def resume_from(self, step):
         self.points[:] = [point for point in self.points if point[0] <= step]
 
 

@@ -56,7 +56,7 @@ def shown(tmp_path_factory):
     for first_step, offset in ((0, 100.0), (7, 0.0)):
         tracker = TensorBoard()
         tracker.start(run_in(folder, first_step=first_step))
-        tracker.go_on_from(first_step)
+        tracker.resume_from(first_step)
         for step in range(first_step + 1, first_step + 14):
             tracker.scalars(step, {"loss": offset + step})
         tracker.text(step, "samples", "one\ntwo")

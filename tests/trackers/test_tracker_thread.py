@@ -19,7 +19,7 @@ def launch(tracker, first_step, last_step, *, offset=0.0, evaluates=(), made=0, 
     `made` and `evaluated` are the newest steps of an earlier launch that was killed.
     """
     thread = TrackerThread("t", tracker, run_in("/nowhere"), lambda step: step % 2 == 1)
-    thread.go_on_from(first_step, made, evaluated)
+    thread.resume_from(first_step, made, evaluated)
     thread.start()
     for step in range(first_step + 1, last_step + 1):
         thread.log_step(step, {"loss": offset + step})
@@ -87,7 +87,7 @@ def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypa
     monkeypatch.setattr(tracker_thread, "MAX_QUEUED_CALLS", 50)
     thread = TrackerThread("t", Hangs(), run_in("/nowhere"), lambda step: True)
     began = time.monotonic()
-    thread.go_on_from(0, 0, 0)
+    thread.resume_from(0, 0, 0)
     thread.start()
     for step in range(1, 200):
         thread.log_step(step, {"loss": 1.0})
@@ -101,9 +101,9 @@ def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypa
     Hangs.let_go.clear()
 
 
-def test_the_newest_alone_comes_to_one_that_wants_no_other():
+def test_a_latest_only_tracker_receives_only_the_latest_metrics():
     tracker = Remembers()
-    tracker.newest_alone = True
+    tracker.latest_only = True
     launch(tracker, 0, 500, evaluates=[300])
     assert (300, {"heldout/loss": -300, "other/loss": -300}) in tracker.points
     assert 1 <= len(losses(tracker)) < 20

@@ -70,9 +70,9 @@ class ExplicitCollectives:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
-          ConfigError: An axis is not in the mesh; `data_axes` have one device in total but the mesh
-            has more; a weight's dim is split over both a data axis and another axis; stacked layers
-            are split over a data axis; or some weights are in host memory.
+          ConfigError: An axis is not in the mesh; `data_axes` have only one device but the mesh has
+            more; a weight's dim is split over both a data axis and another axis; stacked layers are
+            split over a data axis; or some weights are in host memory.
         """
         if layout.has_host_memory:
             raise ConfigError(
@@ -99,13 +99,12 @@ class _OnMesh:
         # XLA cannot sum over a single device while it also partitions other axes; see
         # docs/upstream.md.
         self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
-        require(
-            self.num_parts > 1 or mesh.size == 1,
-            f"The number of devices along ExplicitCollectives.data_axes {data_axes}",
-            self.num_parts,
-            f"2 or more on the mesh {dict(mesh.shape)}, because XLA cannot compile it otherwise",
-            "Omit the Partitioner's gradients, or use another mesh.",
-        )
+        if self.num_parts == 1 and mesh.size > 1:
+            raise ConfigError(
+                f"ExplicitCollectives.data_axes {data_axes} have only one device on the mesh "
+                f"{dict(mesh.shape)}, which XLA cannot compile; expected two or more. Omit the "
+                "Partitioner's gradients, or use a different mesh."
+            )
         params, groups = layout.select("params"), learner.groups
         self._weights = jax.tree.map_with_path(
             self._mapped_weight, params.shapes, params.specs, groups.weight_specs
@@ -228,8 +227,8 @@ class _OnMesh:
             (key, REPLICATED),
             out=(REPLICATED, REPLICATED, specs),
         )
-        whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
-        return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
+        specs = jax.tree.map(lambda weight: weight.spec, self._trained)
+        return metrics, non_trainable, unpad_tree(grads, trainable, specs)
 
     def evaluate(
         self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
@@ -336,10 +335,10 @@ def _explaining_constraint_errors(data_axes: Sequence[str]) -> Iterator[None]:
 def with_nonzero_weights(
     inputs: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns inputs with at least one nonzero weight, and whether they had one before.
+    """Replaces the weights by ones if all of them are 0; also returns whether any was nonzero.
 
-    If all weights of a device are 0, they are replaced by 1, and the caller multiplies the results
-    by 0. Otherwise the mean over zero rows could be NaN, and the sums over devices would be, too.
+    If all weights of a device are 0, the caller multiplies its results by 0. Without the
+    replacement, the mean over zero rows could be NaN, and so would be the sums over devices.
     """
     if "weights" not in inputs:
         return dict(inputs), jnp.ones((), bool)
@@ -350,7 +349,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes that its gather's backward pass has not reduced."""
+    """Sums a gradient over the data axes that the backward pass of a gather has not summed over."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad

@@ -1,4 +1,4 @@
-"""Passes weights into a `jax.shard_map`, either replicated or as blocks to gather when read."""
+"""Passes weights to a `jax.shard_map`, replicated or as blocks that are gathered when read."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def gather_of(
             if dim in manual or padded[dim] != shape[dim]:
                 raise ConfigError(
                     f"{path}: dim {dim} of {shape} is split over {axes_of(spec[dim])}, but the "
-                    "model reads one layer of that dim at a time. Split another dim."
+                    "model reads one layer of this dim at a time. Split a different dim."
                 )
 
         def all_gather(block: jax.Array) -> jax.Array:
@@ -83,7 +83,7 @@ def gather_of(
 
 @dataclasses.dataclass(frozen=True)
 class MappedWeight:
-    """A description of how a weight enters a `jax.shard_map`.
+    """Describes how a weight is passed to a `jax.shard_map`.
 
     Attributes:
       path: Path of the weight.
@@ -109,7 +109,7 @@ def mapped_weight(
     manual_axes: Sequence[str],
     axis_sizes: Mapping[str, int],
 ) -> MappedWeight:
-    """Returns the MappedWeight that describes how a weight enters a `jax.shard_map`.
+    """Decides how a weight is passed to a `jax.shard_map`.
 
     Args:
       path: Path of the weight, for messages.
@@ -137,11 +137,11 @@ def mapped_weight(
             raise ConfigError(
                 f"{path}: dim {dim} of {shape} stacks layers and is split over {entry}, but "
                 f"{entry} is in data_axes, so each device would run different layers. Split "
-                "another dim, or remove the axis from data_axes."
+                "a different dim, or remove the axis from data_axes."
             )
     others = {axis for entry in spec for axis in axes_of(entry)} - set(manual_axes)
     mapped_spec = without_axes(spec, tuple(others))
-    # JAX rejects uneven splits here as well, so weights are padded outside and sliced inside.
+    # JAX rejects uneven shardings here as well, so weights are padded outside and sliced inside.
     is_block, is_padded = any(mapped_spec), padded_shape(shape, spec, axis_sizes) != shape
     has_gather = is_block or is_padded
     gather = gather_of(path, shape, spec, manual_axes, axis_sizes) if has_gather else None

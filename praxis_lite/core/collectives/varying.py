@@ -35,7 +35,7 @@ def varying_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Casts arrays to vary over every axis over which any array of `tree` or `others` varies."""
+    """Casts the arrays of `tree` to vary over all axes over which `tree` or `others` vary."""
     return varying_over(tree, varying_axes((tree, others)))
 
 

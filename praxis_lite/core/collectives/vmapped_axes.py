@@ -25,7 +25,7 @@ def vmapped_axes() -> frozenset[str]:
 
 
 def manual_axes_for(axes: Iterable[str]) -> set[str]:
-    """Returns the axes that a `jax.shard_map` must make manual so that `axes` are manual.
+    """Returns the manual axes for a `jax.shard_map` over `axes`, which may be inside a `vmap_over`.
 
     Inside a `vmap_over`, every axis must be manual: the vmap adds its axes to sharding constraints
     over the remaining axes, but constraints must not use manual axes.
@@ -53,7 +53,7 @@ def vmap_over(
 
 @contextlib.contextmanager
 def before_vmap(axes: Iterable[str]) -> Iterator[None]:
-    """Marks code whose gradients a later `vmap_over` will map over `axes`.
+    """Marks code whose gradient is later mapped over `axes` by a `vmap_over`.
 
     JAX's gradient of a `jax.shard_map` sums over every manual axis that does not split its inputs.
     That would include the axes of the vmap, so such a `jax.shard_map` needs a custom gradient.

@@ -54,7 +54,7 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns a bool scalar that is False if a step with this finite norm must be skipped."""
+        """Returns a bool scalar: False if a step with this finite gradient norm must be skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 

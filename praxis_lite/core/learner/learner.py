@@ -78,9 +78,9 @@ class Learner:
       clip_gradient_single_norm_to_value: See `GradientLimits`. Disabled if 0.
       clip_gradient_to_value: See `GradientLimits`. Disabled if 0.
       skip_step_gradient_norm_value: See `GradientLimits`. Disabled if 0.
-      ema_decay: Decay of the moving average (EMA) of the trained weights. If 0, no average is kept.
+      ema_decay: Decay of the moving average (EMA) of the trained weights, or 0 for no average.
       gradient_accumulation_steps: Number of micro-batches that each batch is split into.
-      loss_scale: A DynamicLossScale for float16, or None to not scale the loss.
+      loss_scale: A DynamicLossScale for float16. If None, the loss is not scaled.
       variational_noise: A VariationalNoise, which is added to weights before gradients are
         computed, or None.
       slot_mesh_axes: Additional mesh axes that slots are split over (ZeRO-1).

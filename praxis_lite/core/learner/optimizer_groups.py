@@ -1,4 +1,4 @@
-"""Assigns optimizers to weights by patterns over their paths, and decides which are frozen."""
+"""Assigns optimizers to weights, or freezes weights, by patterns that match their paths."""
 
 import dataclasses
 import re
@@ -102,8 +102,8 @@ def optimizer_names(
         frozen |= set(paths) - matched_paths(paths, inclusion, setting, whole=True)
     if paths and len(frozen) == len(paths):
         raise ConfigError(
-            f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes all "
-            f"{len(paths)} weights. {_paths_there(paths)} Exclude fewer weights."
+            f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes every weight. "
+            f"{_weights_of_model(paths)} Exclude fewer weights."
         )
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:
@@ -147,12 +147,15 @@ def matched_paths(
             hint = ", which does not begin with params/" if pattern.startswith("params/") else ""
             raise ConfigError(
                 f"{setting}: {pattern!r} matches no weight.{did_you_mean(pattern, paths)} "
-                f"{_paths_there(paths)} A pattern must match the "
+                f"{_weights_of_model(paths)} A pattern must match the "
                 f"{'complete path' if whole else 'start of a path'}{hint}."
             )
         matched |= matches
     return matched
 
 
-def _paths_there(paths: Collection[str]) -> str:
-    return f"The paths of the model's {len(paths)} weights are {few(list(paths), 5)}."
+def _weights_of_model(paths: Collection[str]) -> str:
+    if not paths:
+        return "The model has no weights."
+    number = "one weight" if len(paths) == 1 else f"{len(paths)} weights"
+    return f"The model has {number}: {few(list(paths), 5)}."

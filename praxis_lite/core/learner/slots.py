@@ -6,7 +6,7 @@ matching weight dim. A slot with the weight's shape is thus split like the weigh
 drops the axes of the reduced dim, and scalars are replicated.
 
 With `slot_mesh_axes`, slots are split over more axes than their weights. A weight may also declare
-a separate split for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
+separate axes for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
 weights that match `host_slots` are stored in host memory (`slot_memory`).
 """
 
@@ -54,7 +54,7 @@ def extended_specs(
     Raises:
       ConfigError: An axis is not in the mesh, or is listed twice.
     """
-    # Validate the axes as the split of a single dim.
+    # Validate the axes as if they split a single dim.
     (entry,) = to_partition_spec(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )
@@ -128,6 +128,13 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
+    """Returns the specs of a group's slots, with the stacked dims in front.
+
+    The optimizer's `init` is traced at the real shapes for the slots, and at up to two probe
+    shapes, in which all dims of a weight have different sizes, to match the dims of slots with dims
+    of weights. The second probe keeps sizes from growing, because some optimizers treat large
+    weights differently.
+    """
     stack_rank = len(group.stack_shape)
     split = dict(_leaves(partition_specs))
     weights = {
@@ -135,7 +142,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         for path, weight in spec_items(weight_specs)
     }
 
-    def slots_if(resize: Callable[[Shape], Shape]) -> PyTree:
+    def probe_slots(resize: Callable[[Shape], Shape]) -> PyTree:
         structs = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype),
             weight_specs,
@@ -143,10 +150,10 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         )
         return jax.eval_shape(group.optimizer.init, structs)
 
-    slots = slots_if(lambda shape: shape)
+    slots = probe_slots(lambda shape: shape)
     # Trace the second probe only for slots that the first one does not explain.
     probes = [
-        (functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
+        (functools.cache(lambda resize=resize: jax.tree.leaves(probe_slots(resize))), resize)
         for resize in (_distinct_above, _distinct_below)
     ]
     specs = []

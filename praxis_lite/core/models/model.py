@@ -34,7 +34,7 @@ class ShardedWeight:
     gather: Callable[[jax.Array], jax.Array]
     path: str = "weights"
 
-    def whole(self) -> jax.Array:
+    def gathered(self) -> jax.Array:
         """Gathers the complete weight immediately, rather than when a layer reads it."""
         with jax.named_scope(self.path):
             return self.gather(self.block)
@@ -77,11 +77,11 @@ class Model(abc.ABC):
         """Returns the "non_trainable" variables after the forward pass through `module`."""
 
     def tallies(self, module: Any) -> dict[str, jax.Array]:
-        """Returns the values of the module's `Tally` variables by path, after the forward pass."""
+        """Returns the values of the module's `Tally` variables after the forward pass, by path."""
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
-        """Updates weights in `params` from the step's sums of tallies."""
+        """Applies the rules of the module's `Tally` variables to the weights in `params`."""
         return params
 
     def abstract_module(self) -> Any:
@@ -108,10 +108,10 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
     return leaves_with_path(weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec))
 
 
-def whole(mdl_vars: Any) -> Any:
-    """Gathers every `ShardedWeight` in a tree."""
+def gather_sharded(mdl_vars: Any) -> Any:
+    """Replaces every `ShardedWeight` in a tree by the complete weight."""
     return jax.tree.map(
-        lambda x: x.whole() if isinstance(x, ShardedWeight) else x,
+        lambda x: x.gathered() if isinstance(x, ShardedWeight) else x,
         mdl_vars,
         is_leaf=lambda x: isinstance(x, ShardedWeight),
     )

@@ -1,4 +1,4 @@
-"""Reads the declared split of an NNX variable from Flax's metadata or from our layers' metadata."""
+"""Reads the declared sharding of an NNX variable from its metadata, set by Flax or our layers."""
 
 import dataclasses
 from collections.abc import Sequence

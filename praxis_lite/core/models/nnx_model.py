@@ -35,7 +35,7 @@ __all__ = ("NnxModel", "mdl_vars_of")
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A module that was split into graphdefs, for training and evaluation, and abstract leaves."""
+    """The graphdefs of a module, for training and for evaluation, and its abstract leaves."""
 
     training: nnx.GraphDef[nnx.Module]
     evaluation: nnx.GraphDef[nnx.Module]
@@ -65,8 +65,8 @@ class NnxModel(Model):
             kind = type(build).__name__
             name = kind if isinstance(build, nnx.Module) else "MyModule"
             raise ConfigError(
-                f"The model is {kind} itself; expected a function that builds it. Replace it with "
-                f"fdl.Partial({name}, ...)."
+                f"The model is an instance of {kind}; expected a function that builds it. "
+                f"Replace it with fdl.Partial({name}, ...)."
             )
         self.build = build
 
@@ -160,8 +160,8 @@ class NnxModel(Model):
         return module
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # With eager sharding, Flax would immediately place weights that declare a split, which
-        # requires a current mesh and even splits.
+        # With eager sharding, Flax would immediately shard weights that declare a sharding, which
+        # requires a current mesh and even shards.
         with nnx.use_eager_sharding(False):
             module = self.build(rngs=nnx.Rngs(key)) if _takes_rngs(self.build) else self.build()
         if not isinstance(module, nnx.Module):
@@ -229,7 +229,7 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(settings - set(parameters))):
         raise ConfigError(
-            f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'none'}."
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'no settings'}."
             f"{did_you_mean(unknown[0], names)}"
         )
     if missing:
@@ -237,7 +237,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
         if inspect.isfunction(build):
             function_model = f" If it returns weights, use fdl.Config(FunctionModel, {name})."
         raise ConfigError(
-            f"{name} lacks {', '.join(missing)}: set it in the config, such as "
+            f"{name} requires {' and '.join(missing)}. Set "
+            f"{'it' if len(missing) == 1 else 'them'} in the config, such as "
             f"fdl.Partial({name}, {missing[0]}=...).{function_model}"
         )
     return takes_any or "rngs" in parameters
@@ -292,5 +293,5 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:
         if isinstance(leaf, nnx.Param):
             metadata = {**leaf.get_metadata(), "gather": value.gather}
             return _gathered_when_read(type(leaf)).from_metadata(value.block, metadata)
-        value = value.whole()
+        value = value.gathered()
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value

@@ -1,4 +1,4 @@
-"""Alternatives to stacked weights that a model accepts: unstacked layers and host memory."""
+"""Forms of stacked weights that a model also accepts: unstacked, or in host memory."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from praxis_lite.core.sharding.padding import unpad_tree
 class UnstackedLayers:
     """A stacked weight as one array per layer, without the stacked dims.
 
-    A loop that indexes into a stack copies the weight of each layer, which decoding would do for
-    every token. Separate arrays are read in place.
+    A loop that indexes into a stack copies the weight of each layer. In decoding, these copies
+    would be made for every token. Separate arrays are read in place.
     """
 
     layers: list[Any]

@@ -25,7 +25,7 @@ class Tally(nnx.Intermediate[jax.Array]):
 
 
 def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns tallies as metrics of weight 1, so that their mean times total weight is the sum."""
+    """Returns tallies as metrics of weight 1: their mean times the total weight is their sum."""
     return {f"{TALLY}{path}": (value, jnp.ones(())) for path, value in tallies.items()}
 
 

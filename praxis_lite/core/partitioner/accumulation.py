@@ -70,7 +70,7 @@ def value_and_grad(
       key: PRNG key; each micro-batch folds its index into it.
       num_micro_batches: Number N of micro-batches. If it is 1, there is no loop, and `loss_fn`
         receives `key` unchanged.
-      inputs_split_mapping: Maps an array's rank to its split, for batches and micro-batches.
+      inputs_split_mapping: Maps an array's rank to its split dims, for batches and micro-batches.
       lay_out: Constrains gradients to the layout in which they are summed.
 
     Raises:
@@ -158,7 +158,7 @@ def _value_and_grad_reduced_once(
     num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Implements `value_and_grad` over Explicit axes with a single reduction over devices.
+    """Implements `value_and_grad` over Explicit axes, reducing gradients over devices only once.
 
     Each device accumulates partial sums, which are reduced over `axes` once, after the loop.
     """

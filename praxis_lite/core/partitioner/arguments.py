@@ -1,6 +1,6 @@
 """Checks the arguments of calls to a Partitioner and explains which one is invalid.
 
-Shapes and dtypes are checked once per program, while a step is traced. Other checks run only after
+Shapes and dtypes are checked while a step is traced, once per shape. Other checks run only after
 JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they are
 checked in each call, because with several devices XLA would crash the process.
 """
@@ -41,8 +41,8 @@ def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args
         check(*args)
         raise
     except RuntimeError as error:
-        # A program that fails while it runs also deletes its donated state, so look for the cause
-        # in the message.
+        # A step that fails while it runs also deletes its donated state, so look for the cause in
+        # the message.
         if "deleted" in str(error):
             check(*args)
         raise
@@ -67,7 +67,8 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
         lacks = f" lacks {few(missing)}" if missing else ""
-        has = f"{' and' if missing else ''} has {few(unknown)}, which are not in the model."
+        has = f"{' and' if missing else ''} has {few(unknown)}, which "
+        has += f"{'is' if len(unknown) == 1 else 'are'} not in the model."
         near = did_you_mean(unknown[0], expected) if unknown else ""
         instead = "the complete tree that this Partitioner's init or steps return"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:
@@ -162,14 +163,14 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
     if actual.shape != leaf.padded_shape:
         is_logical = actual.shape == leaf.shape
         hint = (
-            "This is its shape without padding. Pass the result of this Partitioner's init or "
-            "steps, or of layout.pad(...) in jax.jit."
+            "The array is not padded. Pass the result of this Partitioner's init or steps, or of "
+            "layout.pad(...) in jax.jit."
             if is_logical
             else "It belongs to a different model, or to a Partitioner with a different mesh."
         )
         raise ConfigError(
             f"{name} has the shape {tuple(actual.shape)}; expected {expected}"
-            f"{', padded' if leaf.shape != leaf.padded_shape else ''}. {hint}"
+            f"{' (with padding)' if leaf.shape != leaf.padded_shape else ''}. {hint}"
         )
     require(
         actual.dtype == leaf.dtype,
@@ -189,9 +190,13 @@ def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
         return
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
+        found, expected = (
+            f"{count} {'device' if count == 1 else 'devices'}"
+            for count in (len(devices), len(local))
+        )
         raise ConfigError(
-            f"{name} is on {len(devices)} devices; expected the {len(local)} devices of this "
-            f"Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
+            f"{name} is on {'different devices' if found == expected else found}; expected this "
+            f"Partitioner's mesh {dict(mesh.shape)} of {expected}. Pass {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(

@@ -84,7 +84,7 @@ class Step:
 
         Raises:
           ConfigError: A layer or the task raised it while it was traced, for example because of an
-            invalid split of an activation.
+            invalid sharding of an activation.
         """
         return self._jitted.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
@@ -99,7 +99,7 @@ class Step:
         return self._jitted
 
     def num_compiled(self) -> int:
-        """Returns the number of programs that calls have compiled."""
+        """Returns the number of batch shapes for which calls have compiled the step."""
         num: int = self._jitted._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
         return num
 
@@ -123,7 +123,7 @@ class Step:
         """Returns the shapes and shardings of a call's arguments for batches of `element_spec`."""
         arguments.check_spec(element_spec, "trace")
         batch = abstract_global_batch(element_spec, self.where.mesh)
-        # Use the sharding of `Partitioner.key`, so that calls reuse the compiled program.
+        # Use the sharding of `Partitioner.key`, so that calls reuse the compiled step.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
         return self.layout.abstract(self.where.mesh), batch, key
@@ -152,7 +152,7 @@ class Step:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
         # Weights in host memory are transferred as late as possible, by the layers that read them.
-        arrays = self.layout.unpad(arrays, but_on_host=True)
+        arrays = self.layout.unpad(arrays, except_on_host=True)
         arrays = arrays if self.trains else self.layout.wrap_host_weights(arrays)
         return self._pure(arrays, self.where.inputs(batch), key)
 
@@ -187,7 +187,7 @@ class StepOfWeights(Step):
 
     Args:
       may_lack_key: Whether the key is optional.
-      in_form: Converts the weights that a call passes to the step's layout.
+      to_layout: Converts the weights that are passed in a call to the step's layout.
     """
 
     trains, _arrays = False, "mdl_vars"
@@ -197,11 +197,11 @@ class StepOfWeights(Step):
         *args: Any,
         compiler_options: dict[str, Any] | None,
         may_lack_key: bool,
-        in_form: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars,
+        to_layout: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars,
         **named: Any,
     ):
         super().__init__(*args, **named)
-        self._may_lack_key, self._in_form = may_lack_key, in_form
+        self._may_lack_key, self._to_layout = may_lack_key, to_layout
 
         def on_the_mesh(mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None) -> PyTree:
             self.check(mdl_vars, batch, key)
@@ -213,4 +213,4 @@ class StepOfWeights(Step):
     def __call__(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> PyTree:
-        return self._call_checked(self._in_form(mdl_vars), batch, key)
+        return self._call_checked(self._to_layout(mdl_vars), batch, key)

@@ -1,4 +1,4 @@
-"""Converts weights to the format for decoding: layers are unstacked, and tasks may repack them."""
+"""Converts weights to the format for decoding: unstacked layers, and conversions by the task."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ class _Form:
 class DecodingWeights:
     """Converts weights to the format for decoding.
 
-    If the layers of a stack are split over devices, the stack is kept, because each unstacked layer
-    would be replicated on all devices.
+    A stack whose layers are split over devices stays stacked, because each unstacked layer would be
+    replicated on all devices.
 
     Args:
       layout: Layout of the mdl_vars in training.
@@ -86,7 +86,7 @@ class DecodingWeights:
         return jax.tree.map(lambda x, form: form.convert(x), tree, self._forms)
 
     def convert(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
-        """Converts training weights; returns weights that are already converted unchanged.
+        """Converts training weights, unless they are already in the format for decoding.
 
         Arrays that need no conversion are returned without a copy. The others are converted one at
         a time.

@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class RowsCheck(Protocol):
-    """Raises ConfigError if the rows of a batch cannot be split into micro-batches."""
+    """A function that raises ConfigError if a batch cannot be split into micro-batches."""
 
     def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
 
@@ -68,5 +68,5 @@ class GradientStrategy(Protocol):
           learner: Learner that is bound to the weights.
 
         Raises:
-          ConfigError: The strategy does not support the mesh or the split of a weight.
+          ConfigError: The strategy does not support the mesh or the sharding of a weight.
         """

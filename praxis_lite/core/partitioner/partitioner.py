@@ -63,7 +63,7 @@ class Partitioner:
       train_options: Compiler options for the train step, including those for micro-batches.
 
     Raises:
-      ConfigError: A weight's split does not fit its shape or the mesh, or XLA rejects a compiler
+      ConfigError: A weight's sharding does not fit its shape or the mesh, or XLA rejects a compiler
         option. Raised before any step is compiled.
     """
 
@@ -162,7 +162,7 @@ class Partitioner:
 
     @functools.cached_property
     def decode_options(self) -> dict[str, Any] | None:
-        """Compiler options for programs that decode."""
+        """Compiler options for decoding."""
         return more_options(DECODING, self.compiler_options, self.mesh)
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class Partitioner:
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> outputs, with one row per real row of the batch.
+        """The step (mdl_vars, GlobalBatch, key) -> outputs, with a row per example.
 
         Each call converts the weights, unless `for_decoding` has already converted them.
         """
@@ -188,15 +188,18 @@ class Partitioner:
             check_rows=lambda element_spec: None,
             compiler_options=self.decode_options,
             is_typed=False,  # JAX cannot type a cache that is written at a different index per row.
-            in_form=lambda mdl_vars: self.decoding_weights.convert(
+            to_layout=lambda mdl_vars: self.decoding_weights.convert(
                 mdl_vars, "decode_step: mdl_vars"
             ),
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
-        """Converts weights to the format for decoding: layers unstacked, in the Decoder's format.
+        """Converts weights to the format for decoding.
 
-        Pass the result to `decode_step` or to programs of `with_mdl_vars`.
+        Layers are unstacked, and the task may store weights in another format (see
+        `Task.stored_for_decoding`).
+
+        Pass the result to `decode_step` or to functions wrapped by `with_mdl_vars`.
 
         Args:
           mdl_vars: Weights of a state.

@@ -1,4 +1,4 @@
-"""TaskOnMesh: the mesh and rules that a task's programs are traced with, and their inputs."""
+"""TaskOnMesh: sets the mesh and sharding rules under which a task's steps are traced."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TaskOnMesh:
-    """A task together with the mesh that its programs are compiled for.
+    """A task together with the mesh that its steps are compiled for.
 
     Attributes:
       task: The task.
@@ -52,7 +52,7 @@ class TaskOnMesh:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Sets the mesh while a program is traced, so that callers need not set it."""
+        """Sets the mesh and the axis rules while a function is traced."""
         with (
             prefix_layer_path(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
@@ -61,7 +61,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Drops padding rows and reshards each array by its number of dims, while tracing."""
+        """Drops padding rows and reshards each array by its rank; called while tracing."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
@@ -76,7 +76,7 @@ class TaskOnMesh:
         Args:
           pure: The step, written as if for a single device.
           specs: PartitionSpecs of the arrays, extended to their ranks.
-          notes: Is filled with the reasons why layers are untyped, by layer path.
+          notes: Output dict for the reasons why layers are untyped, by layer path.
 
         Returns:
           The step. It raises ConfigError if a dim is not divisible by the Explicit axes that split

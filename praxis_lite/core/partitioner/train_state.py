@@ -44,7 +44,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The layout of an array: its path, its sharding on the mesh, and the source of the split."""
+    """The layout of an array: its path, shapes, sharding, and where the sharding was declared."""
 
     path: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class StateLayout:
       shapes: Tree of ShapeDtypeStruct with logical (unpadded) shapes.
       specs: Tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
-      declared_by: Maps a weight's path to the source of its split.
+      declared_by: Maps a weight's path to a description of what determined its sharding.
       notes: Messages about replicated weights and dropped axis names.
       memory_kinds: Tree of "device" or "pinned_host", or None if all arrays are in device memory.
       forms: For weights that are stored as several arrays, maps the path to their packed format.
@@ -145,17 +145,17 @@ class StateLayout:
         padded = zip(pad_tree(leaves, specs, self.axis_sizes), kinds, strict=True)
         return jax.tree.unflatten(structure, [to_host(x) if k == HOST else x for x, k in padded])
 
-    def unpad(self, tree: PyTree, *, but_on_host: bool = False) -> PyTree:
+    def unpad(self, tree: PyTree, *, except_on_host: bool = False) -> PyTree:
         """Returns `tree` without padding, in device memory.
 
         Args:
           tree: Arrays with padded shapes.
-          but_on_host: Whether to leave padded leaves in host memory unchanged.
+          except_on_host: Whether to return leaves in host memory unchanged, with their padding.
         """
         shapes = self.shapes
-        if but_on_host:
+        if except_on_host:
             shapes = jax.tree.map(lambda x, shape: x if is_on_host(x) else shape, tree, shapes)
-        return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
+        return unpad_tree(tree if except_on_host else to_device(tree), shapes, self.specs)
 
     def wrap_host_weights(self, tree: PyTree) -> PyTree:
         """Wraps leaves in host memory as `HostWeight`s, as models expect them."""
@@ -227,11 +227,11 @@ def layout_and_learner(
     No arrays are created.
 
     Args:
-      task: The task. Its model declares the splits, and its learner determines the slots.
+      task: The task. Its model declares how weights are sharded; its learner defines the slots.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: A weight's split does not fit its shape or the mesh axes, `slot_mesh_axes` do not
+      ConfigError: A weight's sharding does not fit its shape or the mesh, `slot_mesh_axes` do not
         fit the mesh, a pattern of the learner matches no weight, or variational noise is combined
         with weights in host memory.
     """

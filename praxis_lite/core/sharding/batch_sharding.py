@@ -192,9 +192,10 @@ def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Constrains each input to the split for its rank, `map_<rank>d`, if the mapping is not None.
+    """Constrains each input to the split dims that the mapping has for its rank, `map_<rank>d`.
 
-    Corresponds to Pax's `reshard_input_based_on_rank_fn`.
+    If the mapping is None, inputs are returned unchanged. Corresponds to Pax's
+    `reshard_input_based_on_rank_fn`.
 
     Raises:
       ConfigError: See `check_inputs_split_mapping`.

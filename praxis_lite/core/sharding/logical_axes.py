@@ -51,8 +51,8 @@ def logical_to_mesh_axes(
     """Resolves a weight's logical axes to mesh axes, like the Flax Linen function of the same name.
 
     Rules are applied in order. A rule applies if the weight uses its name, the name is not resolved
-    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name
-    serves as a fallback. `(name, None)` leaves the dim with that name unsplit.
+    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name may
+    apply. `(name, None)` leaves the dim with that name unsplit.
 
     Args:
       logical_axes: A name, a tuple of names, or None per dim.
@@ -146,8 +146,8 @@ class MeshRules:
         for name in names:
             if name is not None and name not in mesh_axes:
                 raise ConfigError(
-                    f"MeshRules: the model uses the name '{name}', but the names are "
-                    f"{', '.join(mesh_axes) or 'none'}.{did_you_mean(name, mesh_axes)} Use "
+                    f"MeshRules: the model uses the name '{name}', but the rules have "
+                    f"{', '.join(mesh_axes) or 'no names'}.{did_you_mean(name, mesh_axes)} Use "
                     f"MeshRules(..., {name}=AXES), or {name}=None for a dim that is not split."
                 )
         return tuple(None if name is None else mesh_axes[name] for name in names)

@@ -1,7 +1,7 @@
 """Moves arrays between device memory and host memory.
 
 Arrays in host memory are sharded like arrays on devices: each device's shard is stored in its
-host's memory, in pinned pages that the device can read (`pinned_host`). In a traced program, the
+host's memory, in pinned pages that the device can read (`pinned_host`). In a traced function, the
 memory space is part of an array's type, and arrays must be moved to the device before use.
 """
 

@@ -17,7 +17,7 @@ from praxis_lite.core.sharding.devices.device_order import (
     simulated_grid,
     torus_grid,
 )
-from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
+from praxis_lite.core.sharding.devices.libtpu import avoid_loading_libtpu
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 __all__ = (
@@ -36,7 +36,7 @@ _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
-    """Replaces the size -1 in a config so that the mesh uses all devices.
+    """Replaces a size of -1 in a config so that the mesh uses all devices.
 
     Args:
       config: A mesh config. If it contains no -1, it is returned unchanged.
@@ -67,11 +67,10 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     devices. Programs on accelerators are not affected. If the user sets the device count in the
     environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
-    On jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
-    devices start the collectives that are ready in different orders, and each waits for the others
-    to join. To avoid this, NPROC enlarges XLA's thread pool, and XLA's concurrency-optimized
-    scheduler is disabled. With that scheduler lm.PyDocs hung within 253 steps; without it, 700
-    steps completed.
+    With jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
+    devices start collectives in different orders, and each waits for the others to join. To avoid
+    this, NPROC enlarges XLA's thread pool, and XLA's concurrency-optimized scheduler is disabled.
+    With that scheduler, lm.PyDocs hung within 253 steps; without it, 700 steps completed.
 
     Args:
       num_devices: Total number of devices of all processes.
@@ -81,7 +80,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
       The number of devices that this process simulates, unless the user sets a different number.
     """
     # `make_mesh` reports uneven splits over processes, because there may be accelerators.
-    leave_absent_tpus_alone()
+    avoid_loading_libtpu()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
     flags = os.environ.get("XLA_FLAGS", "")
@@ -96,7 +95,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
 
 def all_devices() -> list[jax.Device]:
     """Returns the devices of all processes, attached or simulated."""
-    leave_absent_tpus_alone()
+    avoid_loading_libtpu()
     return jax.devices()
 
 

@@ -28,7 +28,7 @@ from praxis_lite.core.sharding.rule_names import (
 @register_rule("replicate")
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Checks that a leaf is not split; makes replication explicit in a strategy."""
+    """Replicates a leaf; raises an error if it is already split."""
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if any(entry is not None for entry in spec):

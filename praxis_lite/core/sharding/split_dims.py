@@ -64,7 +64,7 @@ def to_partition_spec(
         if used.count(axis) > 1:
             raise ConfigError(
                 f"{message} use the axis '{axis}' twice, but a mesh axis can split only one "
-                f"dimension. The mesh has {axis_names}."
+                f"dimension. The mesh has {axis_names}. Remove one of the two."
             )
     return PartitionSpec(*map(entry_of, entries), *(None,) * (rank - len(mapping)))
 
@@ -123,8 +123,8 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
 
 def without_axes(spec: PartitionSpec | Sequence[MeshAxes], axes: Sequence[str]) -> PartitionSpec:
     """Returns a spec of the same rank with `axes` removed."""
-    left = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
-    return PartitionSpec(*map(entry_of, left))
+    entries = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
+    return PartitionSpec(*map(entry_of, entries))
 
 
 def num_shards_of(split: DimSplit) -> int:

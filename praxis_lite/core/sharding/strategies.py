@@ -1,6 +1,6 @@
-"""Strategies: choose sharding rules for arrays by patterns that match their paths.
+"""Strategies choose sharding rules for arrays by patterns that match their paths.
 
-They are meant for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
+Use them for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
 array is split by the rules of the first pattern that matches its complete path.
 """
 
@@ -121,13 +121,13 @@ class RuledSplit:
 def rule_shardings(
     leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
 ) -> dict[str, RuledSplit | None]:
-    """Returns the split of each leaf by path, or None if no pattern matches the path.
+    """Returns how each leaf is split, by path, or None for a path that no pattern matches.
 
     Args:
       leaves: Leaves of a tree.
-      strategy: (pattern, rules) pairs; see `parsed_rules`. The rules of the first pattern that
-        matches the complete path of a leaf are applied in order, each to the result of the previous
-        rule.
+      strategy: (pattern, rules) pairs; see `parsed_rules`. The first pattern that matches the
+        complete path of a leaf applies. Its rules are applied in order, each to the result of the
+        previous rule.
       job_mesh: Sizes of the mesh axes, and the job's settings for names and padding.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Decides how weights are split over mesh axes, based on declarations and rules."""
+"""Decides how weights are sharded, from the declarations of layers and the rules of the job."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class WeightSharding:
             raise ConfigError(
                 f"WeightSharding.strategy is {self.strategy!r}; expected "
                 """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add a pair, or omit """
-                "strategy if logical_axis_rules or the layers determine the splits."
+                "strategy if logical_axis_rules or the layers determine how weights are sharded."
             )
         # Parse the rules here, so that errors are raised before a model is built.
         _ = self.pairs, self.rules_in_use
@@ -97,10 +97,10 @@ class WeightSharding:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingDecisions:
-    """The splits of all weights of a job on a mesh.
+    """How all weights of a job are sharded on a mesh.
 
     Attributes:
-      weight_specs: The model's tree of WeightSpecs, with splits resolved to mesh axes and
+      weight_specs: The model's tree of WeightSpecs, with names resolved to mesh axes and
         `declared_by` filled in.
       notes: Messages about replicated weights and dropped names, each with the weights concerned.
     """
@@ -147,7 +147,7 @@ def decide_shardings(
         elif leaf.logical_axes is not None:
             split, by, message = _by_names(spec, leaf, job_mesh)
         else:
-            split, by, message = _as_declared(spec, leaf, is_noted=has_rules and is_param)
+            split, by, message = _as_declared(spec, leaf, add_note=has_rules and is_param)
         slot_axes, slot_notes = _slots(path, spec, declared, job_mesh)
         for note in (*message, *slot_notes):
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
@@ -179,7 +179,7 @@ def decide_shardings(
 def _leaf(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, axis_sizes: Mapping[str, int]
 ) -> Leaf:
-    """Returns a weight as a Leaf with its complete shape and the split that its layer declares."""
+    """Returns a weight as a Leaf, with its complete shape and the mesh axes its layer declares."""
     start = tuple(spec.partition_spec(tuple(axis_sizes), "/".join(path)))
     num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
     if names is not None:
@@ -235,9 +235,9 @@ def _slots(
     return split, notes
 
 
-def _as_declared(spec: WeightSpec, leaf: Leaf, *, is_noted: bool) -> _Decision:
-    is_silent = spec.split_dims_mapping is None and not any(leaf.spec)
-    notes = ("replicated: no pattern or name splits it",) if is_silent and is_noted else ()
+def _as_declared(spec: WeightSpec, leaf: Leaf, *, add_note: bool) -> _Decision:
+    is_undeclared = spec.split_dims_mapping is None and not any(leaf.spec)
+    notes = ("replicated: no pattern or name splits it",) if is_undeclared and add_note else ()
     return None, _declared_by(spec), notes
 
 

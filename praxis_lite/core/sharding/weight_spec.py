@@ -1,4 +1,4 @@
-"""A layer's declaration of a weight: its shape, its dtype and its split."""
+"""A layer's declaration of a weight: its shape, its dtype and how it is sharded."""
 
 import contextvars
 import dataclasses
@@ -22,7 +22,7 @@ class WeightSpec:
     Attributes:
       shape: Logical shape, including leading stacked dims.
       dtype: Dtype of the stored weight.
-      split_dims_mapping: Split of the dims of a single layer. If None, they are not split.
+      split_dims_mapping: Mesh axes of the dims of a single layer. If None, they are not split.
       stack_split_dims_mapping: An entry per stacked dim, outermost first. Its length is the number
         of leading dims that stack layers.
       logical_axes: A name or None per dim of the complete shape. Rules resolve names to mesh axes,
@@ -31,7 +31,7 @@ class WeightSpec:
         rules.
       slot_axes: Like `logical_axes`, but for the optimizer slots of the weight; contains mesh axes
         once they are resolved. If None, slots are split like the weight.
-      declared_by: Source of the split, for the layout report.
+      declared_by: Description of what determined the sharding, for the layout report.
       matrix: Dims of a single layer that a matmul contracts, and dims that become its outputs. None
         if they are unknown.
       num_dims_apart: Number of leading stacked dims that the model also accepts unstacked

@@ -1,4 +1,4 @@
-"""Workarounds for XLA bugs, applied to traced or lowered programs before compilation.
+"""Workarounds for XLA bugs, applied to traced or lowered functions before compilation.
 
 This package does not depend on tasks, layers or jobs.
 """

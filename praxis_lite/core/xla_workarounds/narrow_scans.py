@@ -63,7 +63,10 @@ def _with_narrow_outputs(
 
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
-    """Removes the casts of outputs from a jaxpr; also returns the indices of these outputs."""
+    """Removes the casts of outputs from a jaxpr; also returns the indices of these outputs.
+
+    If an output comes from a call (a jit or a remat), casts are also removed inside the call.
+    """
     eqns = list(map(expand_high_level, jaxpr.eqns))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow = list(jaxpr.outvars), list[int]()

@@ -1,4 +1,4 @@
-"""Finds matmuls in a lowered program whose results XLA's partitioner may permute.
+"""Finds the matmuls of an MLIR module whose results XLA's partitioner may permute.
 
 On a mesh with three axes, XLA silently returns wrong results for some matmuls
 (docs/upstream/matmul_rows.md). If a contracted axis also splits the results, XLA groups devices by
@@ -22,7 +22,7 @@ Spec = list[tuple[str, ...]]
 
 
 class Conflict(NamedTuple):
-    """The two device orders of a matmul that XLA may permute.
+    """The two different device orders of a matmul whose results XLA may permute.
 
     Attributes:
       summed: Contracted axes that also split the results.
@@ -63,7 +63,7 @@ class Split:
 
 
 class Product:
-    """A matmul of a program after sharding propagation, where each function has only one call.
+    """A matmul after sharding propagation, which copies a function for each of its calls.
 
     Args:
       op: The matmul.
@@ -90,7 +90,12 @@ class Product:
         self.name = names[1] if names else "(unnamed)"
 
     def conflict(self, spec: Spec) -> Conflict | None:
-        """Returns the conflicting device orders for results split by `spec`, or None."""
+        """Returns the conflicting device orders for results split by `spec`, or None.
+
+        There is a conflict if some contracted dims of the larger operand are split over exactly the
+        axes that split some dims of the results, and the remaining axes have a different order in
+        the operand than in the results.
+        """
         used = {axis for entry in spec for axis in entry}
         num_replicas = math.prod(size for axis, size in self.sizes.items() if axis not in used)
         # XLA lays out the smaller operand like the larger one.
@@ -126,23 +131,23 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
     Shardy copies a function for each of its calls, so a matmul may have several copies.
 
     Args:
-      module: The program.
+      module: The MLIR module, which is not changed.
       sizes: Sizes of the mesh axes with more than one device.
 
     Raises:
       ir.MLIRError: Shardy rejects the module.
       ValueError: Shardy rejects the module.
     """
-    program = module.operation.clone()
-    for number, op in enumerate(ops(program, PRODUCT)):
+    clone = module.operation.clone()
+    for number, op in enumerate(ops(clone, PRODUCT)):
         op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-    passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
+    passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(clone)
     calls = {
         ir.FlatSymbolRefAttr(call.attributes["callee"]).value: call
-        for call in ops(program, "func.call")
+        for call in ops(clone, "func.call")
     }
     copies: dict[int, list[Product]] = {}
-    for op in ops(program, PRODUCT):
+    for op in ops(clone, PRODUCT):
         number = ir.IntegerAttr(op.attributes[_NUMBER]).value
         copies.setdefault(number, []).append(Product(op, sizes, calls))
     return {

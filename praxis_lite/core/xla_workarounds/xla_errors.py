@@ -1,4 +1,4 @@
-"""Workarounds for bugs in XLA's partitioner, applied to traced programs; see docs/upstream.md.
+"""Works around bugs in XLA's partitioner by rewriting traced functions; see docs/upstream.md.
 
 XLA pads unevenly split arrays and must exclude the padding from computations. In three cases it
 does not. In addition, four kinds of convolutions are wrong even without padding.
@@ -19,8 +19,8 @@ does not. In addition, four kinds of convolutions are wrong even without padding
   Workaround: replicate spatial dims on such meshes.
 - A convolution over three mesh axes permutes its rows if the filter is split in a different axis
   order than the batch. Workaround: also replicate the output channels of the filter.
-- A matmul over three mesh axes may permute its results. This depends on the complete program, so
-  jobs patch the lowered program before compiling it (`mended_products.py`).
+- A matmul over three mesh axes may permute its results. This depends on the complete computation,
+  so jobs patch the lowered function before compiling it (`patched_matmuls.py`).
 """
 
 import functools
@@ -48,7 +48,7 @@ def without_xla_errors(
     static_argnums: int | Sequence[int] = (),
     also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
-    """Wraps a function so that its results are correct for any split of its arrays.
+    """Wraps a function so that its results are correct however its arrays are sharded.
 
     Compile the result with `jax.jit`. The wrapper traces the function and replaces operations that
     trigger XLA bugs, including operations in loops, branches and calls, so it also works for
@@ -110,7 +110,7 @@ def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) ->
 
 
 def _replicate_dims(x: jax.Array, dims: Collection[int]) -> jax.Array:
-    """Constrains `dims` of an array to be replicated; XLA chooses the split of the other dims."""
+    """Constrains `dims` of an array to be replicated; XLA chooses how the others are sharded."""
     if not dims:
         return x
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -146,7 +146,9 @@ def _convolution(
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    lhs_dims, rhs_dims, out_dims = set(), set(), set()  # Dims to replicate.
+    # Each condition below belongs to one of the bugs in the module docstring, and adds the dims
+    # whose replication avoids it.
+    lhs_dims, rhs_dims, out_dims = set(), set(), set()
     if len(sizes) > 1:
         lhs_dims, rhs_dims, out_dims = {*lhs_spec[2:]}, {*rhs_spec[2:]}, {*out_spec[2:]}
     if sizes and params["batch_group_count"] > 1:
@@ -169,7 +171,7 @@ def _convolution(
 def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any]) -> jax.Array:
     """Computes a convolution with batch groups as one matmul per spatial position of the output.
 
-    The gradient of a filter is such a convolution, and a filter has only few spatial positions.
+    The gradient of a filter is such a convolution, and a filter has few spatial positions.
     """
     dimension_numbers, batch_group_count = params["dimension_numbers"], params["batch_group_count"]
     window_strides, padding = params["window_strides"], params["padding"]

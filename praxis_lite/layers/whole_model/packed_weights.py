@@ -10,7 +10,7 @@ from flax import nnx, traverse_util
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.learner.learner import Learner
-from praxis_lite.core.models.model import MdlVars, spec_leaves, whole
+from praxis_lite.core.models.model import MdlVars, gather_sharded, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
@@ -90,7 +90,7 @@ class PackedModel(NnxModel):
         for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
             # Gather here, while a device's block is still packed.
-            parts = {name: whole(flat.pop((*keys, name))) for name in form.parts}
+            parts = {name: gather_sharded(flat.pop((*keys, name))) for name in form.parts}
             flat[keys] = form.from_parts(parts)
         return super().module(traverse_util.unflatten_dict(flat), key, eval_key)
 

@@ -48,7 +48,7 @@ class Trackers(contextlib.AbstractContextManager):
         self._threads, self._files, self._note = threads, files, note
         self._ending: Ending = "finished"
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Notifies the trackers that training continues after `step`, for a launch or roll-back.
 
         The lines of later steps have been moved to the files of lost lines. The newest recorded
@@ -58,7 +58,7 @@ class Trackers(contextlib.AbstractContextManager):
             newest_step = _newest_lost(self._files.metrics_jsonl, self._note)
             newest_evaluation = _newest_lost(self._files.eval_metrics_jsonl, self._note)
         for thread in self._threads:
-            thread.go_on_from(step, newest_step, newest_evaluation)
+            thread.resume_from(step, newest_step, newest_evaluation)
             if thread.ident is None:
                 thread.start()
 
@@ -139,7 +139,7 @@ class Tracking(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._note = loop.note
-        self._trackers.go_on_from(loop.first_step)
+        self._trackers.resume_from(loop.first_step)
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._trackers.log_step(metrics.step, metrics.line)

@@ -13,7 +13,7 @@ from praxis_lite.config.overrides import check_required
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.experiment.experiment import Experiment
 from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo
@@ -85,7 +85,7 @@ def compiled_step(
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
     with current_metadata():
-        compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
+        compiled = patch_matmuls(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
     collectives = hlo.collectives(compiled, dict(partitioner.mesh.shape))
     return CompiledStep(step, collectives, partitioner.layout, compiled)
 

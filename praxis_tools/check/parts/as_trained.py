@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
-from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison, differences, largest
 from praxis_tools.check.check import Check
@@ -67,7 +67,7 @@ def _train_in_own_types(check: Check, runner: TaskRunner) -> Leaves:
     partitioner = runner.partitioner
     batch, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
     state = runner.place_state(check.state)
-    mended(partitioner.train_step.lower(state, batch, key), runner.mesh)
+    patch_matmuls(partitioner.train_step.lower(state, batch, key), runner.mesh)
     with jax.transfer_guard("disallow"):
         _, outputs = partitioner.train_step(state, batch, key)
     return report(jax.device_get(outputs))

@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
-from praxis_lite.core.xla_workarounds.mended_products import MendedFunction
+from praxis_lite.core.xla_workarounds.patched_matmuls import PatchedFunction
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.experiment.experiment import Job
 from praxis_tools.check.certificate import mesh_name
@@ -175,7 +175,7 @@ class TaskRunner:
             out_shardings=out_shardings,
             compiler_options=_compiler_options(self.mesh),
         )
-        return MendedFunction(jitted, self.mesh)
+        return PatchedFunction(jitted, self.mesh)
 
     def _place(self, layout: StateLayout, tree: PyTree) -> PyTree:
         """Places unpadded NumPy arrays on the mesh in float64, padded with PADDING_VALUE."""

@@ -247,7 +247,7 @@ def test_a_step_that_the_host_cannot_hold_is_refused_before_it_runs(tmp_path, mo
     large_program(2, monkeypatch)  # The first makes the state.
     done = launch(LINE, f"--job_log_dir={tmp_path}")
     message = " ".join(done.err.split())
-    assert done.code == 2 and "A training step on datasets.train takes 8.0 PiB" in message, done
+    assert done.code == 2 and "A training step on datasets.train needs 8.0 PiB" in message, done
     assert "2 simulated devices, with 4.0 PiB of temporaries" in message
     assert "datasets.train.batch_size" in message and "Traceback" not in message
     assert not (tmp_path / "metrics.jsonl").read_text()

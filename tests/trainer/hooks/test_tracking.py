@@ -69,7 +69,7 @@ def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path):
     tracker, notes = Remembers(), []
     thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
     with tracking.Trackers([thread], job, notes.append) as trackers:
-        trackers.go_on_from(7)
+        trackers.resume_from(7)
         trackers.finish(3, 7, stopped=True)
     (decoded, curve), ending = tracker.calls, tracker.ending
     assert decoded[:2] == (7, "decode/prompts") and "| at 7" in decoded[2]
@@ -89,7 +89,7 @@ def test_trackers_get_no_step_again_that_an_earlier_launch_made(tmp_path):
     with JsonLinesWriter(job.metrics_jsonl, 3):
         thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
         with tracking.Trackers([thread], job, notes.append) as trackers:
-            trackers.go_on_from(3)
+            trackers.resume_from(3)
             for step in range(4, 10):
                 trackers.log_step(step, {"step": step, "loss": 2.0})
     assert [step for step, _ in tracker.points] == [8, 9] and notes == []

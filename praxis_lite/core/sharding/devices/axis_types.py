@@ -3,7 +3,7 @@
 All meshes of the library are created here, with explicit axis types, because JAX's functions have
 different defaults (`jax.make_mesh` Explicit, `Mesh` Auto).
 
-At a program's boundary, arrays are on meshes of Auto axes, because JAX has no type for an array
+Outside of compiled steps, arrays are on meshes of Auto axes, because JAX has no type for an array
 that is split unevenly. Inside typed steps (`TaskOnMesh.typed`), `jax.sharding.explicit_axes` makes
 the Explicit axes of the mesh part of array types.
 """
@@ -28,7 +28,7 @@ PyTree = Any
 # The values of `MeshConfig.axis_types`.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
-# Name scope of our type constraints, so that a traced program shows where arrays move.
+# Name scope of our reshards, so that a traced step shows where arrays move.
 RESHARD_SCOPE = "stated"
 
 
@@ -67,8 +67,8 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 
 def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """Returns a spec of the same rank from which all axes except `axes` are removed."""
-    left = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
-    return PartitionSpec(*map(entry_of, left))
+    entries = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
+    return PartitionSpec(*map(entry_of, entries))
 
 
 def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -83,15 +83,15 @@ def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes_of(mesh)
-    left = spec
+    remaining = spec
     if explicit:
         check_even_split(x.shape, spec, "An activation", mesh, explicit)
         with jax.named_scope(RESHARD_SCOPE):
             x = jax.sharding.reshard(x, _keep_reduced(x, only_axes(spec, explicit)))
-        left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
-        if not any(left):
+        remaining = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
+        if not any(remaining):
             return x
-    x = jax.lax.with_sharding_constraint(x, left)
+    x = jax.lax.with_sharding_constraint(x, remaining)
     return x
 
 
@@ -103,7 +103,7 @@ def _keep_reduced(x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
 
 
 def with_unreduced_gradient(weight: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Changes the type of a weight so that its gradient stays a partial sum along `axes`.
+    """Returns a weight whose gradient stays a partial sum on each device along `axes`.
 
     In JAX's type system, the weight becomes `reduced` over these axes, and its gradient becomes
     `unreduced`. A weight that is split over one of the axes is returned unchanged, because JAX has
@@ -140,7 +140,7 @@ def check_even_split(
     Args:
       shape: Shape of the array.
       spec: PartitionSpec of the array.
-      what: Path of the array, or a description such as "An activation", for the message.
+      what: Path of the array, or a description such as "An activation", for messages.
       mesh: The mesh.
       explicit_axes: The mesh's Explicit axes.
 
@@ -166,7 +166,7 @@ def untyped(
     """Calls a function over Auto axes, and reshards its results to types over Explicit axes.
 
     Use this for functions that JAX cannot type, such as kernels. On a mesh that has only Auto axes,
-    it is the same as `function(*args)`.
+    `function` is called directly.
 
     Args:
       function: A function of arrays. It must not close over other arrays.
@@ -187,7 +187,12 @@ def untyped(
 
 
 def is_type_error(error: Exception) -> bool:
-    """Returns whether JAX raised `error` because a result has no type over Explicit axes."""
+    """Returns whether JAX raised `error` because a result has no type over Explicit axes.
+
+    Callers catch the error and compute over Auto axes. Layers cannot declare this in advance: the
+    same layer has a type for some batch shapes and meshes but not for others (see `UnevenType`),
+    and custom layers use any operation of JAX.
+    """
     # JAX does not export the class of this error, and loops raise other errors for their carry.
     words = ("should be replicated", "aval mesh", "shard", "equal types")
     return (
@@ -208,7 +213,7 @@ _notes: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
-    """Collects the reasons why layers that are traced in the body use Auto axes, by path."""
+    """Collects the reasons why layers traced in the body use Auto axes, by layer path."""
     token = _notes.set(notes)
     try:
         yield
@@ -237,7 +242,7 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
 def with_common_dim_types(trees: PyTree, num_dims: int) -> PyTree:
     """Reshards arrays to a common type of their first `num_dims` dims, as a vmap requires.
 
-    Each dim gets the split of the first array in which it is split.
+    Each dim is split like in the first array that splits it.
     """
     if not num_dims or not is_typed():
         return trees

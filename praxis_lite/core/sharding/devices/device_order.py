@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 def devices_per_process(
     config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
-    """Selects the same number of simulated devices from each process, which acts as a slice."""
+    """Selects the same number of simulated devices from each process; a process acts as a slice."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
     if expected % num_processes:
         raise ConfigError(

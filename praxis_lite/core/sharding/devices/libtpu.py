@@ -27,7 +27,7 @@ WITHOUT_TPU = {
 
 
 @functools.cache
-def leave_absent_tpus_alone() -> None:
+def avoid_loading_libtpu() -> None:
     """Keeps JAX from loading an installed libtpu if the host has no TPU.
 
     A host may have libtpu installed only to plan TPU jobs. JAX (0.10 to 0.12) would load it with

@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.devices import libtpu
 
 @pytest.fixture
 def told(monkeypatch):
-    """Returns a function that calls `leave_absent_tpus_alone` of a host, and what it set of jax."""
+    """Returns a function that calls `avoid_loading_libtpu` of a host, and what it set of jax."""
 
     def call(platforms, *, is_installed=True, plugins=()):
         settings = {}
@@ -22,7 +22,7 @@ def told(monkeypatch):
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
         for name in libtpu.WITHOUT_TPU:
             monkeypatch.delenv(name, raising=False)
-        libtpu.leave_absent_tpus_alone.__wrapped__()
+        libtpu.avoid_loading_libtpu.__wrapped__()
         return settings
 
     return call

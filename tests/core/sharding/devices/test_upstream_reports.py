@@ -78,5 +78,5 @@ def test_a_program_alone_prints_what_is_expected_and_computed(name):
 
 
 def test_a_product_that_is_permuted_is_not_mended_where_it_is_traced():
-    """A job mends it: tests/core/xla_workarounds/test_mended_products.py."""
+    """A job mends it: tests/core/xla_workarounds/test_patched_matmuls.py."""
     assert not is_right("matmul_rows", lambda f: jax.jit(without_xla_errors(f)))

@@ -1,4 +1,4 @@
-"""Products that XLA may permute: each that is wrong is mended, and said, and nothing else is."""
+"""Products that XLA may permute: each that is wrong is patched, and said, and nothing else is."""
 
 import random
 import types
@@ -15,8 +15,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, constrain, make_mesh
-from praxis_lite.core.xla_workarounds import mended_products
-from praxis_lite.core.xla_workarounds.mended_products import MendedFunction, mended, mended_export
+from praxis_lite.core.xla_workarounds import patched_matmuls
+from praxis_lite.core.xla_workarounds.patched_matmuls import (
+    PatchedFunction,
+    patch_exported_matmuls,
+    patch_matmuls,
+)
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.layers import SHARDING_PRESETS
 from praxis_lite.models import FunctionModel
@@ -78,7 +82,7 @@ def run(function, arrays, mesh, mend):
         jitted = jax.jit(lambda *arrays: function(*arrays))  # JAX keeps those of one function.
         lowered = jitted.lower(*arrays)
         if mend:
-            lowered = mended(lowered, mesh, said.append)
+            lowered = patch_matmuls(lowered, mesh, said.append)
         compiled = lowered.compile()
         results = jax.device_get(jitted(*arrays))
         assert jitted._cache_size() == 1
@@ -125,9 +129,9 @@ def outcome(case, mesh, *, mend, in_scan=False):
 
 @pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_product_that_xla_permutes_is_mended_for_the_bytes_that_are_said(name, in_scan):
+def test_a_product_that_xla_permutes_is_patched_for_the_bytes_that_are_said(name, in_scan):
     wrong, bare, _ = outcome(WRONG[name], mesh_of(), mend=False, in_scan=in_scan)
-    assert wrong == WRONG[name][-1], "XLA is mended: docs/upstream/matmul_rows.md"
+    assert wrong == WRONG[name][-1], "XLA is patched: docs/upstream/matmul_rows.md"
     wrong, sent, (text,) = outcome(WRONG[name], mesh_of(), mend=True, in_scan=in_scan)
     assert wrong == "" and WRONG[name][0] in text
     # A device's part of the results: 4 x 2, 2 x 8 x 4 x 8, and 4 x 2 of a weight, of float32.
@@ -136,15 +140,15 @@ def test_a_product_that_xla_permutes_is_mended_for_the_bytes_that_are_said(name,
     assert sent - bare == more and f"moved: {shown} more from each device" in text
 
 
-def test_orders_are_said_and_a_program_that_is_mended_has_none_left():
+def test_orders_are_said_and_a_program_that_is_patched_has_none_left():
     x = w = np.ones((8, 8), np.float32)
     said, mesh = [], mesh_of()
     with jax.set_mesh(mesh):
-        lowered = mended(jax.jit(permuted).lower(x, w), mesh, said.append)
+        lowered = patch_matmuls(jax.jit(permuted).lower(x, w), mesh, said.append)
     (text,) = said
     assert "it sums over 'mdl'" in text
     assert "'replica', 'data' in an operand and 'data', 'replica' in the results" in text
-    assert mended(lowered, mesh, pytest.fail) is lowered
+    assert patch_matmuls(lowered, mesh, pytest.fail) is lowered
 
 
 def test_what_has_no_such_order_is_first_whole():
@@ -187,7 +191,7 @@ def in_a_branch(x, w):
 
 
 @pytest.mark.parametrize("function", [rematerialized, of_two_calls, in_a_branch])
-def test_products_in_functions_and_branches_are_mended(function):
+def test_products_in_functions_and_branches_are_patched(function):
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-4, 5, (8, 8)).astype(np.float32) for _ in range(2))
     first = np.broadcast_to(w.sum(1), (8, 8)) if function is rematerialized else x @ w
@@ -196,10 +200,10 @@ def test_products_in_functions_and_branches_are_mended(function):
     actual, _, said = run(function, (x, w), mesh_of(), mend=True)
     np.testing.assert_array_equal(actual[0], first)
     np.testing.assert_array_equal(actual[1], x @ w)
-    assert ("is called with different splits" in said[0]) == (function is of_two_calls)
+    assert ("is called with different shardings" in said[0]) == (function is of_two_calls)
 
 
-def test_over_explicit_axes_products_are_mended():
+def test_over_explicit_axes_products_are_patched():
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
     equation, of_x, of_w, of_y, *_ = WRONG["rows beside the sum"]
     rng = np.random.default_rng(0)
@@ -229,7 +233,7 @@ def test_inside_a_shard_map_its_axes_do_not_count():
             product, in_specs=(P("replica"), P()), out_specs=P("replica"), axis_names={"replica"}
         )
         x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
-        mended(jax.jit(mapped).lower(x, w), mesh, pytest.fail)
+        patch_matmuls(jax.jit(mapped).lower(x, w), mesh, pytest.fail)
 
 
 def test_in_a_function_that_a_shard_map_calls_its_axes_do_not_count():
@@ -242,18 +246,18 @@ def test_in_a_function_that_a_shard_map_calls_its_axes_do_not_count():
             permuted, in_specs=(P("pipe"), P("pipe")), out_specs=P("pipe"), axis_names={"pipe"}
         )
         lowered = jax.jit(mapped).trace(*arrays).lower(lowering_platforms=("cpu",))
-    mended(mended(lowered, mesh, said.append), mesh, pytest.fail)
+    patch_matmuls(patch_matmuls(lowered, mesh, said.append), mesh, pytest.fail)
     (text,) = said
     assert "'replica', 'data' in an operand" in text
 
 
-def test_what_cannot_be_mended_is_said(monkeypatch):
-    monkeypatch.setattr(mended_products, "_MAX_ROUNDS", 0)
+def test_what_cannot_be_patched_is_said(monkeypatch):
+    monkeypatch.setattr(patched_matmuls, "_MAX_ROUNDS", 0)
     _, _, (text,) = outcome(WRONG["two orders"], mesh_of(), mend=True)
     assert "could not be patched" in text and "--mode=check" in text
 
 
-def test_exports_are_mended_unless_they_are_for_any_number_of_rows():
+def test_exports_are_patched_unless_they_are_for_any_number_of_rows():
     mesh, said = mesh_of(), []
     whole = jax.NamedSharding(mesh, P())
     jitted = jax.jit(lambda x, w: permuted(x, w), in_shardings=whole, out_shardings=whole)
@@ -269,13 +273,15 @@ def test_exports_are_mended_unless_they_are_for_any_number_of_rows():
         return jax.jit(program.call, in_shardings=(whole, whole))(x, w)
 
     assert not np.array_equal(computed(exported), x @ w)
-    np.testing.assert_array_equal(computed(mended_export(exported, mesh, said.append)), x @ w)
-    assert mended_export(any_rows, mesh, said.append) is any_rows
+    np.testing.assert_array_equal(
+        computed(patch_exported_matmuls(exported, mesh, said.append)), x @ w
+    )
+    assert patch_exported_matmuls(any_rows, mesh, said.append) is any_rows
     assert "32 B more from each device" in said[0] and "not searched" in said[1]
 
 
-def test_programs_that_no_job_compiles_are_mended_before_their_first_run(caplog):
-    """FirstRuns runs those of decoders and predictions, MendedFunction those of --mode=check."""
+def test_programs_that_no_job_compiles_are_patched_before_their_first_run(caplog):
+    """FirstRuns runs those of decoders and predictions, PatchedFunction those of --mode=check."""
     rng, mesh = np.random.default_rng(0), mesh_of()
     place = jax.NamedSharding(mesh, P())
     x, w = (jax.device_put(rng.integers(-4, 5, (8, 8)).astype(np.float32), place) for _ in range(2))
@@ -283,7 +289,7 @@ def test_programs_that_no_job_compiles_are_mended_before_their_first_run(caplog)
         functions = [jax.jit(lambda x, w, n=n: permuted(x, w) + n) for n in range(3)]
         bare = functions[0](x, w)
         first = FirstRuns("It", "").run(functions[1], x, w)
-        called = MendedFunction(functions[2], mesh)(x, w)
+        called = PatchedFunction(functions[2], mesh)(x, w)
     expected = np.asarray(x) @ np.asarray(w)
     assert not np.array_equal(bare, expected)
     np.testing.assert_array_equal(first, expected + 1)
@@ -347,7 +353,7 @@ def test_no_preset_has_such_a_product(preset):
     mesh = preset_runs.mesh_of(preset, (2, 2, 2))
     partitioner = preset_runs.partitioner_of(preset_runs.even_lm(), preset, mesh)
     lowered = partitioner.train_step.lower(structs(preset_runs.batch_of(16, 12, 64)))
-    mended(lowered, mesh, pytest.fail)
+    patch_matmuls(lowered, mesh, pytest.fail)
 
 
 class Product(Task):
@@ -446,16 +452,18 @@ def test_explain_says_so_and_of_gspmd_that_nothing_was_looked_for(monkeypatch):
     assert "WARNING: XLA may permute" in explained.text
     lowered = partitioner.train_step.lower(Rows().element_spec())
     monkeypatch.setattr(
-        mended_products,
+        patched_matmuls,
         "jax",
         types.SimpleNamespace(config=types.SimpleNamespace(jax_use_shardy_partitioner=False)),
     )
     said = []
-    mended(lowered, partitioner.mesh, said.append)
+    patch_matmuls(lowered, partitioner.mesh, said.append)
     assert "3-axis meshes: jax_use_shardy_partitioner is False" in said[0]
 
 
 def test_two_axes_permute_nothing():
     mesh = mesh_of((2, 4))
     with jax.set_mesh(mesh):
-        mended(jax.jit(jnp.matmul).lower(jnp.ones((8, 8)), jnp.ones((8, 8))), mesh, pytest.fail)
+        patch_matmuls(
+            jax.jit(jnp.matmul).lower(jnp.ones((8, 8)), jnp.ones((8, 8))), mesh, pytest.fail
+        )

@@ -2,7 +2,7 @@
 
 For each matmul that `product_orders` finds, sharding constraints pin its operands and results to
 the shardings from Shardy's propagation. XLA then computes the results in the device order of the
-operands and moves them afterwards. Other shardings in the program do not change.
+operands and moves them afterwards. All other shardings stay the same.
 """
 
 import dataclasses
@@ -28,39 +28,42 @@ from praxis_lite.core.xla_workarounds.product_orders import (
     products_at_risk,
 )
 
-__all__ = ("MendedFunction", "mended", "mended_export")
+__all__ = ("PatchedFunction", "patch_matmuls", "patch_exported_matmuls")
 
-_COMPARE = "compare the job with one device by --mode=check"
-_NOT_PATCHED = f"It could not be patched: before you rely on it, {_COMPARE}"
+_COMPARE = "compare the job with a single device (--mode=check)"
+_NOT_PATCHED = f"It could not be patched. Before you rely on its results, {_COMPARE}"
 _NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
 # Each round's constraints may change the shardings of other matmuls, which the next round patches.
 _MAX_ROUNDS = 4
 
 
-def mended(
-    lowered: jax.stages.Lowered, mesh: Mesh, say: Callable[[str], None] = warn_once
+def patch_matmuls(
+    lowered: jax.stages.Lowered, mesh: Mesh, report: Callable[[str], None] = warn_once
 ) -> jax.stages.Lowered:
-    """Patches a program in place so that XLA does not permute results of matmuls, and returns it.
+    """Patches a lowered function in place, so that XLA does not permute results of matmuls.
 
-    JAX caches the program, so later calls of the same function compile the patched program.
+    JAX caches the lowered function, so later calls compile the patched version.
 
     Args:
-      lowered: A program that has not been compiled or called yet.
+      lowered: A lowered function that has not been compiled or called yet.
       mesh: Mesh of its arrays.
-      say: Is called with a message per patched matmul, or with the reason why the program cannot be
-        searched, for example because it uses GSPMD.
+      report: Called with a message per patched matmul, or with the reason why the function cannot
+        be searched, for example because it uses GSPMD.
+
+    Returns:
+      `lowered`.
     """
     if len(_sizes(mesh)) > 2:
-        _patch_module(lowered.compiler_ir(), mesh, say)
+        _patch_module(lowered.compiler_ir(), mesh, report)
     return lowered
 
 
-def mended_export(
-    exported: jax.export.Exported, mesh: Mesh, say: Callable[[str], None] = warn_once
+def patch_exported_matmuls(
+    exported: jax.export.Exported, mesh: Mesh, report: Callable[[str], None] = warn_once
 ) -> jax.export.Exported:
-    """Returns an exported program with the same patches that `mended` applies.
+    """Returns an exported function with the patches that `patch_matmuls` applies.
 
-    Programs with a symbolic number of rows cannot be patched, because Shardy rejects them.
+    Functions with a symbolic batch size cannot be patched, because Shardy rejects them.
     """
     if len(_sizes(mesh)) < 3:
         return exported
@@ -68,7 +71,7 @@ def mended_export(
     for dialect in (chlo, sdy, stablehlo):
         dialect.register_dialect(context)
     module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
-    if not _patch_module(module, mesh, say):
+    if not _patch_module(module, mesh, report):
         return exported
     # As in jax.export, stay compatible with the jax versions of the last four weeks.
     version = stablehlo.get_version_from_compatibility_requirement(
@@ -78,12 +81,12 @@ def mended_export(
     return dataclasses.replace(exported, mlir_module_serialized=serialized)
 
 
-class MendedFunction:
-    """A jitted function whose program is patched by `mended` in the first call.
+class PatchedFunction:
+    """A jitted function that `patch_matmuls` patches in the first call.
 
     Args:
-      jitted: Result of `jax.jit`. All calls must have the same shapes, so that there is only one
-        program.
+      jitted: Result of `jax.jit`. All calls must have the same shapes, so that it is lowered only
+        once.
       mesh: Mesh of its arguments.
     """
 
@@ -92,16 +95,18 @@ class MendedFunction:
 
     def __call__(self, *args: Any) -> Any:
         if not self._is_patched:
-            mended(self._jitted.trace(*args).lower(), self._mesh)
+            patch_matmuls(self._jitted.trace(*args).lower(), self._mesh)
             self._is_patched = True
         return self._jitted(*args)
 
 
-def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Patches a program in place; returns whether it had affected matmuls (see `mended`)."""
+def _patch_module(module: Any, mesh: Mesh, report: Callable[[str], None]) -> bool:
+    """Patches an MLIR module in place; returns whether XLA could permute any of its matmuls."""
     # JAX adds attributes for its settings at run time.
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
-        say(f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
+        report(
+            f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}."
+        )
         return False
     sentences: dict[int, str] = {}
     with module.context, ir.Location.unknown():
@@ -116,9 +121,10 @@ def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
                     outcome = _NOT_PATCHED if is_last else _patch(products[number], copies)
                     sentences[number] = _sentence(copies, outcome)
         except (ir.MLIRError, ValueError) as error:
-            say(f"{_NOT_SEARCHED}: Shardy reports {shown(str(error), 300)} You can {_COMPARE}.")
+            reason = shown(str(error), 300)
+            report(f"{_NOT_SEARCHED}: Shardy reports {reason} You can {_COMPARE}.")
     for sentence in dict.fromkeys(sentences.values()):
-        say(sentence)
+        report(sentence)
     return bool(sentences)
 
 
@@ -130,7 +136,7 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
     """Adds constraints around a matmul that XLA may permute; returns a description of the change.
 
     Args:
-      op: The matmul, in the program that will be compiled.
+      op: The matmul, in the module that will be compiled.
       copies: The matmul in each call of its function, after propagation.
     """
     result, product = op.results[0], copies[0]
@@ -139,8 +145,8 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
             barrier = sdy.PropagationBarrierOp(result, sdy.PropagationDirection.FORWARD)
             result.replace_all_uses_except(barrier.result, barrier.operation)
             return (
-                "Its results are now first split like its operands, because its function is called "
-                "with different splits; they may be replicated over more devices"
+                "Its results are now first sharded like its operands, because its function is "
+                "called with different shardings; they may be replicated over more devices"
             )
         spec, dropped = _in_one_order(product)
         constraint = sdy.ShardingConstraintOp(result, _closed(product, product.result, spec))
@@ -166,6 +172,8 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
     """Returns a spec of the results in the operand's axis order, and the axes dropped for this."""
+    # First try to reorder the axes within each dim, which costs only a collective-permute. If no
+    # such order avoids the conflict, replicate the results over the contracted axes.
     spec, dropped = product.result.spec, list[str]()
     conflict = product.conflict(spec)
     assert conflict is not None, "The product is at risk."
