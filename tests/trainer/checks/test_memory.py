@@ -257,11 +257,11 @@ def test_a_step_that_the_host_cannot_hold_is_refused_before_it_runs(tmp_path, mo
 @pytest.mark.parametrize(
     ("argv", "number", "words"),
     [
-        (["--exp=jobzoo.experiments.Tiny"], 1, "Initializing the state takes"),
-        (["--exp=jobzoo.experiments.Tiny"], 3, "An evaluation step on datasets.heldout takes"),
-        (["--mode=decode"], 1, "A decoding step on decode_datasets.prompts takes"),
-        (["--mode=decode", "--prompt=1 plus"], 1, "Decoding 1 rows at a time takes"),
-        (["--mode=decode", "--prompt=1 plus"], 3, "Decoding 1 rows at a time takes"),
+        (["--exp=jobzoo.experiments.Tiny"], 1, "Initializing the state needs"),
+        (["--exp=jobzoo.experiments.Tiny"], 3, "An evaluation step on datasets.heldout needs"),
+        (["--mode=decode"], 1, "A decoding step on decode_datasets.prompts needs"),
+        (["--mode=decode", "--prompt=1 plus"], 1, "Decoding 1 rows at a time needs"),
+        (["--mode=decode", "--prompt=1 plus"], 3, "Decoding 1 rows at a time needs"),
     ],
 )
 def test_any_step_is_looked_at_before_it_runs(argv, number, words, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_step_that_was_looked_at_is_not_compiled_again(tmp_path, caplog):
     [
         (1_200_000, "The limit of this process's address space (ulimit -v) leaves"),
         pytest.param(
-            4_000_000, "A training step on datasets.train takes", marks=pytest.mark.nightly
+            4_000_000, "A training step on datasets.train needs", marks=pytest.mark.nightly
         ),
     ],
 )
