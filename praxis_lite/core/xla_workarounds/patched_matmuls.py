@@ -42,7 +42,7 @@ def patch_matmuls(
 ) -> jax.stages.Lowered:
     """Patches a lowered function in place, so that XLA does not permute results of matmuls.
 
-    JAX caches the lowered function, so later calls compile the patched version.
+    JAX caches the lowered function, so later compilations and calls use the patched version.
 
     Args:
       lowered: A lowered function that has not been compiled or called yet.
