@@ -18,7 +18,7 @@ from praxis_tools.elastic.worker_assignment import Assignment
 
 
 class PeerSaves(OtherSaves):
-    """Context manager that saves a job's states in the memory of its hosts.
+    """Context manager that saves a job's states in host memory.
 
     Args:
       job: The job.
@@ -43,7 +43,8 @@ class PeerSaves(OtherSaves):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._exit_stack.__exit__(*exc_info)
+        # These are the three arguments of any `__exit__`.
+        self._exit_stack.__exit__(*exc_info)  # type: ignore[arg-type]
 
     def newest(self, checkpoints: Checkpoints) -> SavedState:
         return NewestState(checkpoints, self._stores, self._note)
@@ -54,14 +55,15 @@ class PeerSaves(OtherSaves):
 
 
 class PeerSaveHook(Hook):
-    """Saves in the memory of hosts at the start, every `every` steps, and at a stop.
+    """Saves in host memory at the start, every `every` steps, and at a stop.
 
-    The save at the start replaces the save of the previous generation. If a host has died, only one
-    copy of each part on this host is left, so another death could make the previous save
-    incomplete. The last step of training is only saved on disk.
+    The save at the start replaces the save of the previous generation. After a host has died, some
+    parts of the previous save have only one copy left, so the death of another host could make that
+    save incomplete. The last step of training is only saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):
+        assert job.run.peer_save_every_steps is not None
         self._job, self._saver, self.every = job, saver, job.run.peer_save_every_steps
 
     def before_training(self, loop: Loop, state: TrainState) -> None:

@@ -20,7 +20,7 @@ from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.same_everywhere import check_same
 
-# Takes a job and devices, and returns a mesh if their number differs from the job's mesh.
+# Takes a job and the available devices, and returns a mesh of these devices.
 MeshChooser = Callable[[Job, Sequence[jax.Device]], MeshConfig]
 
 
@@ -30,8 +30,8 @@ def fit_job_to_devices(
     """Returns a job on a mesh of all devices in its generation.
 
     If the job's own mesh has this number of devices, the job is returned unchanged. Otherwise, the
-    mesh is the result of the experiment's `mesh_for`, or of `choose` in the first process if
-    `mesh_for` is not defined. The launched config is changed to the same mesh.
+    mesh comes from the experiment's `mesh_for`, or, if that is not defined, from calling `choose`
+    in the first process. The launched config is changed to the same mesh.
 
     Args:
       membership: This process's membership in the generation.

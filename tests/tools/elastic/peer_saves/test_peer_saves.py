@@ -212,7 +212,7 @@ def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hos
         clients = hosts.clients(EIGHT)
         hosts.stores[7].__exit__(None, None, None)
         save(30, state, {})
-    assert len(hosts.notes) == 1 and hosts.notes[0].startswith("step 30 is not in the memory")
+    assert len(hosts.notes) == 1 and hosts.notes[0].startswith("the peer save of step 30 failed")
     assert "the store of process 7 does not answer" in hosts.notes[0]
     choice, _ = newest_complete_save(clients[:7])
     assert (choice.generation, choice.step) == (1, 20)
@@ -314,7 +314,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
             saver.begin(step, state, {})
             assert len(when) >= step - 10
     assert when == [0, 1, 2]
-    assert len(notes) == 1 and "training waits 0." in notes[0]
+    assert len(notes) == 1 and "training waited 0." in notes[0]
     assert "run.peer_save_every_steps" in notes[0]
 
 
