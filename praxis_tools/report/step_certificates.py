@@ -17,8 +17,8 @@ class StepCertificate:
     Attributes:
       step: The certified step.
       num_comparisons: Number of comparisons.
-      closest: The array closest to its tolerance, and its difference divided by the tolerance;
-        None if unknown.
+      closest: The array whose difference is closest to its tolerance, and the difference divided
+        by the tolerance; None if unknown.
       difference: Description of the difference, or "" if there is no difference.
     """
 

@@ -1,7 +1,7 @@
 """Converts the tokens of an answer to text that can be sent.
 
-Text is only sent in complete characters, ends before a stop string, and includes log-probs if
-requested.
+Only complete characters are sent, and the text ends before a stop string. If requested, log-probs
+are added.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,10 @@ STOP, LENGTH = "stop", "length"
 
 
 class NamedToken(NamedTuple):
-    """A possible token with its text, log-prob and bytes (None if the bytes are unknown).
+    """A token that could be generated next, with its text, log-prob and bytes.
 
-    The text of an incomplete character is "bytes:\\xe2\\x82", as in OpenAI's API.
+    The bytes are None if they are unknown. If the token is an incomplete character, its text lists
+    the bytes, such as "bytes:\\xe2\\x82", as in OpenAI's API.
     """
 
     text: str
@@ -129,11 +130,11 @@ class ChoiceText:
 
     def _push(self, token: int, logprob: float, likeliest: Likeliest) -> None:
         named = self._named_token(token, logprob)
-        others = [(other, self._named_token(other, x)) for other, x in likeliest]
+        alternatives = [(other, self._named_token(other, x)) for other, x in likeliest]
         offset = len(self._text.text)
         text = self._text.push(token)
         # Give the generated token the same text among the alternatives as in the answer.
-        others = [x._replace(text=text) if other == token else x for other, x in others]
+        others = [x._replace(text=text) if other == token else x for other, x in alternatives]
         self._tokens.append(Token(text, logprob, named.content, offset, others))
 
     def _named_token(self, token: int, logprob: float) -> NamedToken:

@@ -37,7 +37,7 @@ def number(least: float, most: float) -> Field:
 
 
 FLAG = Field("true or false", lambda x: x if type(x) is bool else None)
-TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
+TEXT = Field("a string", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:

@@ -79,7 +79,7 @@ class SweepSettings:
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Returns {option: value} for the settings that must not change when a sweep is resumed."""
+        """Returns {option: value} for the options that must not change when a sweep is resumed."""
         searched = itertools.starmap(describe, self.space.searched.items())
         return {
             "--exp": self.experiment,

@@ -24,7 +24,7 @@ class CertifiedJob:
 
     Attributes:
       name: Name of the job directory.
-      path: Path of the job directory when the job was certified.
+      path: Path that the job directory had when the job was certified.
       scope: The steps and files that the certificate covers.
       facts: The certified facts.
     """
@@ -134,7 +134,7 @@ def verify_certificate(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns notes about packages whose installed version differs from the version a job used."""
+    """Returns a note for each package whose installed version differs from the one a job used."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []

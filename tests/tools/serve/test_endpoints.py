@@ -176,7 +176,7 @@ def test_models_health_and_numbers(client, url):
     ({"max_tokens": L}, "prompt", f"{L + 2} .*limit.* is {L}"),
     ({"prompt": "a" * L}, "prompt", f"{L + 1} tokens"),
     ({"prompt": [NUM_IDS]}, "prompt", f"{NUM_IDS}"),
-    ({"prompt": [["a"]]}, "prompt", "a text, token ids"),
+    ({"prompt": [["a"]]}, "prompt", "a string, a list of token ids"),
     ({"best_of": 2}, "best_of", "Use n"),
     ({"echo": True}, "echo", "prompt"),
     ({"presence_penalty": 1}, "presence_penalty", "not supported"),

@@ -240,7 +240,7 @@ def test_what_does_not_fit_by_its_plan_is_not_begun(tmp_path, quick, capsys, mon
     quick(tmp_path / "p", rates, topology="v5e:2x4", prints=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert shlex.split(line)[-1] == f"{RATE}=1e-2"
-    with pytest.raises(ConfigError, match="The plan of trial 0 .* status 2: --topology=v5x"):
+    with pytest.raises(ConfigError, match="Planning trial 0 .* status 2: --topology=v5x"):
         quick(tmp_path / "t", rates, topology="--topology=v5x")
 
 
