@@ -32,8 +32,9 @@ class Interpreter:
         innermost first. JAX truncates each traceback at the enclosing call.
     """
 
-    def __init__(self):
-        self.name_stack, self.tracebacks = "", ()
+    def __init__(self) -> None:
+        self.name_stack = ""
+        self.tracebacks: tuple[Any, ...] = ()
 
     def call(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr and returns its results."""

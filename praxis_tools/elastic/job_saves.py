@@ -63,8 +63,10 @@ class PeerSaveHook(Hook):
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):
-        assert job.run.peer_save_every_steps is not None
-        self._job, self._saver, self.every = job, saver, job.run.peer_save_every_steps
+        every = job.run.peer_save_every_steps
+        assert every is not None
+        self._job, self._saver = job, saver
+        self._every = self.every = every
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
@@ -74,7 +76,7 @@ class PeerSaveHook(Hook):
             self._save(loop.first_step, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        return not self._is_end(step) and (step % self.every == 0 or self._loop.stops)
+        return not self._is_end(step) and (step % self._every == 0 or self._loop.stops)
 
     def after_step(self, dispatched: DispatchedStep) -> None:
         self._save(dispatched.step, dispatched.state)

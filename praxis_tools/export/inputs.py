@@ -106,11 +106,12 @@ def inputs_of(
         )
 
     def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        rows, *dims = x.shape or (None,)
+        if not x.shape:
+            return jax.ShapeDtypeStruct((), x.dtype)
+        rows, *dims = x.shape
         if length is not None and tuple(dims[:1]) == dataset_length:
             dims[0] = length
-        shape = (num_rows or rows, *dims) if x.shape else ()
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        return jax.ShapeDtypeStruct((num_rows or rows, *dims), x.dtype)
 
     return Inputs({name: resize(x) for name, x in specs.items()}, is_any)
 
@@ -124,13 +125,11 @@ def _parse(texts: Sequence[str]) -> Inputs:
     specs, rows = {}, {}
     for text in texts:
         match = _INPUT.fullmatch(text)
-        require(
-            match is not None,
-            "--inputs",
-            text,
-            "NAME=DTYPE[ROWS,DIM,...] such as ids=int32[8,64]",
-            f"ROWS is a number, or {ANY_ROWS} for any number of rows.",
-        )
+        if match is None:
+            raise ConfigError(
+                f"--inputs is {shown(repr(text))}; expected NAME=DTYPE[ROWS,DIM,...] such as "
+                f"ids=int32[8,64]. ROWS is a number, or {ANY_ROWS} for any number of rows."
+            )
         name, dtype, rows[name], other_dims = match.groups()
         dims = [int(dim) for dim in other_dims.split(",") if dim]
         num_rows = 1 if rows[name] == ANY_ROWS else int(rows[name])
@@ -138,7 +137,9 @@ def _parse(texts: Sequence[str]) -> Inputs:
         require(min(specs[name].shape) > 0, "--inputs", text, "dims of 1 or more")
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{name} {num_rows}" for name, num_rows in rows.items())
-        raise ConfigError(f"--inputs: all inputs must have the same number of rows, found {found}.")
+        raise ConfigError(
+            f"--inputs: the numbers of rows differ ({found}). Set the same number for all inputs."
+        )
     return Inputs(specs, ANY_ROWS in rows.values())
 
 

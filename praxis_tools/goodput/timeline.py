@@ -19,11 +19,11 @@ class Timeline(Listener, contextlib.AbstractContextManager):
     """Context manager that records the spans of a launch in a file.
 
     The file has one line per span (see `Span`). A thread overwrites the line of the current span
-    every second, so the file grows with the number of saves and not with time. The file is not
+    every second, so the file's size depends on the number of saves and not on time. The file is not
     synced with fsync: it is complete after a kill, but lines may be missing after a power failure.
 
-    If the file cannot be written, the error is logged once and training continues. The missing
-    lines are kept, and writing them is retried every second.
+    If the file cannot be written, the error is logged once and training continues. Writing the
+    missing lines is retried every second.
 
     Args:
       path: The file to write.

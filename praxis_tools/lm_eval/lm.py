@@ -35,7 +35,7 @@ class HarnessModel(TemplateLM):
       text_ids: Rules for tokenizing text.
       num_rows: Number of requests per batch.
       seed: Seed for sampling.
-      settings: Arguments passed to all decoders.
+      **settings: Arguments passed to all decoders.
     """
 
     def __init__(

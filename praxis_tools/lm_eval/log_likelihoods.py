@@ -15,7 +15,7 @@ from praxis_lite.inputs.text.length_classes import batches_by_length
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# B batch, T time, V classes.
+# B batch, T time, V vocabulary.
 Pair = tuple[Sequence[int], Sequence[int]]
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Score(NamedTuple):
 
 
 class LogLikelihoods:
-    """Scores continuations on the model's mesh, with one compiled program per length class.
+    """Scores continuations on the model's mesh, with one compiled function per length class.
 
     Args:
       model: The evaluated model.
@@ -63,7 +63,7 @@ class LogLikelihoods:
         """
         rows = [self._truncate(*pair) for pair in pairs]
         lengths = [len(row) - 1 for row, _ in rows]  # The last id is only a label, not an input.
-        scores: list[Score | None] = [None] * len(rows)
+        scores: dict[int, Score] = {}
         progress = Progress("scored", len(rows))
         for indices, length in batches_by_length(lengths, self._num_rows, self._model.max_length):
             batch = self._batch([rows[index] for index in indices], length)
@@ -73,7 +73,7 @@ class LogLikelihoods:
             for row, index in enumerate(indices):
                 scores[index] = Score(float(log_likelihoods[row]), bool(is_greedy[row]))
             progress.add(len(indices))
-        return scores
+        return [scores[index] for index in range(len(rows))]
 
     def _truncate(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
         """Returns the last max_length + 1 ids of a request and the number of scored ids."""
@@ -92,8 +92,8 @@ class LogLikelihoods:
         row = [*context, *continuation]
         if len(row) > max_length + 1:
             _log.warning(
-                "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
-                "ids are removed",
+                "a context of %d ids and a continuation of %d exceed max_length, %d: the first ids "
+                "of the context are removed (%d)",
                 len(context),
                 num_scored,
                 max_length,

@@ -58,10 +58,10 @@ class NonFinite(Hook):
 class NonFiniteReports:
     """Checks every step of a run, and reruns steps whose loss or gradient is not finite.
 
-    These steps change neither weights nor optimizer slots, so the initial state is still available.
-    The rerun uses a separate program that checks the result of every operation. The program is
-    compiled when the first such step occurs, requires the memory of a step in addition to the
-    state, and is several times slower than a step.
+    These steps change neither weights nor optimizer slots, so the state before the step is still
+    available. The rerun uses a separate compiled function that checks the result of every
+    operation. The function is compiled when the first such step occurs, requires the memory of a
+    step in addition to the state, and is several times slower than a step.
 
     Args:
       partitioner: Partitioner of the training step.
@@ -70,7 +70,7 @@ class NonFiniteReports:
       max_reports: Maximum number of reports.
 
     Attributes:
-      search: The compiled program, or None before the first rerun.
+      search: The function that reruns a step, or None before the first rerun.
     """
 
     def __init__(
@@ -128,12 +128,13 @@ class NonFiniteReports:
         if self.search is None:
             traced = self._partitioner.train_step.trace(*args)
             structure = jax.tree.structure(traced.out_info)
-            _, indices = jax.tree.unflatten(structure, range(structure.num_leaves))
+            num_outputs = len(jax.tree.leaves(traced.out_info))
+            _, indices = jax.tree.unflatten(structure, range(num_outputs))
             self.search = OriginSearch(
                 traced.jaxpr, _watched(indices), self._partitioner.replicated
             )
-        args = [x for _, x in leaves]
-        loss, gradient = self.search(args, only_nan=False)
+        arrays = [x for _, x in leaves]
+        loss, gradient = self.search(arrays, only_nan=False)
         first = loss or gradient
         if first is None:
             return [
@@ -144,7 +145,7 @@ class NonFiniteReports:
         if first.operation is not None and first.operation.argument is not None:
             path, x = leaves[first.operation.argument]
             return _argument_reasons(path, x, self._partitioner.replicated)
-        loss_nan, gradient_nan = self.search(args, only_nan=True)
+        loss_nan, gradient_nan = self.search(arrays, only_nan=True)
         return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
 
 
@@ -198,7 +199,10 @@ def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[
 
 def _describe(origin: Origin) -> str:
     """Formats an origin: 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
-    operation, depth, iterations = origin.operation, 0, []
+    operation, depth = origin.operation, 0
+    if operation is None:
+        return "from a constant in the model's code"
+    iterations: list[str] = []
     scopes = _scopes(operation)
     for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
         depth = max(depth, len(_scopes(loop)))

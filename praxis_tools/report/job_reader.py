@@ -80,7 +80,7 @@ class JobState:
 
     @property
     def state(self) -> str:
-        """The job's state: "trains", "has no steps", "was stopped" (before its end), "has ended"."""
+        """The job's state: "trains", "has no steps", "was stopped" (early) or "has ended"."""
         if self.is_training:
             return "trains"
         if not self.last_step:

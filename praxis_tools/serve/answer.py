@@ -170,9 +170,7 @@ class Answer:
         text = self._texts[choice]
         return Delta(choice, *text.take(), text.finish_reason)
 
-    def _deliver_to(
-        self, loop: asyncio.AbstractEventLoop, choice: int
-    ) -> Callable[[Piece], None]:
+    def _deliver_to(self, loop: asyncio.AbstractEventLoop, choice: int) -> Callable[[Piece], None]:
         """Returns a function that passes pieces from the engine's thread to the event loop."""
 
         def deliver(piece: Piece) -> None:

@@ -406,7 +406,7 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
         return paragraph(stuck, "process {} (host)".format, "all-reduce for {}".format)
 
     assert words(culprit, other) == (
-        "process 1 (host) is stuck: no sign of life for 36 s; it has ended step 12 and is in: "
+        "process 1 (host) is stuck: no sign of life for 36 s; it has completed step 12 and is in: "
         "input wait; process 0 (host) waits for it for 36 s, in step 13's first collective that "
         "needs its devices: all-reduce for 1"
     )
@@ -417,13 +417,13 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
     assert words(culprit, meeting).endswith("for 36 s, at a barrier on the hosts")
     begun = dataclasses.replace(culprit, doing=f"step{ON_DEVICES}", dispatched=13)
     assert words(begun, other).endswith(
-        "its own devices to end step 13; process 0 (host) waits for it for 36 s"
+        "its own devices to finish step 13; process 0 (host) waits for it for 36 s"
     )
     unheard = dataclasses.replace(culprit, unheard_seconds=20.0)
     assert words(unheard, other).endswith(
-        "according to its last report, it has ended step 12 and is in: input wait; process 0 "
-        "(host) waits for it for 36 s; process 0 (host): it has ended step 12 and waits for its "
-        "own devices to end step 13; a step's first collective that needs the stuck process's "
+        "according to its last report, it has completed step 12 and is in: input wait; process 0 "
+        "(host) waits for it for 36 s; process 0 (host): it has completed step 12 and waits for "
+        "its own devices to finish step 13; a step's first collective that needs the stuck process's "
         "devices: all-reduce for 1"
     )
 
