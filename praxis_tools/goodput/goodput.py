@@ -40,7 +40,7 @@ KINDS = (
     HANDOVER,
     IDLE,
 )
-# If a job consists of one launch that is shorter than this, seconds are reported instead of goodput.
+# If a job has a single launch that is shorter than this, seconds are reported instead of goodput.
 _MIN_SECONDS_FOR_GOODPUT = 600
 
 

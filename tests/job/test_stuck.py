@@ -423,8 +423,8 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
     assert words(unheard, other).endswith(
         "according to its last report, it has completed step 12 and is in: input wait; process 0 "
         "(host) waits for it for 36 s; process 0 (host): it has completed step 12 and waits for "
-        "its own devices to finish step 13; a step's first collective that needs the stuck process's "
-        "devices: all-reduce for 1"
+        "its own devices to finish step 13; a step's first collective that needs the stuck "
+        "process's devices: all-reduce for 1"
     )
 
 
