@@ -68,7 +68,7 @@ class Interpreter:
         raise NotImplementedError
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Evaluates an equation without an inner jaxpr, or a kernel, and returns its results."""
+        """Evaluates a kernel or an equation without an inner jaxpr, and returns its results."""
         raise NotImplementedError
 
     # Override these to evaluate the inner jaxprs with `call`.

@@ -115,7 +115,9 @@ def decide(view: View) -> Decision:
     worker failed, all workers have stopped on request, and members want to join or leave.
     """
     available = tuple(
-        k for k in sorted(view.alive) if not view.members[k].is_leaving and not _is_resting(view, k)
+        k
+        for k in sorted(view.alive)
+        if not view.members[k].is_leaving and not _is_backing_off(view, k)
     )
     for k in sorted(view.alive):
         end = view.members[k].end
@@ -162,7 +164,7 @@ def _end_time(view: View, k: int) -> float:
     return view.ended.get(k, view.seen.get(k, view.now))
 
 
-def _is_resting(view: View, k: int) -> bool:
+def _is_backing_off(view: View, k: int) -> bool:
     """Returns whether a member is still backing off after its worker has ended.
 
     The backoff begins when the leader observes that the worker has ended. Its duration is the
@@ -175,7 +177,7 @@ def _is_resting(view: View, k: int) -> bool:
 
 
 def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
-    """Decides what to do if no member is training: at the start, or after all hosts have died."""
+    """Returns the decision if no generation is running, at the start or after all hosts died."""
     if view.alive and not available and all(view.members[k].is_leaving for k in view.alive):
         return EndJob(0, "all processes have been asked to leave")
     num_missing = view.num_members - len(available)
@@ -197,7 +199,7 @@ def _decide_after_failure(
     leaving: tuple[int, ...],
     available: tuple[int, ...],
 ) -> Decision | None:
-    """Decides what to do if a process of the generation died or is stuck; None if neither.
+    """Returns the decision after a failure, or None if no process of the generation has failed.
 
     If a process dies, the others lose their connection to it and end as well (LOST_PEER). They are
     not the cause, so they only count if no cause is found within CAUSE_SECONDS.
@@ -257,7 +259,7 @@ def _decide_after_stop(
     leaving: tuple[int, ...],
     available: tuple[int, ...],
 ) -> Decision:
-    """Decides what to do after workers have stopped on request."""
+    """Returns the decision after workers have stopped on request."""
     if not (joining or leaving):
         return EndJob(0, "stopped")  # By a time limit or a signal to a worker.
     if not available:

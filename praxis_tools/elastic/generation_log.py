@@ -116,7 +116,7 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
     return {part: round(value, 3) for part, value in parts.items()}
 
 
-def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
+def last_completed_step(generation: Generation | None, members: Mapping[int, Member]) -> int:
     """Returns the last known step of a generation, or 0 if it is unknown.
 
     If the generation completed no step, the last step before it is returned. Otherwise, the steps
@@ -124,12 +124,12 @@ def last_step_made(generation: Generation | None, members: Mapping[int, Member])
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
-    made = [
+    steps = [
         members[k].worker.get("made", 0)
         for k in generation.members
         if k in members and members[k].generation == generation.number
     ]
-    return max(made, default=0) or generation.last_step
+    return max(steps, default=0) or generation.last_step
 
 
 def append_record(path: Path, record: GenerationRecord) -> None:

@@ -55,7 +55,7 @@ class PeerSaves(OtherSaves):
 
 
 class PeerSaveHook(Hook):
-    """Saves in host memory at the start, every `every` steps, and at a stop.
+    """Saves the state in host memory at the start, every `every` steps, and at a stop.
 
     The save at the start replaces the save of the previous generation. After a host has died, some
     parts of the previous save have only one copy left, so the death of another host could make that

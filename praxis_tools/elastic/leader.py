@@ -20,7 +20,7 @@ from praxis_tools.elastic.generation_log import (
     GenerationRecord,
     append_record,
     generation_record,
-    last_step_made,
+    last_completed_step,
     read_generation_records,
 )
 from praxis_tools.elastic.liveness import Liveness
@@ -180,7 +180,7 @@ class Leader:
             event=event,
             noticed=noticed,
             agreed=time.time(),
-            last_step=last_step_made(last, view.members),
+            last_step=last_completed_step(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
             ),

@@ -248,7 +248,7 @@ class Supervisor:
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
     def _adopt_newest_generation(self) -> None:
-        """Assigns a new worker to the newest generation if this host is not in it yet."""
+        """Joins the newest generation with a new worker, unless this host has already joined."""
         last = self._generation.number if self._generation else 0
         newest = self._rendezvous.newest_generation(last)
         if newest == last:

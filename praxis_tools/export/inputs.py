@@ -161,7 +161,10 @@ def _specs_from_dataset(
     field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the specs of the dataset's leaves for these arguments, or of all leaves if None."""
+    """Returns the specs of the leaves in a dataset that the model's arguments take.
+
+    If `arguments` is None, the specs of all leaves are returned.
+    """
     name = TRAIN if TRAIN in datasets else next(iter(sorted(datasets)), None)
     if name is None:
         raise ConfigError(

@@ -51,7 +51,7 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
 
 
 class Refused(SystemExit, ValueError):
-    """The program cannot be loaded; if uncaught, Python prints the message and exits with 1."""
+    """Raised if the program cannot be loaded; if uncaught, the process exits with status 1."""
 
 
 class Archive:

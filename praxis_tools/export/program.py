@@ -114,7 +114,7 @@ def exported_program(
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:
-    """Returns an error message if the user can fix this error of jax, or None otherwise."""
+    """Returns an error message if the user can fix this jax error, otherwise None."""
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (

@@ -1,4 +1,4 @@
-"""Computes a job's goodput: the share of wall time spent in training steps that were kept."""
+"""Computes a job's goodput: the fraction of wall time spent in training steps that were kept."""
 
 import dataclasses
 import itertools
@@ -278,7 +278,7 @@ class _Lost:
 
     Attributes:
       num_steps: Number of recomputed steps.
-      share: Fraction of the span's step time that was spent in them.
+      share: Fraction of the span's step time that was spent in these steps.
     """
 
     num_steps: int = 0

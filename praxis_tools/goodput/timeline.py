@@ -1,4 +1,4 @@
-"""Writes timeline.jsonl every second, so that a killed launch loses at most its last second."""
+"""Writes timeline.jsonl every second, so that a kill loses at most one second of a launch."""
 
 import contextlib
 import os
@@ -79,7 +79,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
             self._lost_to = None
 
     def _discard(self) -> None:
-        """Removes the lines of a launch that was refused or found nothing to do."""
+        """Removes the lines of a launch that was refused or had nothing to do."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over.set()
             self.is_discarded = True
@@ -124,7 +124,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
                     self._has_failed = True
                     self._note(
                         f"note: {self._path} cannot be written ({error.strerror or error}); "
-                        "goodput is not recorded until it can be"
+                        "goodput is not recorded until writing succeeds"
                     )
                 return
             self._offset += len(self._closed)

@@ -1,4 +1,4 @@
-"""Generates continuations up to a stop string, greedily or by sampling (`generate_until`)."""
+"""Generates continuations up to a stop string, for lm_eval's `generate_until` requests."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Computes log-likelihoods of continuations with a forward pass over context and continuation."""
+"""Computes log-likelihoods of continuations, for lm_eval's `loglikelihood` requests."""
 
 import inspect
 import logging
@@ -118,7 +118,7 @@ class LogLikelihoods:
 
 
 def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-likelihood of each row's scored labels and whether argmax predicts them."""
+    """Returns the log-likelihood of each row's scored labels, and whether all are most likely."""
     takes_paddings = "paddings" in inspect.signature(type(model).__call__).parameters
     paddings = {"paddings": batch["paddings"]} if takes_paddings else {}
     logits_BTV = model(batch["ids"], **paddings)[0].astype(jnp.float32)

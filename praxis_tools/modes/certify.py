@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Certifies jobs by digests of their files and data, or verifies a certificate."""
+    """Writes certificates with digests of jobs' files and data, or verifies a certificate."""
 
     name = "certify"
     summary = "certifies jobs by digests of their files, or verifies a certificate"

@@ -1,4 +1,4 @@
-"""`--elastic`: runs this process as the supervisor of a host or as a worker of the supervisor."""
+"""`--elastic`: runs this process as the supervisor of a host, or as the supervisor's worker."""
 
 import os
 import sys

@@ -56,7 +56,7 @@ class NonFinite(Hook):
 
 
 class NonFiniteReports:
-    """Checks every step of a run, and reruns steps whose loss or gradient is not finite.
+    """Checks every step, and reruns steps whose loss or gradient is not finite.
 
     These steps change neither weights nor optimizer slots, so the state before the step is still
     available. The rerun uses a separate compiled function that checks the result of every

@@ -166,7 +166,7 @@ class TaggedRun(Interpreter):
         return lax.add(np.int32(first), lax.min(self._iteration, last))
 
     def _tag(self, x: Any, tags: Sequence[Any], here: Any) -> Any:
-        """Returns the tag of `x`, the result of an operation with the tag `here`.
+        """Returns the tag of an operation's result.
 
         Args:
           x: The result.

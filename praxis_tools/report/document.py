@@ -78,7 +78,7 @@ def document(
 
 
 def metric_names(jobs: Sequence[JobState]) -> list[str]:
-    """Returns all metric names: "loss" first, then the metrics that the most jobs have."""
+    """Returns all metric names: "loss" first, then by the number of jobs with the metric."""
     counts: dict[str, int] = {}
     for job in jobs:
         evaluated = [name for columns in job.evaluations.values() for name in columns]
@@ -129,10 +129,10 @@ def _job(
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
     marked["hands"] = np.array([change.from_step for change in job.handovers], float)
-    wrong = {item.step for item in failed(job.certificates)}
-    certified = {item.step for item in job.certificates} - wrong
+    differing = {item.step for item in failed(job.certificates)}
+    certified = {item.step for item in job.certificates} - differing
     marked["certified"] = np.array(sorted(certified), float)
-    marked["differences"] = np.array(sorted(wrong), float)
+    marked["differences"] = np.array(sorted(differing), float)
     marks = {
         kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MAX_MARKS]))}
         for kind, steps in marked.items()

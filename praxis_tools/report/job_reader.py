@@ -143,7 +143,7 @@ class JobReader:
                 return default
 
         # Check this before reading: if training has ended, the files below are complete.
-        trains = is_training(files.path)
+        training = is_training(files.path)
         self._columns.read()
         if number := self._columns.num_unreadable:
             lines = "1 line that is not" if number == 1 else f"{number} lines that are not"
@@ -161,7 +161,7 @@ class JobReader:
             name=self._name,
             path=str(files.path),
             experiment=recorded_experiment(files),
-            is_training=trains,
+            is_training=training,
             columns=columns,
             evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
             config=config,
@@ -238,7 +238,7 @@ def truncated(text: str, max_chars: int) -> str:
 
 
 def _config(files: JobDir) -> dict[str, str]:
-    """Maps the path of each setting in config.txt to its value; {} if it cannot be read."""
+    """Returns a dict that maps the paths in config.txt to values; {} if it cannot be read."""
     try:
         text = content_of(files.config_txt).decode("utf-8", "replace")
     except OSError:
@@ -248,7 +248,7 @@ def _config(files: JobDir) -> dict[str, str]:
 
 
 def _profiles(files: JobDir) -> dict[int, str]:
-    """Maps the first step of each of a job's newest profiles to its tables."""
+    """Returns a dict that maps the first step of each of the newest profiles to its tables."""
     found = [
         (int(file.parent.name), file)
         for file in files.profiles.glob("*/profile.txt")

@@ -34,10 +34,10 @@ def report_text(jobs: Sequence[JobState]) -> str:
 
 def progress_text(job: JobState) -> str:
     """Formats a line with the step, loss and state of a job."""
-    of = f" of {job.num_train_steps}" if job.num_train_steps else ""
+    total = f" of {job.num_train_steps}" if job.num_train_steps else ""
     loss = job.columns.get("loss", np.empty(0))
     end = f", loss {metric_text(loss[-1])}" if len(loss) else ""
-    return printable(f"{job.name}: step {job.last_step}{of}{end}, {job.state}")
+    return printable(f"{job.name}: step {job.last_step}{total}{end}, {job.state}")
 
 
 def _jobs(jobs: Sequence[JobState]) -> str:

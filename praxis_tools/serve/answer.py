@@ -109,7 +109,7 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """The numbers of prompt tokens and generated tokens, as in OpenAI's API."""
+        """The number of prompt tokens and generated tokens, as in OpenAI's API."""
         num_new = sum(text.num_tokens for text in self._texts)
         return {
             "prompt_tokens": self._num_prompt_tokens,

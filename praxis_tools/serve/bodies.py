@@ -30,7 +30,7 @@ def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
 
 
 def first_chunks(answer: Answer, model: str) -> list[Json]:
-    """Returns the chunks sent before any text, which contain the role of each choice in a chat."""
+    """Returns the chunks sent before any text: in a chat, the role of each choice."""
     if not answer.request.is_chat:
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
@@ -63,7 +63,7 @@ def chunk(answer: Answer, model: str, delta: Delta) -> Json:
 
 
 def usage_chunk(answer: Answer, model: str) -> Json:
-    """Returns the last chunk, which contains the token counts, for clients that request it."""
+    """Returns the last chunk of a stream with `include_usage`, which contains the token counts."""
     return {**_chunk(answer, model, None), "usage": answer.usage}
 
 

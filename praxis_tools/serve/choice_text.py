@@ -101,7 +101,7 @@ class ChoiceText:
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that has become final and the tokens of this text."""
+        """Returns the text that can be sent since the last call, and the tokens of this text."""
         text, end = self._text.take(), self._text.num_final
         if self._text.is_stopped:  # Remove the tokens of the stop string.
             self._tokens = [
@@ -123,7 +123,7 @@ class ChoiceText:
         return text, taken
 
     def _add_rest(self, text: str) -> None:
-        """Adds held-back text (an incomplete character at the end) to the last token."""
+        """Adds text that was held back (an incomplete character) to the last token."""
         if text and self._tokens:
             last = self._tokens[-1]
             self._tokens[-1] = last._replace(text=last.text + text)

@@ -1,4 +1,4 @@
-"""`main.py --mode=serve`: serves a job's or a Hugging Face model through OpenAI's HTTP API."""
+"""`main.py --mode=serve`: serves a language model through OpenAI's HTTP API."""
 
 import argparse
 import os

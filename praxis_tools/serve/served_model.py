@@ -25,7 +25,7 @@ DEFAULT_MAX_LENGTH = 4096
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A language model with the properties that requests depend on.
+    """The properties of a served language model that requests depend on.
 
     Attributes:
       name: Name of the model in requests.
@@ -42,7 +42,9 @@ class ServedModel:
     eos_ids: Collection[int]
 
     def tokenize(self, request: Request) -> list[np.ndarray]:
-        """Returns the token ids of each prompt. This can be slow; it may be called in any thread.
+        """Returns the token ids of each prompt.
+
+        This can be slow, so do not call it in the event loop. It may be called in any thread.
 
         Raises:
           ApiError: The request is for a different model, or a prompt is empty, too long, contains

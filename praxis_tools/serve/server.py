@@ -1,4 +1,4 @@
-"""Runs a server: opens the port, runs the engine and the HTTP thread, and drains on signals."""
+"""Runs the server: opens the port, runs the engine and the HTTP thread, and handles signals."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Sends heartbeats with the progress of each process, so that process 0 can find stuck ones."""
+"""Sends heartbeats with the progress of each process, to detect stuck processes."""
 
 import dataclasses
 import time

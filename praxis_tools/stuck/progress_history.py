@@ -73,7 +73,7 @@ class ProcessHistory:
             return "none of its threads runs Python, as if C code never released the GIL"
         if self._is_working():
             usual = self.latest.usual_seconds
-            before = f", which took at most {usual:.2g} s before" if usual is not None else ""
+            before = f" (at most {usual:.2g} s before)" if usual is not None else ""
             return f"at work for {silent:.0f} s without a sign of life{before}"
         disk = ", and it waits for a disk or a network file system" * (self.latest.state == "D")
         return f"no sign of life and no work for {silent:.0f} s{disk}"

@@ -14,7 +14,7 @@ def paragraph(
     name: Callable[[int], str],
     first_collective: Callable[[int], str],
 ) -> str:
-    """Describes which processes are stuck, for how long, and where other processes wait for them.
+    """Describes which processes are stuck, and where other processes wait for them.
 
     Args:
       stuck: The stuck processes.

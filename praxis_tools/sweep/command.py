@@ -120,7 +120,7 @@ def _settings(
     search: str,
     **chosen: Any,
 ) -> SweepSettings:
-    """Returns the settings of a sweep after checking every value in the experiment's config."""
+    """Checks every value to try in the experiment's config, and returns the sweep's settings."""
     assert command.exp is not None
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)

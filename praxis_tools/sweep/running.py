@@ -160,7 +160,9 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Plans a trial that has not completed a step, and records it as refused if it does not fit.
+    """Returns whether a trial that has not started does not fit on the topology.
+
+    Such a trial is recorded as refused.
 
     Args:
       trial: The trial to plan.
@@ -190,7 +192,7 @@ def is_refused_by_plan(
 def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    """Starts or resumes a trial, first waiting for any other process that is training it."""
+    """Starts or resumes a trial, after waiting for any other process that is training it."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
         note(f"trial {trial.number}: waiting for the process that is training it to end")

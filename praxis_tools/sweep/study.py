@@ -59,7 +59,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
         if settings is not None:
-            _cut_torn_line(journal)
+            _remove_incomplete_line(journal)
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
             if settings is None:
@@ -226,7 +226,7 @@ class OpenTrial:
         return f"{status}: {reason}"
 
 
-def _cut_torn_line(journal: Path) -> None:
+def _remove_incomplete_line(journal: Path) -> None:
     """Removes an incomplete last line, because Optuna would append the next entry to it."""
     if journal.is_file():
         content = journal.read_bytes()

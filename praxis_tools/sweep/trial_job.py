@@ -35,11 +35,11 @@ Values = list[tuple[int, float]]
 
 
 class TrialJob:
-    """The training job of a trial, stored in SWEEP/trials/NNNN, with its output in NNNN.txt.
+    """The training job of a trial, in the directory SWEEP/trials/NNNN.
 
     Attributes:
       files: Job directory.
-      output: Path of the file with the output of the job's processes.
+      output: File with the output of the job's processes, SWEEP/trials/NNNN.txt.
       metric: Name of the metric that ranks the trials.
     """
 

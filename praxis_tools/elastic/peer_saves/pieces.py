@@ -82,7 +82,7 @@ def _shards(leaf: LeafLayout, mesh: Mesh) -> Iterator[tuple[Box, list[jax.Device
 
 
 def _split_rows(leaf: LeafLayout, box: Box, device: jax.Device) -> Iterator[Piece]:
-    """Splits the unpadded part of a shard into pieces of a limited number of rows."""
+    """Splits the unpadded part of a shard along its first dim, into pieces of limited size."""
     unpadded = tuple((a, min(b, dim)) for (a, b), dim in zip(box, leaf.shape, strict=True))
     if any(start >= stop for start, stop in unpadded):
         return  # The shard consists of padding.

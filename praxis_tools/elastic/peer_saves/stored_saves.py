@@ -35,7 +35,7 @@ class SaveChoice(NamedTuple):
 
 
 def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | None, list[str]]:
-    """Returns the newest save of which every part has an undamaged copy.
+    """Returns the newest save that is complete and undamaged.
 
     The stores verify their parts in parallel.
 

@@ -1,4 +1,4 @@
-"""Computes the certified facts of a job, which can be recomputed from the job's files."""
+"""Computes the facts in a job's certificate, from the job's files and data."""
 
 import contextlib
 import dataclasses
@@ -218,7 +218,7 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
 
 
 def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Returns the package versions at the start of the job and after each change."""
+    """Returns the package versions at the start of the job, and after each change of a version."""
     changes: list[dict[str, Any]] = []
     for segment in segments:
         versions = dict(segment.starts[0].versions)
