@@ -84,7 +84,7 @@ def inputs_of(
     if batch is not None and not is_any:
         is_number = batch.isdecimal() and int(batch) > 0
         require(is_number, "--batch", batch, f"1 or more, or {ANY_ROWS} for any number of rows")
-    require(length is None or length > 0, "--length", length, "1 or more")
+    require(length is None or length > 0, "--length", length, "a number of tokens, 1 or more")
     num_rows = None if batch is None else 1 if is_any else int(batch)
     arguments = None
     if what == "predict" and not takes_batches(task):

@@ -49,7 +49,7 @@ class Certify(Mode):
             "--verify",
             metavar="FILE",
             type=Path,
-            help="verify this certificate against the given jobs; default: the jobs named in the "
+            help="verify this certificate against the jobs; default: the jobs at the paths in the "
             "certificate",
         )
         options.add_argument(

@@ -1,4 +1,4 @@
-"""Reports the layer that made the loss or gradient of a step non-finite (run.debug_nans)."""
+"""Reports the layer that produced a step's first NaN or infinity (run.debug_nans)."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ MAX_REPORTS = 20
 
 
 class NonFinite(Hook):
-    """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
+    """Reports the layer that produced a step's first NaN or infinity (run.debug_nans)."""
 
     # `after_step` waits for the step itself, and this wait is counted as step time.
     waits = False
@@ -198,7 +198,7 @@ def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[
 
 
 def _describe(origin: Origin) -> str:
-    """Formats an origin: 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
+    """Formats an origin: 'in the layer encoder/blocks[3]/ffn, produced by log, at block.py:12'."""
     operation, depth = origin.operation, 0
     if operation is None:
         return "from a constant in the model's code"
@@ -217,7 +217,7 @@ def _describe(origin: Origin) -> str:
             iterations.append(f"{name or 'iteration'} {iteration}")
     layer = "/".join(scopes)
     hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
-    parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
+    parts = [f"in the layer {layer}" if layer else "", f"produced by {operation.primitive}{hint}"]
     lines = _source_lines(operation.tracebacks)
     parts += [f"at {lines}" if lines else "", *iterations]
     return ", ".join(part for part in parts if part)

@@ -45,14 +45,14 @@ def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
 
 def summary(certificates: Sequence[StepCertificate]) -> str:
     """Summarizes a non-empty list of certificates in one line."""
-    wrong = len(failed(certificates))
+    num_failed = len(failed(certificates))
     number = sum(certificate.num_comparisons for certificate in certificates)
     known = [certificate.closest for certificate in certificates if certificate.closest]
     nearest = ""
     if known:
         leaf, share = max(known, key=lambda closest: closest[1])
         nearest = f"; largest difference: {leaf}, {share:.1%} of its tolerance"
-    result = f"{wrong} found a difference" if wrong else "none found a difference"
+    result = f"{num_failed or 'none'} found a difference"
     plural = "s" * (len(certificates) > 1)
     return f"{len(certificates)} certificate{plural} of {number:,} comparisons, {result}{nearest}"
 

@@ -238,11 +238,9 @@ def check_parallel(parallel: int) -> None:
         [sys.executable, "-c", _PRINT_PLATFORM], capture_output=True, text=True, check=False
     )
     platform = process.stdout.strip()
-    require(
-        platform == "cpu",
-        "--parallel",
-        parallel,
-        f"1 on devices of the platform {platform!r}",
-        "Every process reserves all accelerators of a machine. Run one trial at a time, or submit "
-        "the commands from --print to a scheduler.",
-    )
+    if platform != "cpu":
+        raise ConfigError(
+            f"--parallel is {parallel}, but expected 1 on the platform {platform!r}, because every "
+            "process reserves all accelerators of a machine. Remove --parallel, or submit the "
+            "commands from --print to a scheduler."
+        )

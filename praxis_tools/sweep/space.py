@@ -39,13 +39,11 @@ class Space:
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields all combinations as {path: value}; raises ConfigError if a setting is a range."""
         for path, distribution in self.searched.items():
-            require(
-                hasattr(distribution, "choices"),
-                f"{path} of --search=grid",
-                describe(path, distribution),
-                "a list of values",
-                "Ranges require --search=random or --search=tpe.",
-            )
+            if not hasattr(distribution, "choices"):
+                raise ConfigError(
+                    f"--search=grid cannot search a range ({describe(path, distribution)}). List "
+                    "the values to try, or set --search=random or --search=tpe."
+                )
         choices = (distribution.choices for distribution in self.searched.values())
         for texts in itertools.product(*choices):
             yield dict(zip(self.searched, texts, strict=True))

@@ -237,13 +237,13 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
       path: The file.
       may_be_cut: Whether lines may be truncated because the job was killed.
     """
-    wrong = [
+    damaged = [
         str(number)
         for number, text in enumerate(_texts(path), start=1)
         if not isinstance(_parsed(text), dict) and (not may_be_cut or text.endswith("}"))
     ]
-    if wrong:
-        yield f"{path.name} is damaged in the lines {few(wrong, 8)}"
+    if damaged:
+        yield f"{path.name} is damaged in the lines {few(damaged, 8)}"
     if not may_be_cut:
         yield from _cut_short(path)
 
