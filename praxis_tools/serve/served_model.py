@@ -96,9 +96,9 @@ class ServedModel:
         if len(ids) + num_new > self.max_length:
             raise ApiError(
                 400,
-                f"The total number of tokens, {len(ids)} in {param} and {num_new} to generate, "
-                f"exceeds this server's limit of {self.max_length}. Shorten the prompt or request "
-                "fewer tokens.",
+                f"{param} and the answer have {len(ids)} + {num_new} = {len(ids) + num_new} tokens "
+                f"in total, but this server's limit is {self.max_length}. Shorten the prompt or "
+                "request fewer tokens.",
                 param=param,
                 code="context_length_exceeded",
             )

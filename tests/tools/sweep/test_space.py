@@ -84,7 +84,7 @@ def test_values_are_told_from_sequences_by_the_field(settings, searched):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ([f"{RATE}=0.1"], "no setting to search"),
+        ([f"{RATE}=0.1"], "requires a setting to search"),
         ([f"{RATE}=1e-3,fast"], "found 'fast'"),
         (["task.learner.learning_rat=1,2"], "task.learner.learning_rate"),
         ([f"{MESH}=(1,3,2),(1,2,x)"], "1,2,x"),

@@ -320,6 +320,6 @@ def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
 
 def test_accelerators_are_no_processes_to_share(monkeypatch):
     monkeypatch.setattr(running, "_PRINT_PLATFORM", "print('tpu')")
-    with pytest.raises(ConfigError, match="--parallel is 2; expected 1 on devices of .*'tpu'"):
+    with pytest.raises(ConfigError, match="--parallel is 2, but expected 1 on .*'tpu'"):
         running.check_parallel(2)
     running.check_parallel(1)
