@@ -157,8 +157,8 @@ class Continuations:
         ids = token_ids(request.context, "A context", vocab_size, ndim=1)
         if len(ids) > max_context:
             _log.warning(
-                "a context of %d ids and %d new ids exceed max_length, %d: the first ids of the "
-                "context are removed (%d)",
+                "a context of %d ids and %d new ids exceed max_length, %d: the first %d ids are "
+                "removed",
                 len(ids),
                 num_new,
                 self._model.max_length,

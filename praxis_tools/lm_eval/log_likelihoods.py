@@ -92,8 +92,8 @@ class LogLikelihoods:
         row = [*context, *continuation]
         if len(row) > max_length + 1:
             _log.warning(
-                "a context of %d ids and a continuation of %d exceed max_length, %d: the first ids "
-                "of the context are removed (%d)",
+                "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
+                "ids are removed",
                 len(context),
                 num_scored,
                 max_length,
