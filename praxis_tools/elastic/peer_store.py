@@ -174,6 +174,10 @@ class PeerStore:
     def _put(
         self, connection: socket.socket, save: SaveId, header_bytes: int, num_bytes: int
     ) -> None:
+        """Receives a save: the header, `num_bytes` bytes of data and the digest of both.
+
+        Answers twice: after memory has been reserved, and after the save has been stored.
+        """
         if num_bytes > _MAX_MEMORY_SHARE * (free := available_bytes()):
             raise StoreFailed(
                 f"the save needs {format_bytes(num_bytes)} of memory, but only "

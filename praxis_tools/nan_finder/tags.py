@@ -211,6 +211,9 @@ class TaggedRun(Interpreter):
         return lax.select(self._infinities_count, CONSTANT, NOWHERE)
 
     def scan(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        # The carry of the tagged scan is (values with tags, iteration, last check). The inputs `xs`
+        # have one tag each, so an element only gets the tag if it is itself non-finite. The tags of
+        # the outputs `ys` are merged over all iterations.
         params, length = eqn.params, eqn.params["length"]
         consts, carry, xs = split_loop_operands(eqn, operands)
         arrays, tags = _unzipped(xs)

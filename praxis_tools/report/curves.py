@@ -91,25 +91,25 @@ class Buckets:
         return np.fmax.reduceat(values, self.starts)
 
 
-def buckets_of(num_lines: int, most: int) -> Buckets:
-    """Divides lines into at most `most` buckets.
+def buckets_of(num_lines: int, max_buckets: int) -> Buckets:
+    """Divides lines into at most `max_buckets` buckets.
 
     Three quarters of the boundaries are evenly spaced, and the others refine the start. If there
-    are at most `most` lines, each line is a bucket.
+    are at most `max_buckets` lines, each line is a bucket.
     """
-    if num_lines <= most:
+    if num_lines <= max_buckets:
         return Buckets(np.arange(num_lines), num_lines)
-    at_start = most // 4
-    equal = np.linspace(0, num_lines, most - at_start, endpoint=False)
+    at_start = max_buckets // 4
+    equal = np.linspace(0, num_lines, max_buckets - at_start, endpoint=False)
     growing = np.geomspace(1, num_lines, at_start, endpoint=False)
     return Buckets(np.unique(np.concatenate([equal, growing]).astype(np.int64)), num_lines)
 
 
-def with_extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most `most` sorted indices that include local extremes and the last value."""
-    if len(values) <= most:
+def with_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Returns at most `max_points` sorted indices that include local extremes and the last value."""
+    if len(values) <= max_points:
         return np.arange(len(values))
-    bounds = np.linspace(0, len(values), (most - 1) // 2 + 1).astype(np.int64)
+    bounds = np.linspace(0, len(values), (max_points - 1) // 2 + 1).astype(np.int64)
     kept = {len(values) - 1}
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         part = values[start:end]

@@ -114,9 +114,9 @@ def config_differences(
 
 
 def _num_points(bytes_per_point: int, budget: tuple[int, int, int]) -> int:
-    num_bytes, fewest, most = budget
-    in_base64 = num_bytes * 3 // (4 * max(bytes_per_point, 1))
-    return min(max(in_base64, fewest), most)
+    num_bytes, min_points, max_points = budget
+    num_points = num_bytes * 3 // (4 * max(bytes_per_point, 1))  # Base64 adds a third.
+    return min(max(num_points, min_points), max_points)
 
 
 def _job(

@@ -53,6 +53,7 @@ class _DeadlineProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _check_deadlines(self) -> None:
+        """Closes the connection if a deadline has passed, otherwise checks again in a second."""
         if self not in self.connections:
             return
         # `self.cycle` is the current or last request and its answer.

@@ -126,7 +126,11 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 def _distribution(
     path: str, text: str, setting: str, before: Sequence[str], value_after: ValueAfter
 ) -> Distribution | None:
-    """Returns the distribution of a setting, or None if it has a single value."""
+    """Returns the distribution of a setting, or None if it has a single value.
+
+    Text with commas is ambiguous if the field also accepts it as one string or sequence. Whether
+    it does is found out by applying the setting.
+    """
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:
         return None

@@ -148,6 +148,10 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
 
 
 def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
+    """Compares a certified fact with the same fact recomputed here.
+
+    A value that cannot be computed is not a difference, unless new faults explain why.
+    """
     title = f"{job}: {fact.title}"
     if here is None:
         return Verdict(title, UNKNOWN, "this version of praxis_lite does not compute it")
