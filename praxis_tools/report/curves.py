@@ -106,7 +106,7 @@ def buckets_of(num_lines: int, max_buckets: int) -> Buckets:
 
 
 def with_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
-    """Returns at most `max_points` sorted indices that include local extremes and the last value."""
+    """Returns at most `max_points` sorted indices, including local extremes and the last value."""
     if len(values) <= max_points:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), (max_points - 1) // 2 + 1).astype(np.int64)
