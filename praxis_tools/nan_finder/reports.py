@@ -117,7 +117,7 @@ class NonFiniteReports:
     def _state_before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
         """Returns the state before a skipped step, given the state after it."""
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # A skipped step only changes this and counters.
+        if "loss_scale" in opt_states:  # Skipped steps change only the loss scale and counters.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)

@@ -47,7 +47,7 @@ _COLLECTIVES = {
     "unreduced_psum",
     "unreduced_reduce_scatter",
 }
-# Operations that only move, copy or negate the numbers in their operand are never an origin.
+# Operations that only move, copy or negate numbers. They are never an origin.
 _SAME_NUMBERS = {
     "reshape",
     "transpose",

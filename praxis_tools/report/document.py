@@ -25,7 +25,7 @@ from praxis_tools.report.curves import (
 from praxis_tools.report.job_reader import JobState, truncated
 from praxis_tools.report.step_certificates import failed, summary
 
-# Columns that add up to a step's time, in the order in which they are drawn.
+# Columns with the time that a step spends on each activity, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
 # Columns with events at individual steps, which are marked on the page.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}

@@ -85,7 +85,7 @@ class JobState:
             return "trains"
         if not self.last_step:
             return "has no steps"
-        # Jobs that stopped early because the evaluation loss no longer improved have ended, too.
+        # This includes jobs that ended by early stopping.
         if self.goodput and self.goodput.launches[-1].ended_by == THE_END:
             return "has ended"
         steps = self.num_train_steps

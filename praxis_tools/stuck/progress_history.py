@@ -13,7 +13,7 @@ BUSY_SECONDS = 300.0
 # Time limit for phases whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase may take up to these multiples of its longest time so far, for idle and busy processes.
+# A phase may take this many times its longest duration so far, in idle and busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
 # A process is working if, within a time window, it uses this fraction of a core (_CORES) or reads
 # and writes this number of bytes (_BYTES). On a host with too few cores, it is also working if its
