@@ -84,6 +84,6 @@ def _decide(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str
     """Returns the newest peer save, the lines to print and the step on disk, as JSON values."""
     choice, lines = newest_complete_save(stores)
     if lines:
-        lines = [f"the memory of hosts: {'; '.join(lines)}"]
+        lines = [f"peer saves: {'; '.join(lines)}"]
     on_disk = max(checkpoints.all_steps(), default=None)
     return {"choice": choice, "lines": lines, "on_disk": on_disk}

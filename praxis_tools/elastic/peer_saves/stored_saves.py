@@ -66,7 +66,9 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
         if all(covers(*leaf) for leaf in _boxes(headers)):
             return SaveChoice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
-        reasons.append(f"no host has the part of {' and '.join(missing)} of step {step} any longer")
+        reasons.append(
+            f"step {step} is incomplete: no host has the part of {' and '.join(missing)}"
+        )
     return None, reasons
 
 
@@ -155,8 +157,8 @@ class StoredSave:
         for (save, indices), header in zip(parts, headers, strict=True):
             if header is None:
                 raise PeerLost(
-                    f"The part of process {save.origin} of step {self.step} is no longer in the "
-                    "memory of hosts."
+                    f"The peer save of step {self.step} is no longer complete: no host has the "
+                    f"part of process {save.origin}."
                 )
             manifests.append(header)
             holders = [stores[index] for index in indices]
@@ -223,8 +225,8 @@ class StoredArray:
             if (data := piece.read()) is None:
                 names = few([store.name for store in piece.holders])
                 raise PeerLost(
-                    f"{self.path} of process {piece.save.origin} cannot be read undamaged from "
-                    f"the memory of {names}."
+                    f"The peer save of {self.path} by process {piece.save.origin} is damaged or "
+                    f"missing in the memory of {names}."
                 )
             values = np.frombuffer(data, self.dtype).reshape([b - a for a, b in piece.box])
             in_block = _relative_index(overlap, [s.start for s in index])
