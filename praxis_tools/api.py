@@ -1,6 +1,7 @@
-"""The modes explain, plan, check and report as Python functions.
+"""Python functions for the modes explain, plan, check and report.
 
-They take the same options as the command line, and raise `ConfigError` for errors that it prints.
+They take the same options as the command line, and raise a `ConfigError` where the command line
+prints an error.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from praxis_lite.api import command_line
 from praxis_lite.config.python_settings import Settings
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_tools.modes.check import check_experiment
 from praxis_tools.modes.explain import explain_experiment
 from praxis_tools.modes.plan import STEPS, plan_experiment
@@ -78,7 +79,11 @@ def plan(
     require(bool(steps), "plan: steps", steps, f"at least one of {', '.join(STEPS)}")
     for step in steps:
         require_choice("plan: steps", step, STEPS)
-    require("decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes")
+    if batch_sizes and "decode" not in steps:
+        raise ConfigError(
+            f"plan: batch_sizes requires the step 'decode', but steps is {steps}. Add 'decode' to "
+            "steps, or remove batch_sizes."
+        )
     command = command_line("plan", experiment, settings, packages)
     return plan_experiment(command, lambda text: None, topology, num_slices, steps, batch_sizes)
 

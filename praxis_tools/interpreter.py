@@ -32,8 +32,9 @@ class Interpreter:
         innermost first. JAX truncates each traceback at the enclosing call.
     """
 
-    def __init__(self):
-        self.name_stack, self.tracebacks = "", ()
+    def __init__(self) -> None:
+        self.name_stack = ""
+        self.tracebacks: tuple[Any, ...] = ()
 
     def call(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr and returns its results."""
@@ -67,7 +68,7 @@ class Interpreter:
         raise NotImplementedError
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Evaluates an equation without an inner jaxpr, or a kernel, and returns its results."""
+        """Evaluates a kernel or an equation without an inner jaxpr, and returns its results."""
         raise NotImplementedError
 
     # Override these to evaluate the inner jaxprs with `call`.

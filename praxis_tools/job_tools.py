@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
-    """Yields a listener that writes timeline.jsonl, and prints the goodput if training succeeds."""
+    """Yields a listener that writes timeline.jsonl; prints the goodput if training succeeds."""
     with Timeline(files.timeline_jsonl, events, note) as timeline:
         yield timeline
     if not timeline.is_discarded:
@@ -37,7 +37,7 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
-    """Returns the peer saves of an elastic job in the memory of hosts, if `run` enables them."""
+    """Returns the peer saves of an elastic job. If they are disabled, nothing is saved."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
     if (assignment := worker_assignment.current()) is None:
@@ -66,7 +66,7 @@ def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
 
 
 def choose_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
-    """Chooses a mesh if the number of devices differs from the job's own mesh."""
+    """Chooses a mesh for a number of devices that differs from the job's own mesh."""
     from praxis_tools.plan.search import mesh_choice
 
     return mesh_choice.choose_mesh(job, devices)

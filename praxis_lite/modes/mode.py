@@ -95,8 +95,11 @@ class Mode(abc.ABC):
         """Adds the mode's options to the parser, in addition to those of `CommandLine`."""
 
     @abc.abstractmethod
-    def run(self, command: CommandLine, **options: Any) -> int | None:
+    def run(self, command: CommandLine, *args: Any, **options: Any) -> int | None:
         """Runs the mode.
+
+        Subclasses declare their options as keyword-only parameters. `*args` is never used; type
+        checkers accept such overrides because of it.
 
         Args:
           command: The common options.

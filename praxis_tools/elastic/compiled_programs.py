@@ -1,7 +1,8 @@
-"""Caches the compiled programs of an elastic job for later generations on the same mesh.
+"""Caches an elastic job's compiled functions for later generations on the same mesh.
 
-The cache is in the job directory, which all hosts share, because JAX only lets the first process
-write to the cache, and the first process of the next generation may be on a different host.
+JAX only lets the first process write to its compilation cache, and the first process of the next
+generation may run on a different host. Therefore, the cache is in the job directory, which all
+hosts share.
 """
 
 import hashlib
@@ -21,11 +22,15 @@ from praxis_lite.job.jax_internals import compilation_cache_modules
 from praxis_tools.elastic.worker_assignment import Assignment, report
 
 FOLDER = "compiled"
+# Private modules of JAX without type annotations, whose functions are replaced below.
+compilation_cache: Any
+cache_key: Any
+compiler: Any
 compilation_cache, cache_key, compiler = compilation_cache_modules()
 
 
 def use_shared_cache(assignment: Assignment) -> None:
-    """Configures JAX's compilation cache so that all processes of the job share programs.
+    """Configures JAX's compilation cache so that all processes of the job share it.
 
     Call this after the devices are known and before anything is compiled. If the user has set
     JAX_COMPILATION_CACHE_DIR, that folder is used instead. As with any JAX compilation cache,
@@ -34,17 +39,17 @@ def use_shared_cache(assignment: Assignment) -> None:
     For simulated devices, JAX's cache keys differ between processes, because XLA's CPU topology
     lists the devices of the process. Since only the first process writes to the cache, all other
     processes would compile everything in each generation. Therefore, the keys are changed to
-    contain the features of the processor instead, and every process writes its programs. On a
-    single host, each program is compiled once for all processes.
+    contain the features of the processor instead, and every process writes to the cache. On a
+    single host, each function is compiled once for all processes.
 
     Args:
       assignment: Assignment of this worker.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # Set by JAX.
         folder = str(Path(assignment.folder, FOLDER))
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.get_file_cache = lambda path: (_AtomicFileCache(Path(path)), path)
-    _report_programs()
+    _report_compilations()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if attached_devices()[1] == "cpu" and processes.count() > 1:
@@ -56,8 +61,8 @@ def use_shared_cache(assignment: Assignment) -> None:
         _enable_writes_in_all_processes()
 
 
-def _report_programs() -> None:
-    """Reports to the supervisor how many programs were needed and how many were compiled."""
+def _report_compilations() -> None:
+    """Reports to the supervisor how many executables were needed and how many were compiled."""
     needed = cached = 0
 
     def count(name: str) -> None:
@@ -67,11 +72,15 @@ def _report_programs() -> None:
         if name.startswith("/jax/compilation_cache/"):
             report(programs=needed, compiled=needed - cached)
 
-    jax.monitoring.register_event_listener(lambda name, **more: count(name))
+    jax.monitoring.register_event_listener(lambda event, **metadata: count(event))
 
 
 def _enable_writes_in_all_processes() -> None:
-    """Makes JAX write programs to the cache in every process instead of only in process 0."""
+    """Makes JAX write to the compilation cache in every process instead of only in process 0.
+
+    JAX checks whether `global_state.process_id` is 0 before it writes. During a write, this
+    property is therefore 0 in the writing thread of every process.
+    """
     writing, write = threading.local(), compiler._cache_write
 
     class State:
@@ -104,14 +113,14 @@ class _AtomicFileCache(compilation_cache.CacheInterface):
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
-        """Returns a program, or None if it is not in the cache."""
+        """Returns a serialized executable, or None if it is not in the cache."""
         try:
             return (self._path / key).read_bytes()
         except FileNotFoundError:
             return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a program, unless it is already in the cache."""
+        """Stores a serialized executable, unless it is already in the cache."""
         if not (self._path / key).exists():
             write_whole(self._path / key, value)
 
@@ -123,5 +132,5 @@ def _hash_processor(hashed: "hashlib._Hash", devices: Any) -> None:
     except OSError:
         text = ""
     features = re.findall(r"^(?:model name|flags|Features)\s*:.*$", text, re.MULTILINE)
-    named = [platform.machine(), platform.processor(), *sorted(set(features)), str(devices.size)]
-    hashed.update("\n".join(named).encode())
+    parts = [platform.machine(), platform.processor(), *sorted(set(features)), str(devices.size)]
+    hashed.update("\n".join(parts).encode())

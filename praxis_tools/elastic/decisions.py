@@ -1,7 +1,7 @@
 """Decides on the next action of an elastic job, as a pure function of the leader's view.
 
-The leader is the member with the lowest number among those that are alive. It is safe for two
-members to lead at the same time, because each generation can only be created once.
+The leader is the live member with the lowest number. If two members lead at the same time, no harm
+is done, because each generation can only be created once.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ class View:
       members: Maps the number of each member that has a file to the member.
       alive: Numbers of the members whose supervisors are alive.
       generation: The newest generation, or None if there is none yet.
-      is_asked_to_stop: Whether the workers of the generation were requested to stop.
+      is_asked_to_stop: Whether the workers of the generation have been asked to stop.
       num_members: Number of members in the complete job.
       min_members: Minimum number of members in a generation.
-      waited: Seconds since any member of a generation was last alive.
+      waited: Seconds since a member of a generation was last alive, or since the leader started.
       start_seconds: Seconds for which the first generation waits for all members.
       stuck: Maps the number of each member whose worker is stuck to the reason.
       stuck_seconds: Seconds for which the other workers have been waiting for stuck workers.
       seen: Time of each member's last heartbeat, in seconds of the leader's time.monotonic.
-      now: The current time of the same clock.
-      ended: Time at which the end of a member's worker was first observed, by the same clock. The
-        default is the time in `seen`.
+      now: The current time by the same clock.
+      ended: Time at which the leader observed that a member's worker had ended, by the same clock.
+        The default is the time in `seen`.
     """
 
     members: Mapping[int, Member]
@@ -109,43 +109,48 @@ Decision = Wait | StopWorkers | StartGeneration | EndJob
 
 
 def decide(view: View) -> Decision:
-    """Returns the leader's next action."""
+    """Returns the leader's next action.
+
+    The cases in order: a worker refused to start, no generation is running, training is complete, a
+    worker failed, all workers have stopped on request, and members want to join or leave.
+    """
     available = tuple(
-        k for k in sorted(view.alive) if not view.members[k].is_leaving and not _is_resting(view, k)
+        k
+        for k in sorted(view.alive)
+        if not view.members[k].is_leaving and not _is_backing_off(view, k)
     )
     for k in sorted(view.alive):
         end = view.members[k].end
         if end is not None and end.kind == REFUSED:
             return EndJob(end.status, f"{view.members[k]} {end.why}")
     last = view.generation
-    if last is None or not any(_participates(view, k) for k in last.members):
+    if last is None or not any(_participates(view, last, k) for k in last.members):
         return _decide_first(view, available)
     ends = {
-        k: view.members[k].end
+        k: end
         for k in last.members
-        if _participates(view, k) and view.members[k].generation == last.number
+        if _participates(view, last, k) and view.members[k].generation == last.number
+        if (end := view.members[k].end) is not None
     }
-    ends = {k: end for k, end in ends.items() if end is not None}
     if trained := [end.status for end in ends.values() if end.kind == TRAINED]:
-        running = [k for k in last.members if _participates(view, k) and k not in ends]
+        running = [k for k in last.members if _participates(view, last, k) and k not in ends]
         return Wait() if running else EndJob(max(trained), "trained")
-    came = tuple(k for k in available if k not in last.members)
-    left = tuple(k for k in last.members if k not in available)
-    decision = _decide_after_failure(view, ends, came, left, available)
+    joining = tuple(k for k in available if k not in last.members)
+    leaving = tuple(k for k in last.members if k not in available)
+    decision = _decide_after_failure(view, last, ends, joining, leaving, available)
     if decision is not None:
         return decision
     if len(ends) == len(last.members):  # All workers have stopped.
-        return _decide_after_stop(view, came, left, available)
-    if not (came or left) or view.is_asked_to_stop:
+        return _decide_after_stop(view, last, joining, leaving, available)
+    if not (joining or leaving) or view.is_asked_to_stop:
         return Wait()
-    if not left and not has_stepped(view, last):
+    if not leaving and not has_stepped(view, last):
         return Wait()  # Let the generation complete a step before stopping it.
-    return StopWorkers(_changes_text(view, came, left))
+    return StopWorkers(_changes_text(view, joining, leaving))
 
 
-def _participates(view: View, k: int) -> bool:
-    """Returns whether a member of the generation is alive and has not restarted since it began."""
-    last = view.generation
+def _participates(view: View, last: Generation, k: int) -> bool:
+    """Returns whether a member of a generation is alive and has not restarted since it began."""
     member = view.members.get(k)
     return (
         member is not None
@@ -159,11 +164,11 @@ def _end_time(view: View, k: int) -> float:
     return view.ended.get(k, view.seen.get(k, view.now))
 
 
-def _is_resting(view: View, k: int) -> bool:
-    """Returns whether a member is still backing off after the end of its worker.
+def _is_backing_off(view: View, k: int) -> bool:
+    """Returns whether a member is still backing off after its worker has ended.
 
-    The backoff begins when the leader observes that the worker has ended. Its duration is computed
-    from two times by the member's clock, so the clocks of different hosts are never compared.
+    The backoff begins when the leader observes that the worker has ended. Its duration is the
+    difference of two times by the member's clock, so clocks of different hosts are never compared.
     """
     member = view.members[k]
     if member.end is None:
@@ -172,9 +177,9 @@ def _is_resting(view: View, k: int) -> bool:
 
 
 def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
-    """Decides what to do if no member is training: at the start, or after all hosts have died."""
+    """Returns the decision if no generation is running, at the start or after all hosts died."""
     if view.alive and not available and all(view.members[k].is_leaving for k in view.alive):
-        return EndJob(0, "all processes were asked to end")
+        return EndJob(0, "all processes have been asked to leave")
     num_missing = view.num_members - len(available)
     if num_missing and view.waited < view.start_seconds:
         return Wait()
@@ -188,21 +193,25 @@ def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
 
 def _decide_after_failure(
     view: View,
+    last: Generation,
     ends: Mapping[int, WorkerEnd],
-    came: tuple[int, ...],
-    left: tuple[int, ...],
+    joining: tuple[int, ...],
+    leaving: tuple[int, ...],
     available: tuple[int, ...],
 ) -> Decision | None:
-    """Decides what to do if a process of the generation died or is stuck; None if neither."""
-    last = view.generation
-    gone = [k for k in last.members if not _participates(view, k)]
+    """Returns the decision after a failure, or None if no process of the generation has failed.
+
+    If a process dies, the others lose their connection to it and end as well (LOST_PEER). They are
+    not the cause, so they only count if no cause is found within CAUSE_SECONDS.
+    """
+    gone = [k for k in last.members if not _participates(view, last, k)]
     causes = {k: end for k, end in ends.items() if end.kind in (DIED, FAILED)}
     lost = {k: end for k, end in ends.items() if end.kind == LOST_PEER}
     if not (gone or causes or lost or view.stuck):
         return None
-    if view.is_asked_to_stop and (came or left) and not (gone or causes or view.stuck):
+    if view.is_asked_to_stop and (joining or leaving) and not (gone or causes or view.stuck):
         # Some workers stopped on request before others had started training.
-        return _decide_after_stop(view, came, left, available)
+        return _decide_after_stop(view, last, joining, leaving, available)
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
     times = [_end_time(view, k) for k in (*causes, *lost)]
     if lost and not (gone or causes or view.stuck):
@@ -213,11 +222,11 @@ def _decide_after_failure(
         k, end = min(failed.items())
         return EndJob(
             end.status,
-            f"{view.members[k]} {end.why}, again before the first step, so "
-            "another retry would not help",
+            f"{view.members[k]} {end.why}, for the second time before the first step, so another "
+            "retry would not help",
         )
     if last.num_fruitless >= MAX_FRUITLESS and not has_stepped(view, last):
-        return EndJob(1, f"{MAX_FRUITLESS} times in a row, a process ended before the first step")
+        return EndJob(1, f"a process ended before the first step {MAX_FRUITLESS} times in a row")
     if len(available) < view.min_members:
         return Wait(_too_few_text(view, available))
     kind, who = "died", (*gone, *causes)
@@ -244,29 +253,33 @@ def has_stepped(view: View, last: Generation) -> bool:
 
 
 def _decide_after_stop(
-    view: View, came: tuple[int, ...], left: tuple[int, ...], available: tuple[int, ...]
+    view: View,
+    last: Generation,
+    joining: tuple[int, ...],
+    leaving: tuple[int, ...],
+    available: tuple[int, ...],
 ) -> Decision:
-    """Decides what to do after workers have stopped on request."""
-    if not (came or left):
+    """Returns the decision after workers have stopped on request."""
+    if not (joining or leaving):
         return EndJob(0, "stopped")  # By a time limit or a signal to a worker.
     if not available:
-        return EndJob(0, "all processes were asked to end")
+        return EndJob(0, "all processes have been asked to leave")
     if len(available) < view.min_members:
         return Wait(_too_few_text(view, available))
-    kind = "left" if left else "came"
-    why = _changes_text(view, came, left)
-    last = view.generation
+    kind = "left" if leaving else "came"
+    why = _changes_text(view, joining, leaving)
     times = [
         _end_time(view, k)
         for k in last.members
         if k in view.members and view.members[k].end is not None
     ]
-    return StartGeneration(kind, (*left, *came), why, available, min(times, default=view.now))
+    who = (*leaving, *joining)
+    return StartGeneration(kind, who, why, available, min(times, default=view.now))
 
 
-def _changes_text(view: View, came: tuple[int, ...], left: tuple[int, ...]) -> str:
-    changes = [f"{_name(view, k)} leaves" for k in left]
-    changes += [f"{_name(view, k)} joins" for k in came]
+def _changes_text(view: View, joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
+    changes = [f"{_name(view, k)} leaves" for k in leaving]
+    changes += [f"{_name(view, k)} joins" for k in joining]
     return ", ".join(changes)
 
 
@@ -275,7 +288,8 @@ def _name(view: View, k: int) -> str:
 
 
 def _too_few_text(view: View, available: tuple[int, ...]) -> str:
+    processes = "1 process is" if len(available) == 1 else f"{len(available)} processes are"
     return (
-        f"{len(available)} processes are available, but --min_processes={view.min_members}; "
-        "training resumes when more processes join"
+        f"{processes} available, but --min_processes={view.min_members}; training continues when "
+        "more processes join"
     )

@@ -10,7 +10,7 @@ from praxis_lite.host.file_reading import lines_of, opened_to_append
 from praxis_tools.elastic.members import Generation, Member
 
 START = "start"  # The kind of a job's first generation.
-# Maps phases to their names in `GenerationRecord.seconds`, if these differ.
+# Maps phases to their names in `GenerationRecord.seconds`, where these differ.
 _PARTS = {"import": "start", "step": "first_step"}
 
 
@@ -18,7 +18,7 @@ _PARTS = {"import": "start", "step": "first_step"}
 class GenerationRecord:
     """A line of elastic.jsonl, which describes the start of a generation.
 
-    Attributes are None if the generation ended before their value was known.
+    An attribute is None if the generation ended before its value was known.
 
     Attributes:
       generation: Number of the generation.
@@ -32,10 +32,10 @@ class GenerationRecord:
       mesh: Number of devices along each mesh axis.
       from_step: Step of the state that training resumes from.
       source: Source of this state: "new", "disk" or "peers".
-      lost_steps: Number of steps that have to be repeated.
+      lost_steps: Number of completed steps after `from_step` that have to be repeated.
       reached: Whether the generation completed a step.
-      programs: Number of programs that the first process needed up to the first step.
-      compiled: Number of these programs that were not in the compilation cache.
+      programs: Number of executables that the first process needed up to the first step.
+      compiled: Number of these executables that were not in the compilation cache.
       seconds: Seconds in each phase, from `time` to the first step or the end of the generation.
     """
 
@@ -107,29 +107,29 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
         "notice": max(0.0, generation.noticed - generation.event),
         "agree": max(0.0, generation.agreed - generation.noticed),
     }
-    phases = list(worker.phases) if worker else []
-    if phases:
-        last = worker.first_step_time or (worker.end.time if worker.end else phases[-1][1])
-        for (phase, since), (_, until) in itertools.pairwise([*phases, ("", last)]):
+    if worker is not None and worker.phases:
+        last_began = worker.phases[-1][1]
+        end = worker.first_step_time or (worker.end.time if worker.end else last_began)
+        for (phase, since), (_, until) in itertools.pairwise([*worker.phases, ("", end)]):
             name = _PARTS.get(phase, phase)
             parts[name] = parts.get(name, 0.0) + max(0.0, until - since)
     return {part: round(value, 3) for part, value in parts.items()}
 
 
-def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
+def last_completed_step(generation: Generation | None, members: Mapping[int, Member]) -> int:
     """Returns the last known step of a generation, or 0 if it is unknown.
 
-    If the generation completed no step, the last step before it is returned, so that steps it did
-    not repeat are not counted as lost twice.
+    If the generation completed no step, the last step before it is returned. Otherwise, the steps
+    that it had to repeat but did not reach would not be counted as lost.
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
-    made = [
+    steps = [
         members[k].worker.get("made", 0)
         for k in generation.members
         if k in members and members[k].generation == generation.number
     ]
-    return max(made, default=0) or generation.last_step
+    return max(steps, default=0) or generation.last_step
 
 
 def append_record(path: Path, record: GenerationRecord) -> None:

@@ -18,7 +18,7 @@ from praxis_tools.elastic.worker_assignment import Assignment
 
 
 class PeerSaves(OtherSaves):
-    """Context manager that saves a job's states in the memory of its hosts.
+    """Context manager that saves a job's states in host memory.
 
     Args:
       job: The job.
@@ -43,7 +43,8 @@ class PeerSaves(OtherSaves):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._exit_stack.__exit__(*exc_info)
+        # These are the three arguments of any `__exit__`.
+        self._exit_stack.__exit__(*exc_info)  # type: ignore[arg-type]
 
     def newest(self, checkpoints: Checkpoints) -> SavedState:
         return NewestState(checkpoints, self._stores, self._note)
@@ -54,15 +55,18 @@ class PeerSaves(OtherSaves):
 
 
 class PeerSaveHook(Hook):
-    """Saves in the memory of hosts at the start, every `every` steps, and at a stop.
+    """Saves the state in host memory at the start, every `every` steps, and at a stop.
 
-    The save at the start replaces the save of the previous generation. If a host has died, only one
-    copy of each part on this host is left, so another death could make the previous save
-    incomplete. The last step of training is only saved on disk.
+    The save at the start replaces the save of the previous generation. After a host has died, some
+    parts of the previous save have only one copy left, so the death of another host could make that
+    save incomplete. The last step of training is only saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):
-        self._job, self._saver, self.every = job, saver, job.run.peer_save_every_steps
+        every = job.run.peer_save_every_steps
+        assert every is not None
+        self._job, self._saver = job, saver
+        self._every = self.every = every
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
@@ -72,7 +76,7 @@ class PeerSaveHook(Hook):
             self._save(loop.first_step, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        return not self._is_end(step) and (step % self.every == 0 or self._loop.stops)
+        return not self._is_end(step) and (step % self._every == 0 or self._loop.stops)
 
     def after_step(self, dispatched: DispatchedStep) -> None:
         self._save(dispatched.step, dispatched.state)

@@ -1,4 +1,4 @@
-"""The leader of an elastic job, which observes members, and starts and records generations."""
+"""The leader of an elastic job: observes the members, and starts and records generations."""
 
 import dataclasses
 import time
@@ -20,7 +20,7 @@ from praxis_tools.elastic.generation_log import (
     GenerationRecord,
     append_record,
     generation_record,
-    last_step_made,
+    last_completed_step,
     read_generation_records,
 )
 from praxis_tools.elastic.liveness import Liveness
@@ -67,7 +67,7 @@ class StatusPrinter:
 
 
 class Leader:
-    """Leads the job if this host is the member with the lowest number among those alive.
+    """Leads an elastic job while this host is the live member with the lowest number.
 
     Args:
       settings: Settings of the job.
@@ -101,7 +101,8 @@ class Leader:
         Args:
           members: Maps the number of each member that has a file to the member.
           generation: The newest generation, or None if there is none yet.
-          participants: Members of the generation whose supervisors have not restarted since.
+          participants: Members of the generation whose supervisors have not restarted since it
+            began.
         """
         alive = self._liveness.alive(participants)
         if participants & alive:
@@ -112,7 +113,7 @@ class Leader:
                 self._record(record)
         decision = decide(view := self._view(members, generation, alive))
         if isinstance(decision, StartGeneration):
-            # Members often die together, so check that the members of the new generation are alive.
+            # Several members often die at the same time, so check the remaining members first.
             self._liveness.probe({k: members[k] for k in decision.members})
             alive = self._liveness.alive(participants)
             decision = decide(view := self._view(members, generation, alive))
@@ -152,6 +153,7 @@ class Leader:
                 if why:
                     self._print_status(why)
             case StopWorkers(why):
+                assert last is not None  # Only decided while a generation is running.
                 if self._rendezvous.request_stop(last.number, why):
                     self._print_status(f"{why}: the current step will be completed and saved")
             case EndJob(status, why):
@@ -178,7 +180,7 @@ class Leader:
             event=event,
             noticed=noticed,
             agreed=time.time(),
-            last_step=last_step_made(last, view.members),
+            last_step=last_completed_step(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
             ),

@@ -11,8 +11,8 @@ from praxis_tools.elastic.members import Member, WorkerEnd
 
 # A member without a new heartbeat for this long is considered dead.
 SILENT_SECONDS = 12.0
-# After this long without a heartbeat, the member's port is probed. If its process was killed but
-# its host is still up, the connection is refused immediately.
+# A member's port is probed after this long without a heartbeat. If only the process was killed, its
+# host refuses the connection immediately.
 _PROBE_SECONDS = 1.0
 
 
@@ -66,7 +66,7 @@ class Liveness:
                 state.is_refused = k != self._own and _refuses(member.store)
 
     def probe(self, members: Mapping[int, Member]) -> None:
-        """Connects to members to find out whether their processes are still running."""
+        """Checks whether members' processes are still running, by connecting to them."""
         for k, member in members.items():
             if k in self._members and k != self._own and member.store:
                 self._members[k].is_refused = _refuses(member.store)

@@ -1,8 +1,8 @@
 """The files through which supervisors coordinate: members, generations and the end of the job.
 
-The files are in the job directory, which all hosts share. Each member only writes its own file. The
-file of a generation is created atomically by the first member that tries. Therefore, no supervisor
-ever waits for another supervisor, and any supervisor may die at any time.
+The files are in the job directory, which all hosts share. Each member only writes its own member
+file. The file of a generation is created atomically by the first member that tries. Therefore, no
+supervisor ever waits for another one, and any supervisor can die at any time.
 """
 
 import contextlib
@@ -56,20 +56,20 @@ class Member:
     Attributes:
       member: Number of the member, from `--process_id`.
       incarnation: Random string that is different each time a supervisor starts.
-      beat: Heartbeat, a number that increases while the supervisor is alive.
+      beat: Heartbeat, a counter that increases while the supervisor is alive.
       host: Name of the host, for messages.
       pid: Process id of the supervisor, for messages.
       address: Address at which other hosts reach this host.
       port: A free port for the coordination service of the next generation.
       store: "host:port" of the member's peer store.
-      is_leaving: Whether the member was requested to leave and joins no more generations.
+      is_leaving: Whether the member was asked to leave and joins no more generations.
       rests_until: Time until which the member joins no generation, because its worker repeatedly
         ended before its first step.
       generation: Generation of the current or last worker, or 0 if there was no worker yet.
       end: How the worker ended, or None if it is still running or was not started.
       worker: Values reported by the worker, by name, except for its progress.
       progress: Fields of the worker's `Progress`, as observed on its host.
-      phases: Maps the worker's phases up to its first step to the times at which they began.
+      phases: The worker's phases up to its first step, as (name, time at which it began) pairs.
       first_step_time: Time of the worker's first step in the generation, or None before it.
     """
 
@@ -96,7 +96,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A set of members that train together, until a member dies, leaves or joins.
+    """A set of members that train together until a member dies, leaves or joins.
 
     Attributes:
       number: Number of the generation, from 1. The largest number is the current generation.
@@ -108,10 +108,10 @@ class Generation:
       incarnations: Incarnations of the members, in the same order.
       coordinator: "host:port" of JAX's coordination service.
       event: Time of the event, in Unix seconds by the leader's clock.
-      noticed: Time of the leader's decision, by the same clock.
+      noticed: Time at which the leader decided to start this generation, by the same clock.
       agreed: Time at which this generation was created, by the same clock.
-      last_step: Last known step before this generation.
-      num_fruitless: Number of consecutive previous generations that completed no step.
+      last_step: Last step that is known to have completed before this generation.
+      num_fruitless: Number of generations directly before this one that completed no step.
     """
 
     number: int
@@ -156,6 +156,7 @@ class Rendezvous:
         temporary = self._folder / f".key.{secrets.token_hex(8)}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
             f.write(secrets.token_bytes(32))
+        # A hard link either creates the complete file or fails, even on network file systems.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
@@ -188,8 +189,8 @@ class Rendezvous:
         """Returns the number of the newest generation, or 0 if there is none.
 
         Args:
-          known: Number of a generation that is known to exist, which avoids listing the folder, or
-            0.
+          known: Number of a generation that is known to exist, or 0. If it is set, only newer
+            numbers are looked up, which is faster than listing the folder.
         """
         if not known:
             names = (name.partition(".") for name in os.listdir(self._generations))
@@ -202,7 +203,7 @@ class Rendezvous:
         return known
 
     def generation(self, number: int) -> Generation:
-        """Reads a generation; raises ConfigError if its file is damaged."""
+        """Reads the file of a generation; raises ConfigError if it is damaged."""
         path = self._generations / f"{number}.json"
         try:
             fields = parse_json(content_of(path).decode())
@@ -219,22 +220,22 @@ class Rendezvous:
         return self._create(f"{generation.number}.json", dataclasses.asdict(generation))
 
     def request_stop(self, number: int, why: str) -> bool:
-        """Requests the workers of a generation to stop after the current step.
+        """Asks the workers of a generation to stop after the current step.
 
-        Returns False if this was already requested.
+        Returns False if they have already been asked.
         """
         return self._create(f"{number}.stop", {"why": why})
 
     def stop_reason(self, number: int) -> str | None:
-        """Returns the reason for stopping a generation, or None if it was not requested to stop."""
+        """Returns why a generation was asked to stop, or None if it was not asked."""
         return self._read(f"{number}.stop", "why")
 
     def end_job(self, number: int, status: int, why: str) -> None:
-        """Ends the job during a generation, so that all supervisors exit with this status."""
+        """Records that the job ends in a generation; all supervisors then exit with this status."""
         self._create(f"{number}.end", {"status": status, "why": why})
 
     def job_end(self, number: int) -> tuple[int, str] | None:
-        """Returns (status, reason) if the job ended during a generation, otherwise None."""
+        """Returns (status, reason) if the job ended in a generation, otherwise None."""
         status = self._read(f"{number}.end", "status")
         return None if status is None else (status, self._read(f"{number}.end", "why"))
 

@@ -20,7 +20,7 @@ from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.same_everywhere import check_same
 
-# Takes a job and devices, and returns a mesh if their number differs from the job's mesh.
+# Takes a job and the available devices, and returns a mesh of these devices.
 MeshChooser = Callable[[Job, Sequence[jax.Device]], MeshConfig]
 
 
@@ -30,8 +30,8 @@ def fit_job_to_devices(
     """Returns a job on a mesh of all devices in its generation.
 
     If the job's own mesh has this number of devices, the job is returned unchanged. Otherwise, the
-    mesh is the result of the experiment's `mesh_for`, or of `choose` in the first process if
-    `mesh_for` is not defined. The launched config is changed to the same mesh.
+    mesh comes from the experiment's `mesh_for`, or, if that is not defined, from calling `choose`
+    in the first process. The launched config is changed to the same mesh.
 
     Args:
       membership: This process's membership in the generation.
@@ -56,13 +56,13 @@ def fit_job_to_devices(
         mesh = dataclasses.replace(job.mesh, **_as_tuples(fields))
     else:
         mesh = _checked_mesh(config, job.mesh, len(devices), f"{launched.experiment}.mesh_for")
-        check_same("What mesh_for returns differs", {"mesh": _fields(mesh)})
+        check_same("mesh_for returned different meshes", {"mesh": _fields(mesh)})
     launched.config.mesh = fdl.Config(MeshConfig, **_fields(mesh))
     return dataclasses.replace(job, mesh=mesh)
 
 
 def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
-    """Replaces -1 in a mesh shape; returns None if it does not have this number of devices."""
+    """Replaces -1 in a mesh shape; returns None if the mesh cannot have `num_devices` devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
     except ConfigError:  # The number of devices is not divisible by the other sizes.
@@ -90,7 +90,7 @@ def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -
     if set(mesh.axis_names) != set(own.axis_names):
         raise ConfigError(
             f"{call} returns a mesh with axes {tuple(mesh.axis_names)}, but weights and batches "
-            f"are split over the axes of mesh(), {tuple(own.axis_names)}. Return {example}; axes "
+            f"are sharded over the axes of mesh(), {tuple(own.axis_names)}. Return {example}; axes "
             "may have size 1."
         )
     filled = _filled(mesh, num_devices)

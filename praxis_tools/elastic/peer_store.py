@@ -27,9 +27,9 @@ from praxis_tools.elastic.store_messages import (
 )
 
 _IDLE_SECONDS = 600.0  # Maximum time between two requests on a connection.
-_MAX_UNAUTHENTICATED = 32  # Maximum number of connections that have not proved they know the key.
+_MAX_UNAUTHENTICATED = 32  # Maximum number of connections that have not authenticated yet.
 _PART_BYTES = 2**24  # Number of bytes that are received and hashed at a time.
-_MAX_MEMORY_SHARE = 0.9  # Fraction of the free memory that a save may take.
+_MAX_MEMORY_SHARE = 0.9  # Maximum fraction of the free memory that a save may use.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,13 @@ class _StoredSave:
 class PeerStore:
     """Context manager that stores saves in memory for all processes of a job.
 
-    One thread accepts connections, and each connection has a separate thread. Clients that know the
-    key are trusted, and all other clients are rejected. A save is stored only after all its bytes
-    have arrived and match their digest.
+    One thread accepts connections, and each connection is served by a separate thread. Clients that
+    know the key are trusted, and all other clients are rejected. A save is only stored once all its
+    bytes have arrived and match their digest.
 
     Args:
       key: Secret key of the job.
-      host: Address to listen on, at which other hosts in the job reach this host.
+      host: Address to listen on; other hosts in the job connect to it.
 
     Attributes:
       address: "host:port" for StoreClient.
@@ -97,7 +97,7 @@ class PeerStore:
         while not self._is_closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # For example, too many open files. Retry after others are closed.
+            except OSError:  # For example, too many open files. Some may be closed soon.
                 self._is_closed.wait(0.1)
                 continue
             with self._lock:
@@ -174,6 +174,10 @@ class PeerStore:
     def _put(
         self, connection: socket.socket, save: SaveId, header_bytes: int, num_bytes: int
     ) -> None:
+        """Receives a save: the header, `num_bytes` bytes of data and the digest of both.
+
+        Answers twice: after memory has been reserved, and after the save has been stored.
+        """
         if num_bytes > _MAX_MEMORY_SHARE * (free := available_bytes()):
             raise StoreFailed(
                 f"the save needs {format_bytes(num_bytes)} of memory, but only "
@@ -203,7 +207,7 @@ class PeerStore:
         with self._lock:
             stored = self._saves.get(SaveId(*request["save"]))
         if stored is None:
-            raise StoreFailed("the save does not exist (any longer)")
+            raise StoreFailed("the save does not exist, or no longer exists")
         return stored
 
 

@@ -22,7 +22,7 @@ from praxis_lite.job.processes.addresses import parse_address
 _VERIFY_SECONDS = 120.0  # Time limit for a store to verify a save.
 STALL_SECONDS = 30.0  # A connection is closed if no bytes are transferred for this long.
 _GREETING_SECONDS = 5.0
-_PART_BYTES = 2**22  # Number of bytes sent at a time. The time limit applies to each part.
+_PART_BYTES = 2**22  # Number of bytes sent at a time, so that the time limit applies to each part.
 
 
 class SaveId(NamedTuple):
@@ -42,7 +42,7 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """Raised if a peer store does not answer or rejects a request; the message names its host."""
+    """Raised if a peer store does not answer or rejects a request."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -142,7 +142,7 @@ class StoreClient:
 
         Args:
           save: Id of the save.
-          header: Bytes that the method `header` returns.
+          header: Description of the save; returned by `StoreClient.header`.
           parts: Data of the save.
           num_bytes: Total size of `parts`.
         """
@@ -162,18 +162,18 @@ class StoreClient:
         with self._request({"do": "list"}) as (_, answer):
             return [SaveId(*save) for save in answer["saves"]]
 
-    def header(self, save: SaveId) -> bytes:
+    def header(self, save: SaveId) -> bytearray:
         """Returns the header of a save."""
         with self._request({"do": "header", "save": save}) as (connection, answer):
             return self._receive_bytes(connection, answer["num_bytes"])
 
     def is_undamaged(self, save: SaveId) -> bool:
-        """Returns whether a save still matches its digest, which requires reading all of it."""
+        """Returns whether a save still matches its digest. The store reads all its bytes."""
         with self._request({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 
     def read(self, save: SaveId, start: int, num_bytes: int) -> bytearray:
-        """Returns a range of the data of a save."""
+        """Returns `num_bytes` bytes of a save's data, beginning at byte `start`."""
         request = {"do": "read", "save": save, "start": start, "num_bytes": num_bytes}
         with self._request(request) as (connection, _):
             return self._receive_bytes(connection, num_bytes)

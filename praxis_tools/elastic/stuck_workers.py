@@ -1,4 +1,4 @@
-"""Detects stuck workers of a generation, in the leader of an elastic job."""
+"""Detects a generation's stuck workers, in the leader of an elastic job."""
 
 import time
 from collections.abc import Mapping, Set
@@ -68,9 +68,9 @@ class StuckWorkers:
 
 
 def _collective(members: Mapping[int, Member], process: int) -> str:
-    """Returns the first collective of a step that needs a process, or "" if it is unknown.
+    """Returns the first collective in a step that needs `process`, or "" if it is unknown.
 
-    It is reported by waiting workers.
+    Workers that wait for other processes report these collectives.
     """
     for member in members.values():
         collectives = member.worker.get("first_collectives", [])
@@ -80,11 +80,11 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
 
 
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
-    """Writes the stacks of a stuck worker to standard error and a file before it is killed."""
+    """Writes a stuck worker's stacks to standard error and a file, before the worker is killed."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""
-    # If the job's first process has died, all connected processes have ended as well. In this case,
-    # use the stacks that the worker reported before.
+    # If the job's first process has died, this worker has ended as well, and only the stacks that
+    # it reported earlier are available.
     stacks = stacks or worker.reports.get("stacks", "")
     location = (
         f"All threads:\n{stacks.rstrip()}"

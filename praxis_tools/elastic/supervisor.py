@@ -1,7 +1,7 @@
 """The supervisor of a host in an elastic job.
 
-The supervisor runs a worker for each generation, and leads the job if it is the member with the
-lowest number among those that are alive.
+The supervisor runs one worker per generation. The supervisor of the live member with the lowest
+number also leads the job.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
@@ -36,18 +37,19 @@ from praxis_tools.elastic.worker_process import (
 )
 
 _BEAT_SECONDS = 0.5
-# Interval for reading the files of other members, which grows with the number of hosts to limit the
-# load on the file system.
+# How often the files of other members are read. The interval grows with the number of hosts, to
+# limit the load on the file system.
 _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 # A supervisor that has been unable to write its heartbeat for this long kills its worker, shortly
 # before other members consider it dead.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
-# Initial backoff after a worker ended twice in a row before its first step; it doubles each time.
+# Backoff after a worker has ended twice in a row before its first step. It doubles each time that
+# this happens again.
 _REST_SECONDS = 30.0
 
 
 class _LeaveListener(signals.SignalListener):
-    """Records a signal that asks this host to leave the job."""
+    """Records the name of a signal that makes this host leave the job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +58,8 @@ class _LeaveListener(signals.SignalListener):
     def _on_signal(self, signum: int) -> None:
         self.reason = signals.name(signum)
         signals.write_line(
-            f"{self.reason}: this process leaves the job after the running step; a second signal "
-            "ends it at once"
+            f"{self.reason}: this process will leave the job after the current step. Send the "
+            "signal again to end it immediately."
         )
 
 
@@ -66,7 +68,7 @@ class Supervisor:
 
     Args:
       settings: Settings of the job.
-      health: Files for the probes of a cluster manager, or None if there are no probes.
+      health: Files that a cluster manager probes, or None without probes.
     """
 
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
@@ -87,7 +89,7 @@ class Supervisor:
         self._members: dict[int, Member] = {}
         self._generation: Generation | None = None
         self._has_forwarded_stop = False
-        self._num_early_ends, self._no_spare_until = 0, 0.0
+        self._num_early_ends, self._no_spare_until = 0, 0.0  # Ends before the first step.
         self._last_beat_time = time.monotonic()
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
 
@@ -95,13 +97,14 @@ class Supervisor:
         """Runs until the job ends or this host leaves; returns the exit status.
 
         Raises:
-          ConfigError: Another running process uses the same number.
+          ConfigError: Another running process uses the same `--process_id`.
         """
         self._check_number_is_free()
         remove_old_folders()
         key = self._rendezvous.key()
+        leave_listener = _LeaveListener()
         with (
-            _LeaveListener() as leave_listener,
+            leave_listener,
             PeerStore(key, self._settings.address) as store,
             self._health or contextlib.nullcontext(),
         ):
@@ -129,13 +132,19 @@ class Supervisor:
         self._beat(now=True)
 
     def leave(self) -> None:
-        """Makes this host leave the job after the current step."""
+        """Announces that this host leaves the job after the current step."""
         self._own = dataclasses.replace(self._own, is_leaving=True)
 
     def poll(self) -> int | None:
-        """Runs one iteration of the supervisor; returns the exit status, or None to continue."""
+        """Runs one iteration of the supervisor; returns the exit status, or None to continue.
+
+        The order matters: the worker's state is read before the heartbeat that publishes it, and
+        members are read before the leader decides.
+        """
         if time.monotonic() - self._last_beat_time > _LEASE_SECONDS and self._worker is not None:
-            self._end_worker("its supervisor could not be seen by the others")
+            self._end_worker(
+                self._worker, "was stopped because its supervisor could not write heartbeats"
+            )
         self._prepare_worker()
         self._update_from_worker()
         self._adopt_newest_generation()
@@ -145,7 +154,11 @@ class Supervisor:
         if job_end := self._rendezvous.job_end(number):
             status, why = job_end
             if status and self._settings.member == min(self._members, default=0):
-                print(f"elastic: the job ends, status {status}: {why}", file=sys.stderr, flush=True)
+                print(
+                    f"elastic: the job ended with status {status}: {why}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return status
         if self._rendezvous.stop_reason(number) is not None and not self._has_forwarded_stop:
             self._has_forwarded_stop = True
@@ -174,7 +187,7 @@ class Supervisor:
             if after is not None and after.beat != before.beat:
                 raise ConfigError(
                     f"--process_id={self._settings.member} is already used by {after}, PID "
-                    f"{after.pid}. Give each process of the job a different number."
+                    f"{after.pid}. Set a different --process_id for each process in the job."
                 )
 
     def _prepare_worker(self) -> None:
@@ -189,18 +202,19 @@ class Supervisor:
         if self._spare is None or (status := self._spare.status()) is None:
             return
         if self._worker is None or self._own.end is not None:
-            # The worker ended before it received an assignment, so the error is in the command line
-            # or the experiment.
+            # The worker ended before it received an assignment, so the command line or the
+            # experiment is invalid.
             end = classify_end(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
-            # Training continues. The error is reported once this host needs a new worker.
+            # Training continues with the current worker. The next spare reports the error again
+            # once this host needs it.
             self._no_spare_until = time.monotonic() + _REST_SECONDS
         self._spare = None
 
     def _update_from_worker(self) -> None:
         """Copies the worker's reports and status to this member's state."""
-        if self._worker is None:
+        if self._worker is None or self._generation is None:
             return
         self._worker.read_reports()
         status = self._worker.status()
@@ -228,13 +242,13 @@ class Supervisor:
         self._own = dataclasses.replace(self._own, end=end)
         self._beat(now=True)
 
-    def _end_worker(self, why: str) -> None:
-        self._worker.kill()
+    def _end_worker(self, worker: WorkerProcess, why: str) -> None:
+        worker.kill()
         end = WorkerEnd(kind=LOST_PEER, status=LOST_PEER_STATUS, why=why, time=time.monotonic())
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
     def _adopt_newest_generation(self) -> None:
-        """Assigns a new worker to the newest generation if this host is not in it yet."""
+        """Joins the newest generation with a new worker, unless this host has already joined."""
         last = self._generation.number if self._generation else 0
         newest = self._rendezvous.newest_generation(last)
         if newest == last:
@@ -278,7 +292,7 @@ class Supervisor:
         self._beat(now=True)
 
     def _beat(self, *, now: bool = False) -> None:
-        """Writes this member's file with a new heartbeat if it is due or if `now` is True."""
+        """Writes this member's file with a new heartbeat, if one is due or `now` is True."""
         if not now and time.monotonic() - self._last_beat_time < _BEAT_SECONDS:
             return
         self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
@@ -296,16 +310,18 @@ class Supervisor:
     def _read_members(self) -> None:
         """Reads the leader's file while the leader is alive, otherwise the files of all members."""
         own, leader = self._settings.member, min(self._alive(), default=None)
-        reads_all = leader in (own, None) or self._generation is None or self._own.is_leaving
-        numbers = range(self._settings.num_members) if reads_all else (leader, own)
+        numbers: Sequence[int] = range(self._settings.num_members)
+        reads_all = True
+        if leader not in (own, None) and self._generation is not None and not self._own.is_leaving:
+            numbers, reads_all = (leader, own), False
         members = {k: self._rendezvous.read(k) for k in numbers}
         known = {**self._members, **members}
         self._members = {k: member for k, member in known.items() if member is not None}
         written = self._members.get(own)
         if written is not None and written.incarnation != self._own.incarnation:
             raise ConfigError(
-                f"{written}, PID {written.pid}, has replaced this process, which was silent for "
-                "too long."
+                f"{written}, PID {written.pid}, has replaced this process, because this process "
+                "had sent no heartbeat for too long."
             )
         self._members[own] = self._own
         self._liveness.update({**members, own: self._own})
@@ -313,7 +329,7 @@ class Supervisor:
             self._read_members()  # The previous leader has died, so read all files.
 
     def _participants(self) -> frozenset[int]:
-        """Returns the members of the generation whose supervisors have not restarted since."""
+        """Returns the generation's members whose supervisors have not restarted since it began."""
         if self._generation is None:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
@@ -330,10 +346,10 @@ class Supervisor:
         return min(self._alive()) == self._settings.member
 
     def _has_left(self) -> bool:
-        """Returns whether this host is leaving and no longer needed by other hosts."""
+        """Returns whether this host's worker has ended and no other host needs this supervisor."""
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
-            # Other hosts need this member's file and peer store until the next generation begins.
+            # Until the next generation begins, other hosts need this member's file and peer store.
             newest = self._generation.number if self._generation else 0
             return (
                 not others

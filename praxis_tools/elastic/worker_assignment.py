@@ -18,17 +18,18 @@ from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.stacks import install_stacks_handler, stacks
 from praxis_tools.stuck.progress import progress_recorder
 
-# Environment variable of worker processes: "file descriptor for reports:PID of the supervisor".
+# Environment variable of worker processes, "FD:PID": the file descriptor for reports and the
+# supervisor's process id.
 WORKER = "PRAXIS_LITE_WORKER"
 # Exit status of a worker that ends because another process died (EX_TEMPFAIL).
 LOST_PEER_STATUS = 75
-# After being suspended for this long, a process checks whether the others continued without it.
+# After being suspended for this long, a worker checks whether the others have continued without it.
 _SUSPENDED_SECONDS = 5.0
 _PROGRESS_SECONDS = 1.0
 # After waiting for this long, a worker reports its stacks without a request, because it may be
 # killed before it receives one.
 _WAITING_SECONDS = 20.0
-# Maximum size of these stacks, which must fit in the pipe even if the supervisor reads nothing.
+# Maximum size of these stacks. They must fit in the pipe while the supervisor is not reading it.
 _MAX_STACK_CHARACTERS = 30_000
 
 
@@ -51,7 +52,7 @@ class Assignment(Membership):
 
     @classmethod
     def from_line(cls, line: str) -> "Assignment":
-        """Parses a line of JSON from `line`."""
+        """Parses the result of `line`."""
         fields = json.loads(line)
         return cls(
             **{
@@ -82,7 +83,7 @@ def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
     """Waits for the assignment from the supervisor; exits if the supervisor ends.
 
     Args:
-      prepare: Function to call before waiting, which imports the modules for training.
+      prepare: Function that imports the modules for training; called before waiting.
     """
     global _assignment, _pipe
     pipe, _, supervisor = os.environ.pop(WORKER).partition(":")
@@ -94,15 +95,18 @@ def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)
-    _assignment, _pipe = Assignment.from_line(line), int(pipe)
-    threading.Thread(target=_exit_after_suspension, name="not stopped", daemon=True).start()
-    return _assignment
+    _assignment = assignment = Assignment.from_line(line)
+    _pipe = int(pipe)
+    threading.Thread(
+        target=_exit_after_suspension, args=(assignment,), name="not stopped", daemon=True
+    ).start()
+    return assignment
 
 
-def _exit_after_suspension() -> None:
+def _exit_after_suspension(assignment: Assignment) -> None:
     """Exits if a new generation began while this process was suspended (SIGSTOP)."""
     before = time.monotonic()
-    next_generation = f"{_assignment.folder}/generations/{_assignment.generation + 1}.json"
+    next_generation = f"{assignment.folder}/generations/{assignment.generation + 1}.json"
     while True:
         time.sleep(0.5)
         now = time.monotonic()
@@ -117,7 +121,7 @@ _phase = ""
 def report_phase(name: str) -> None:
     """Reports that this process begins a phase; `name` is a time category of goodput."""
     global _phase
-    name = "step" if name == "input wait" else name  # These alternate in each step.
+    name = "step" if name == "input wait" else name  # Both occur in every step; report only one.
     if _pipe >= 0 and name != _phase:
         _phase = name
         report(phase=name, at=time.monotonic(), doing=name)
@@ -155,25 +159,28 @@ def report_progress() -> None:
 
     The reported values are `progress` (the fields of `Progress`) and `stacks_file` (the path for
     `stacks.request_stacks`). A worker that has been waiting for a long time also reports `stacks`
-    and `first_collectives`, which describes, for each process, the first collective of a training
-    step that needs its devices.
+    and `first_collectives`. For each process, the latter contains a description of the first
+    collective in a training step that needs its devices.
     """
+    assert _assignment is not None, "called before wait_for_assignment"
     report(stacks_file=install_stacks_handler())
-    threading.Thread(target=_report_progress, name="progress", daemon=True).start()
+    threading.Thread(
+        target=_report_progress, args=(_assignment,), name="progress", daemon=True
+    ).start()
 
 
-def _report_progress() -> None:
+def _report_progress(assignment: Assignment) -> None:
     has_reported_wait = False
     while True:
         time.sleep(_PROGRESS_SECONDS)
-        progress = progress_recorder.progress_of(_assignment.index)
+        progress = progress_recorder.progress_of(assignment.index)
         report(progress=dataclasses.asdict(progress))
         if progress.silent_seconds < _WAITING_SECONDS:
             if has_reported_wait:
                 report(stacks="")
-            has_reported_wait = False  # The next wait may be in a different program.
+            has_reported_wait = False  # The next wait may be in a different compiled step.
         elif not has_reported_wait:
             has_reported_wait = True
             first_collective = progress_recorder.first_collective
-            collectives = list(map(first_collective, range(len(_assignment.members))))
+            collectives = list(map(first_collective, range(len(assignment.members))))
             report(first_collectives=collectives, stacks=stacks()[:_MAX_STACK_CHARACTERS])

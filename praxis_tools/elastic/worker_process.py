@@ -1,4 +1,4 @@
-"""The supervisor's handle for a worker process, which assigns work and reads reports."""
+"""The supervisor's handle for a worker process: assigns work and reads reports."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ class WorkerProcess:
 
     Attributes:
       reports: Latest reported values, by name.
-      phases: Maps the phases up to the first step to the times at which they began.
+      phases: The phases up to the first step, as (name, time at which it began) pairs.
       first_step_time: Time at which the first step was reported, or None before it.
       progress_time: Time of the last progress report, or of the assignment.
     """
@@ -78,6 +78,8 @@ class WorkerProcess:
             env={**os.environ, WORKER: f"{child}:{os.getpid()}", "TMPDIR": str(self._folder)},
         )
         os.close(child)
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
 
     @property
     def pid(self) -> int:
@@ -88,9 +90,9 @@ class WorkerProcess:
         """Sends the worker its assignment, so that it starts training."""
         self.phases.append(("start", time.monotonic()))
         self.progress_time = time.monotonic()
-        with contextlib.suppress(OSError):  # If the process has ended, `status` returns why.
-            self._process.stdin.write(assignment.line().encode())
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # The process has ended; `status` detects this.
+            self._stdin.write(assignment.line().encode())
+            self._stdin.flush()
 
     def read_reports(self) -> None:
         """Reads the reports that have arrived, without blocking."""
@@ -125,7 +127,7 @@ class WorkerProcess:
         return status
 
     def ask_to_stop(self) -> None:
-        """Requests that the worker saves and stops after the current step."""
+        """Asks the worker to save and stop after the current step."""
         if self._process.poll() is None:
             self._process.send_signal(STOPS_WORKER)
 
@@ -138,7 +140,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             os.close(self._pipe)
             self._pipe = -1
-            self._process.stdin.close()
+            self._stdin.close()
 
 
 def classify_end(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:

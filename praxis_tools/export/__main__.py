@@ -5,7 +5,6 @@ python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
 """
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,7 +130,7 @@ def _text_settings(task: Any) -> dict[str, Any]:
             "eos_ids": list(tokenizer.eos_ids),
             "padding": "zeros on the right",
         }
-    if dataclasses.is_dataclass(task.decoder):
+    if dataclasses.is_dataclass(task.decoder) and not isinstance(task.decoder, type):
         fields = dataclasses.asdict(task.decoder)
         settings["decoder"] = {"class": type(task.decoder).__name__, **fields}
     return settings
@@ -193,4 +192,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

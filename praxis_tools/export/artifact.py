@@ -50,7 +50,7 @@ def write_artifact(
 
 
 def _write_weights(path: Path, program: Program, weights: Any) -> None:
-    """Writes the same file as `np.savez`, but transfers only one weight at a time to the host."""
+    """Writes the same file as `np.savez`, but transfers the weights to the host one at a time."""
     leaves = program.layout.leaves()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):

@@ -84,7 +84,7 @@ def inputs_of(
     if batch is not None and not is_any:
         is_number = batch.isdecimal() and int(batch) > 0
         require(is_number, "--batch", batch, f"1 or more, or {ANY_ROWS} for any number of rows")
-    require(length is None or length > 0, "--length", length, "1 or more")
+    require(length is None or length > 0, "--length", length, "a number of tokens, 1 or more")
     num_rows = None if batch is None else 1 if is_any else int(batch)
     arguments = None
     if what == "predict" and not takes_batches(task):
@@ -106,11 +106,12 @@ def inputs_of(
         )
 
     def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        rows, *dims = x.shape or (None,)
+        if not x.shape:
+            return jax.ShapeDtypeStruct((), x.dtype)
+        rows, *dims = x.shape
         if length is not None and tuple(dims[:1]) == dataset_length:
             dims[0] = length
-        shape = (num_rows or rows, *dims) if x.shape else ()
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        return jax.ShapeDtypeStruct((num_rows or rows, *dims), x.dtype)
 
     return Inputs({name: resize(x) for name, x in specs.items()}, is_any)
 
@@ -124,13 +125,11 @@ def _parse(texts: Sequence[str]) -> Inputs:
     specs, rows = {}, {}
     for text in texts:
         match = _INPUT.fullmatch(text)
-        require(
-            match is not None,
-            "--inputs",
-            text,
-            "NAME=DTYPE[ROWS,DIM,...] such as ids=int32[8,64]",
-            f"ROWS is a number, or {ANY_ROWS} for any number of rows.",
-        )
+        if match is None:
+            raise ConfigError(
+                f"--inputs is {shown(repr(text))}; expected NAME=DTYPE[ROWS,DIM,...] such as "
+                f"ids=int32[8,64]. ROWS is a number, or {ANY_ROWS} for any number of rows."
+            )
         name, dtype, rows[name], other_dims = match.groups()
         dims = [int(dim) for dim in other_dims.split(",") if dim]
         num_rows = 1 if rows[name] == ANY_ROWS else int(rows[name])
@@ -138,7 +137,9 @@ def _parse(texts: Sequence[str]) -> Inputs:
         require(min(specs[name].shape) > 0, "--inputs", text, "dims of 1 or more")
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{name} {num_rows}" for name, num_rows in rows.items())
-        raise ConfigError(f"--inputs: all inputs must have the same number of rows, found {found}.")
+        raise ConfigError(
+            f"--inputs: the numbers of rows differ ({found}). Set the same number for all inputs."
+        )
     return Inputs(specs, ANY_ROWS in rows.values())
 
 
@@ -160,7 +161,10 @@ def _specs_from_dataset(
     field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the specs of the dataset's leaves for these arguments, or of all leaves if None."""
+    """Returns the specs of the leaves in a dataset that the model's arguments take.
+
+    If `arguments` is None, the specs of all leaves are returned.
+    """
     name = TRAIN if TRAIN in datasets else next(iter(sorted(datasets)), None)
     if name is None:
         raise ConfigError(

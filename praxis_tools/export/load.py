@@ -43,15 +43,15 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
             np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO * len(mesh)
         )
         shardings, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
-    weights = archive.weights(program.in_avals[: len(shardings[0])])
-    weights = [jax.device_put(x, y) for x, y in zip(weights, shardings[0], strict=True)]
+    arrays = archive.weights(program.in_avals[: len(shardings[0])])
+    weights = [jax.device_put(x, y) for x, y in zip(arrays, shardings[0], strict=True)]
     options = options_taken(about, mesh)
     run = jax.jit(program.call, in_shardings=shardings, compiler_options=options)
     return lambda inputs: jax.device_get(run(weights, inputs))
 
 
 class Refused(SystemExit, ValueError):
-    """The program cannot be loaded; if uncaught, Python prints the message and exits with 1."""
+    """Raised if the program cannot be loaded; if uncaught, the process exits with status 1."""
 
 
 class Archive:
@@ -140,7 +140,8 @@ class Archive:
 
 def options_taken(about: dict, mesh: Mesh) -> dict:
     """Returns the recorded compiler options that this jaxlib accepts, and warns about the rest."""
-    taken, replicated, backend = {}, NamedSharding(mesh, PartitionSpec()), jax.default_backend()
+    taken: dict = {}
+    replicated, backend = NamedSharding(mesh, PartitionSpec()), jax.default_backend()
     for name, value in (about["compiler_options"].get(backend) or {}).items():
         option = {name: value}
         try:

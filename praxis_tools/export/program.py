@@ -27,7 +27,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # GPUs, and outputs would differ without them.
 _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
-# Raised for programs that branch on a symbolic number of rows or that jax cannot export.
+# Errors that jax raises if the model branches on a symbolic number of rows, or cannot be exported.
 _EXPORT_ERRORS = (
     TypeError,
     ValueError,
@@ -114,7 +114,7 @@ def exported_program(
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:
-    """Returns an error message if the user can fix this error of jax, or None otherwise."""
+    """Returns an error message if the user can fix this jax error, otherwise None."""
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (
@@ -144,10 +144,10 @@ def _check_platforms(platforms: Sequence[str]) -> list[str]:
 
 
 def _with_shardings(inputs: Inputs, mesh: Mesh) -> Specs:
-    """Adds shardings to the inputs, which are split by rows if possible and replicated otherwise.
+    """Adds a sharding to each input.
 
-    Rows are split if their number is divisible by the number of devices. A symbolic number of rows
-    is always a multiple of the number of devices.
+    The rows are sharded over all devices if their number is divisible by the number of devices.
+    Otherwise, the input is replicated. A symbolic number of rows is always divisible.
     """
     any_rows = export.symbolic_shape(f"{mesh.size}*{ANY_ROWS}") if inputs.any_rows else ()
 
@@ -161,7 +161,7 @@ def _with_shardings(inputs: Inputs, mesh: Mesh) -> Specs:
 
 
 def _pad_and_split(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Pads an input's rows to a multiple of the number of devices and splits them."""
+    """Pads an input's rows to a multiple of the number of devices and shards them."""
     if x.ndim == 0 or x.shape[0] % mesh.size == 0:
         return x
     x = jnp.pad(x, [(0, -x.shape[0] % mesh.size), *[(0, 0)] * (x.ndim - 1)])
@@ -179,6 +179,7 @@ def _decode_function(
     function = without_xla_errors(step.function)
 
     def decode(mdl_vars: Any, batch: GlobalBatch, key: jax.Array | None) -> Any:
+        assert key is not None  # `KEY` is an input of the exported decode step.
         return function(mdl_vars, batch, jax.random.wrap_key_data(key))
 
     return step.layout, decode

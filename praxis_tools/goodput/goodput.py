@@ -1,4 +1,4 @@
-"""Computes a job's goodput: the share of wall time spent in training steps that were kept."""
+"""Computes a job's goodput: the fraction of wall time spent in training steps that were kept."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.spans import Span, read_spans
 
-# Categories of time that are only known after a launch has ended.
+# Time categories that are only known after a launch has ended.
 LOST_STEP = "lost step"  # Steps not saved before a failure, which had to be recomputed.
 HANDOVER = "change of hands"  # An elastic job regroups after processes leave or join.
 IDLE = "idle"  # Time between launches, including the unrecorded end of a killed launch.
@@ -40,7 +40,7 @@ KINDS = (
     HANDOVER,
     IDLE,
 )
-# A job with one launch that is shorter than this reports seconds instead of a goodput.
+# If a job has a single launch that is shorter than this, seconds are reported instead of goodput.
 _MIN_SECONDS_FOR_GOODPUT = 600
 
 
@@ -118,7 +118,7 @@ class Goodput:
 
     def __str__(self) -> str:
         """Returns a table of the time in each category and a table of the launches."""
-        rows = [("kind", "seconds", "share")]
+        rows: list[tuple[str, ...]] = [("kind", "seconds", "share")]
         for kind, value in self.seconds.items():
             rows.append((kind, f"{value:,.1f}", f"{self._share(value):.1%}"))
         rows.append(("all", f"{self.total_seconds:,.1f}", "100.0%"))
@@ -129,8 +129,9 @@ class Goodput:
         for launch in self.launches:
             seconds = launch.ended - launch.began
             steps = "none"
-            if launch.first_step is not None and launch.last_step > launch.first_step:
-                steps = f"{launch.first_step + 1} to {launch.last_step}"
+            first, last = launch.first_step, launch.last_step
+            if first is not None and last is not None and last > first:
+                steps = f"{first + 1} to {last}"
             rows.append(
                 (
                     time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.began)),
@@ -184,7 +185,7 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
 
 
 def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
-    """Logs the job's goodput so far, or the reason it cannot be computed, on the first process."""
+    """Logs the job's goodput so far, or why it is unknown. Only the first process logs it."""
     if not processes.is_first():
         return
     try:
@@ -210,11 +211,11 @@ def time_section(job_dir: JobDir) -> str:
 
 
 def _handover_seconds(gap: tuple[float, float], generations: Sequence[GenerationRecord]) -> float:
-    """Returns the number of seconds that an elastic job spent regrouping in a gap between launches.
+    """Returns the seconds of a gap between launches in which an elastic job regrouped.
 
-    Everything from the start of the gap to the end of the change of generation is counted, because
-    the processes of the previous generation are shutting down until the change begins. The first
-    start of a job is counted only from the time it began.
+    The time from the start of the gap until the first step of the new generation is counted,
+    because it begins with the shutdown of the previous generation. If the gap contains a new start
+    of the entire job, the time is only counted from this start.
     """
     seconds, counted_until = 0.0, gap[0]
     intervals = sorted(
@@ -256,12 +257,15 @@ def _launch(
 
 
 def _with_unrecorded_steps(spans: Sequence[Span]) -> list[Span]:
-    """Adds the steps of a killed launch's last second, which were only logged in metrics.jsonl."""
+    """Adds the last steps of killed launches, which timeline.jsonl does not contain.
+
+    The timeline is written every second, and metrics.jsonl after every step.
+    """
     extended: list[Span] = []
     latest = None  # Index of the latest span with steps.
     for span in spans:
         if span.lost_to is not None and latest is not None:
-            last_step = max(extended[latest].last_step, span.lost_to)
+            last_step = max(extended[latest].last_step or 0, span.lost_to)
             extended[latest] = dataclasses.replace(extended[latest], last_step=last_step)
         if span.first_step is not None:
             latest = len(extended)
@@ -275,7 +279,7 @@ class _Lost:
 
     Attributes:
       num_steps: Number of recomputed steps.
-      share: Fraction of the span's step time that was spent in them.
+      share: Fraction of the span's step time that was spent in these steps.
     """
 
     num_steps: int = 0
@@ -286,29 +290,30 @@ def _lost_steps(spans: Sequence[Span]) -> list[_Lost]:
     """Finds the steps in each span that a later span recomputed.
 
     `valid` is a stack of the spans that still have valid steps, with the last valid step of each.
-    A span that starts from step N without continuing the previous span discards all steps after N
-    from the top of the stack.
+    If a span starts from step N and does not continue the previous span, all steps after N are
+    removed from the top of the stack.
     """
     lost = [_Lost() for _ in spans]
+    steps: dict[int, tuple[int, int]] = {}  # Maps a span's index to its first and last step.
     valid: list[tuple[int, int]] = []  # (span index, last valid step)
     for index, span in enumerate(spans):
-        first = span.first_step
-        if first is None:
+        first, last = span.first_step, span.last_step
+        if first is None or last is None:
             continue
+        steps[index] = first, last
         previous = spans[index - 1] if index else None
-        is_same_launch = previous is not None and previous.launch == span.launch
-        if not (is_same_launch and previous.last_step == first):
+        if previous is None or (previous.launch, previous.last_step) != (span.launch, first):
             while valid and valid[-1][1] >= first:
                 i, end = valid.pop()
-                begin = spans[i].first_step
+                begin, last_of_span = steps[i]
                 if begin >= first:
                     # All steps are lost, together with the time spent in the incomplete step.
                     lost[i] = _Lost(lost[i].num_steps + end - begin, 1.0)
                     continue
                 if end > first:
                     lost[i].num_steps += end - first
-                    lost[i].share = lost[i].num_steps / (spans[i].last_step - begin)
+                    lost[i].share = lost[i].num_steps / (last_of_span - begin)
                 valid.append((i, first))
                 break
-        valid.append((index, span.last_step))
+        valid.append((index, last))
     return lost

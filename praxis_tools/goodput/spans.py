@@ -28,9 +28,9 @@ class Span:
       seconds: Seconds of this span in each category.
       ended_by: `THE_END`, or the name of the signal or exception that ended the launch. None if
         the launch continued after this span or was killed before it could record the reason.
-      lost_to: Last step whose line in metrics.jsonl was removed because this span starts from an
-        earlier step, or None. The killed launch had completed all steps up to this one, even if
-        it was killed before it recorded them in timeline.jsonl.
+      lost_to: Last step whose line in metrics.jsonl was removed, because this span starts from an
+        earlier step, or None. A killed launch had completed all steps up to `lost_to`, possibly
+        without recording them in timeline.jsonl.
     """
 
     launch: float
@@ -68,8 +68,9 @@ def _parse_span(line: str) -> Span | None:
             )
             and span.seconds.keys() <= set(KINDS)
             and (first is None) == (span.last_step is None)
+            and (first is not None or span.lost_to is None)
             and all(
-                type(step) is int and 0 <= first <= step < _MAX_STEPS
+                type(step) is int and 0 <= (first or 0) <= step < _MAX_STEPS
                 for step in (first, span.last_step, span.lost_to)
                 if step is not None
             )

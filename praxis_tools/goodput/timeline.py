@@ -1,4 +1,4 @@
-"""Writes timeline.jsonl every second, so that a killed launch loses at most its last second."""
+"""Writes timeline.jsonl every second, so that a kill loses at most one second of a launch."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ class Timeline(Listener, contextlib.AbstractContextManager):
     """Context manager that records the spans of a launch in a file.
 
     The file has one line per span (see `Span`). A thread overwrites the line of the current span
-    every second, so the file grows with the number of saves and not with time. The file is not
+    every second, so the file's size depends on the number of saves and not on time. The file is not
     synced with fsync: it is complete after a kill, but lines may be missing after a power failure.
 
-    If the file cannot be written, the error is logged once and training continues. The missing
-    lines are kept, and writing them is retried every second.
+    If the file cannot be written, the error is logged once and training continues. Writing the
+    missing lines is retried every second.
 
     Args:
       path: The file to write.
@@ -79,7 +79,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
             self._lost_to = None
 
     def _discard(self) -> None:
-        """Removes the lines of a launch that was refused or found nothing to do."""
+        """Removes the lines of a launch that was refused or had nothing to do."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over.set()
             self.is_discarded = True
@@ -124,7 +124,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
                     self._has_failed = True
                     self._note(
                         f"note: {self._path} cannot be written ({error.strerror or error}); "
-                        "goodput is not recorded until it can be"
+                        "goodput is not recorded until writing succeeds"
                     )
                 return
             self._offset += len(self._closed)

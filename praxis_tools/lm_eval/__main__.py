@@ -30,10 +30,10 @@ def evaluate(argv: Sequence[str]) -> None:
     command_line = optional_module("lm_eval.__main__", "python -m praxis_tools.lm_eval")
     if NAME not in registry.model_registry:
         registry.model_registry.register(NAME, target=CLASS)
-    # cli_evaluate takes no argument list; it always parses sys.argv.
+    # cli_evaluate has no parameter for arguments and always parses sys.argv.
     sys.argv[:] = ["lm_eval", *argv]
     command_line.cli_evaluate()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,6 @@ def chat_text(
       add_generation_prompt: Whether the text ends with the header of the model's next message. If
         False, it ends within the last message, so that the model continues that message.
 
-
     Raises:
       ConfigError: The tokenizer has no template, or the template rejects the conversation or omits
         the end of the last message.

@@ -1,4 +1,4 @@
-"""Generates continuations up to a stop string, greedily or by sampling (`generate_until`)."""
+"""Generates continuations up to a stop string, for lm_eval's `generate_until` requests."""
 
 import functools
 import logging
@@ -19,11 +19,12 @@ from praxis_lite.decode.stop_strings import (
 )
 from praxis_lite.inputs.text.length_classes import length_class
 from praxis_lite.inputs.text.token_ids import token_ids
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# Stop strings are searched on the host, which has to wait for the devices to fetch the tokens. With
-# a longer interval, devices wait less often, but rows with a stop string continue for longer.
+# The host searches for stop strings after fetching the tokens of this many steps, during which the
+# devices wait. With a larger value, they wait less often, but decode more tokens that are not used.
 STEPS_PER_FETCH = 8
 # Maps generation arguments of transformers to arguments of Greedy and Sample.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
@@ -48,7 +49,7 @@ class Request(NamedTuple):
 class Continuations:
     """Continues contexts on the model's mesh with continuous batching.
 
-    Two programs are compiled for each decoder and length class.
+    Two functions are compiled per decoder and length class.
 
     Args:
       model: The evaluated model.
@@ -86,13 +87,18 @@ class Continuations:
         arguments |= {
             ours: settings[theirs] for theirs, ours in GREEDY_SETTINGS.items() if theirs in settings
         }
-        if not settings.get("do_sample") or not settings.get("temperature"):
-            return for_tokenizer(Greedy(**arguments), self._model.tokenizer)
-        # transformers samples from all tokens unless top_k is set; Sample's default is k=40.
-        arguments |= {"k": 0} | {
-            ours: settings[theirs] for theirs, ours in SAMPLE_SETTINGS.items() if theirs in settings
-        }
-        return for_tokenizer(Sample(**arguments), self._model.tokenizer)
+        kind = Greedy
+        if settings.get("do_sample") and settings.get("temperature"):
+            kind = Sample
+            # transformers samples from all tokens unless top_k is set; Sample's default is k=40.
+            arguments |= {"k": 0} | {
+                ours: settings[theirs]
+                for theirs, ours in SAMPLE_SETTINGS.items()
+                if theirs in settings
+            }
+        decoder = for_tokenizer(kind(**arguments), self._model.tokenizer)
+        assert isinstance(decoder, Greedy)  # It has the class of the argument.
+        return decoder
 
     def generate(self, requests: Sequence[Request]) -> list[str]:
         """Returns the continuation of each request, up to its first stop string.
@@ -121,13 +127,12 @@ class Continuations:
                 mdl_vars,
                 (self._prompt(index, contexts[index], length) for index in indices),
                 num_steps=STEPS_PER_FETCH,
-                text_of=lambda prompt, until=until: ContinuationText(
-                    tokenizer, prompt.ids[: prompt.length], until
-                ),
+                text_of=functools.partial(_continuation_text, tokenizer, until),
             )
             for new in stream:
                 new_ids[new.index].extend(new.ids.tolist())
                 progress.add(int(new.done))
+            assert batching.latest is not None  # Set by `stream`.
             _log.info(batching.latest.summary(f"contexts of up to {length} ids"))
             for index, ids in zip(indices, new_ids, strict=True):
                 texts[index] = continuation_text(tokenizer, contexts[index], ids, until).text
@@ -153,7 +158,7 @@ class Continuations:
         if len(ids) > max_context:
             _log.warning(
                 "a context of %d ids and %d new ids exceed max_length, %d: the first %d ids are "
-                "left out",
+                "removed",
                 len(ids),
                 num_new,
                 self._model.max_length,
@@ -180,3 +185,10 @@ class Continuations:
                 compiler_options=partitioner.decode_options,
             )
         return self._batchings[decoder, length]
+
+
+def _continuation_text(
+    tokenizer: Tokenizer, until: tuple[str, ...], prompt: Prompt
+) -> ContinuationText:
+    """Returns the text of a prompt's continuation, which grows as tokens are generated."""
+    return ContinuationText(tokenizer, prompt.ids[: prompt.length], until)

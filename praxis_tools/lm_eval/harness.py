@@ -24,7 +24,7 @@ def harness_model(
     """Returns an `LM` of lm_eval, for `lm_eval.simple_evaluate(harness_model(model), ...)`.
 
     The model scores and continues text on its mesh. Requests are sorted by length and padded to
-    powers of two, so that few programs are compiled.
+    powers of two, so that it is compiled for few shapes.
 
     Args:
       model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.

@@ -35,7 +35,7 @@ class HarnessModel(TemplateLM):
       text_ids: Rules for tokenizing text.
       num_rows: Number of requests per batch.
       seed: Seed for sampling.
-      settings: Arguments passed to all decoders.
+      **settings: Arguments passed to all decoders.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class HarnessModel(TemplateLM):
             return None
         if chat_template not in (True, "default"):
             raise ConfigError(
-                f"--apply_chat_template names {chat_template!r}; expected no name, because only "
-                "the tokenizer's default template is supported. Remove the name."
+                f"--apply_chat_template is {chat_template!r}; expected no value, because only the "
+                "tokenizer's default template is supported. Remove the value."
             )
         if self.tokenizer.chat is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Computes log-likelihoods of continuations with a forward pass over context and continuation."""
+"""Computes log-likelihoods of continuations, for lm_eval's `loglikelihood` requests."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from praxis_lite.inputs.text.length_classes import batches_by_length
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# B batch, T time, V classes.
+# B batch, T time, V vocabulary.
 Pair = tuple[Sequence[int], Sequence[int]]
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Score(NamedTuple):
 
 
 class LogLikelihoods:
-    """Scores continuations on the model's mesh, with one compiled program per length class.
+    """Scores continuations on the model's mesh, with one compiled function per length class.
 
     Args:
       model: The evaluated model.
@@ -63,7 +63,7 @@ class LogLikelihoods:
         """
         rows = [self._truncate(*pair) for pair in pairs]
         lengths = [len(row) - 1 for row, _ in rows]  # The last id is only a label, not an input.
-        scores: list[Score | None] = [None] * len(rows)
+        scores: dict[int, Score] = {}
         progress = Progress("scored", len(rows))
         for indices, length in batches_by_length(lengths, self._num_rows, self._model.max_length):
             batch = self._batch([rows[index] for index in indices], length)
@@ -73,7 +73,7 @@ class LogLikelihoods:
             for row, index in enumerate(indices):
                 scores[index] = Score(float(log_likelihoods[row]), bool(is_greedy[row]))
             progress.add(len(indices))
-        return scores
+        return [scores[index] for index in range(len(rows))]
 
     def _truncate(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
         """Returns the last max_length + 1 ids of a request and the number of scored ids."""
@@ -118,7 +118,7 @@ class LogLikelihoods:
 
 
 def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-likelihood of each row's scored labels and whether argmax predicts them."""
+    """Returns the log-likelihood of each row's scored labels, and whether all are most likely."""
     takes_paddings = "paddings" in inspect.signature(type(model).__call__).parameters
     paddings = {"paddings": batch["paddings"]} if takes_paddings else {}
     logits_BTV = model(batch["ids"], **paddings)[0].astype(jnp.float32)

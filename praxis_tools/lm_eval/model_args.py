@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.sharding.mesh_config import MeshConfig
@@ -101,16 +101,19 @@ def _load_pretrained(args: Mapping[str, Any]) -> HuggingFaceModel:
     )
 
 
-def _mesh(value: object) -> MeshConfig | str:
-    if value in ("attached", "job"):
-        return value
+def _mesh(value: object) -> MeshConfig | Literal["attached", "job"]:
+    if value == "attached":
+        return "attached"
+    if value == "job":
+        return "job"
+    sizes = value if isinstance(value, str) else ""
     require(
-        isinstance(value, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value),
+        re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes) is not None,
         "mesh",
         value,
         "'attached', 'job', or axis sizes such as 1x4x2",
     )
-    return MeshConfig(ici_mesh_shape=tuple(map(int, value.split("x"))))
+    return MeshConfig(ici_mesh_shape=tuple(map(int, sizes.split("x"))))
 
 
 def _strings(args: Mapping[str, Any], name: str) -> Sequence[str]:

@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Certifies jobs by digests of their files and data, or verifies a certificate."""
+    """Writes certificates with digests of jobs' files and data, or verifies a certificate."""
 
     name = "certify"
     summary = "certifies jobs by digests of their files, or verifies a certificate"
@@ -49,7 +49,7 @@ class Certify(Mode):
             "--verify",
             metavar="FILE",
             type=Path,
-            help="verify this certificate against the given jobs; default: the jobs named in the "
+            help="verify this certificate against the jobs; default: the jobs at the paths in the "
             "certificate",
         )
         options.add_argument(
@@ -84,7 +84,8 @@ class Certify(Mode):
             )
         if verify is not None and (json or html):
             raise ConfigError(
-                "--verify cannot be combined with --json or --html, because it writes no files."
+                "--verify cannot be combined with --json or --html, because it writes no files. "
+                "Remove them."
             )
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Computing digests requires no accelerator.
         from praxis_tools.report.certified.facts import Reading
@@ -131,8 +132,8 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     paths = paths or [job.path for job in certificate.jobs]
     if len(paths) != len(certificate.jobs):
         raise ConfigError(
-            f"{file} certifies {len(certificate.jobs)} jobs, but {len(paths)} are given. Give all "
-            "jobs in the certificate's order, or no jobs if they have not been moved."
+            f"The number of jobs is {len(paths)}, but {file} certifies {len(certificate.jobs)}. "
+            "List all jobs in the certificate's order, or none if they have not been moved."
         )
     jobs = [open_for_reading(path, writes=False) for path in paths]
     verdicts = [own, *verify_certificate(certificate, jobs, reading)]
@@ -153,7 +154,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
 class _Progress:
     """Prints progress messages to stderr, at most every ten seconds."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._printed_at = time.monotonic()
 
     def __call__(self, text: str) -> None:

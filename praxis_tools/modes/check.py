@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Check(Mode):
-    """Checks that an experiment computes the same results on several meshes as on one device."""
+    """Checks that an experiment's results are the same on several meshes and on one device."""
 
     name = "check"
     summary = "compares an experiment's results on several meshes with those on one device"
@@ -80,7 +80,7 @@ def check_experiment(
     steps: int,
     shrink: bool,
 ) -> "Certificate":
-    """Compares the command line's experiment on several meshes with the same on one device.
+    """Compares an experiment's results on several meshes with its results on one device.
 
     Args:
       command: The parsed command line, which names the experiment.

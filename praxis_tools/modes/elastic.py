@@ -1,4 +1,4 @@
-"""`--elastic`: runs this process as the supervisor of a host or as a worker of the supervisor."""
+"""`--elastic`: runs this process as the supervisor of a host, or as the supervisor's worker."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from praxis_tools.stuck.progress import progress_recorder
 def begin_elastic(
     command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
 ) -> int | None:
-    """Runs the supervisor of this host, or prepares a worker.
+    """Runs this host's supervisor, or prepares this process as a worker.
 
     Args:
       command: The parsed command line.
@@ -29,7 +29,7 @@ def begin_elastic(
       health_dir: Value of --health_dir.
 
     Returns:
-      The exit status in a supervisor, or None in a worker, which has then received its assignment.
+      The exit status in a supervisor, or None in a worker after it has received its assignment.
 
     Raises:
       ConfigError: A flag is invalid or missing, or the directory does not belong to a job.
@@ -91,4 +91,5 @@ def _import(command: CommandLine) -> None:
     from praxis_lite.experiment.launched_config import config_of_experiment
     from praxis_lite.trainer import launch  # noqa: F401
 
+    assert command.exp is not None  # The supervisor has checked it.
     config_of_experiment(command.exp, command.settings, command.packages)

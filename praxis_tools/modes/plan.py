@@ -15,7 +15,7 @@ from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write, names
 
 if TYPE_CHECKING:
-    from praxis_tools.plan.job_plan import Plan
+    from praxis_tools.plan.job_plan import Plan as JobPlan
 
 STEPS = ("train", "eval", "decode")
 _SEARCH_MINUTES = 10.0
@@ -128,7 +128,7 @@ class Plan(Mode):
         if measure and (topology is not None or search):
             raise ConfigError(
                 "--measure runs on the attached devices, so it cannot be combined with --topology "
-                "or --search."
+                "or --search. Remove them."
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
@@ -149,7 +149,9 @@ class Plan(Mode):
             from praxis_tools.plan.attached import measure as measure_steps
 
             measure_steps(build(launched.config), file=json, residuals=residuals)
-        elif search:
+            return
+        assert topology is not None  # Checked above.
+        if search:
             launched = experiment_of(command)
 
             from praxis_tools.plan.job_plan import compiling_for
@@ -191,7 +193,7 @@ def plan_experiment(
     batch_sizes: Sequence[int] = (),
     residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
-) -> "Plan":
+) -> "JobPlan":
     """Plans the steps of the command line's experiment; the plan may exceed the device memory.
 
     Args:

@@ -9,7 +9,7 @@ _SEED = 0
 
 
 class Sweep(Mode):
-    """Runs an experiment as one trial per combination of settings, and ranks the trials."""
+    """Trains an experiment once per combination of settings, and ranks these trials."""
 
     name = "sweep"
     summary = "trains an experiment with many settings and finds the best"

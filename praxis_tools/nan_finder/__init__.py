@@ -1,5 +1,5 @@
 """Finds the layer and source line that produced a NaN or an infinity (run.debug_nans).
 
-The module `reports` explains a training step, `origins` searches any jaxpr, and `tags` evaluates a
-jaxpr with a tag for each array.
+The module `reports` explains a training step. It uses `origins`, which finds the operation in any
+jaxpr, and `tags`, which evaluates a jaxpr with a tag per array.
 """

@@ -1,6 +1,6 @@
-"""Finds the operation that produced the first NaN or infinity in a program.
+"""Finds the operation that produced the first NaN or infinity in a jaxpr.
 
-Numbers discarded by a select, as in an attention mask or a guarded division, are never reported.
+Numbers that a select discards are not reported, such as masked attention scores.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Origin:
     """The origin of a non-finite number.
 
     Attributes:
-      operation: The operation that produced the number, or None for a constant in the program.
+      operation: The operation that produced the number, or None for a constant in the jaxpr.
       iterations: Index of the iteration in each loop around the operation, or None if unknown.
     """
 
@@ -34,10 +34,10 @@ class Origin:
 
 
 class OriginSearch:
-    """Runs a program and finds the origins of non-finite numbers in some of its outputs.
+    """Evaluates a jaxpr and finds the origins of non-finite numbers in some of its outputs.
 
     Args:
-      jaxpr: The program's closed jaxpr, `jax.jit(function).trace(...).jaxpr`.
+      jaxpr: The closed jaxpr, such as `jax.jit(function).trace(...).jaxpr`.
       outputs: Indices of the outputs to check. Operations that do not affect them are removed.
       replicated: A replicated sharding, which allows every process to read the results, or None for
         a single process.
@@ -56,14 +56,14 @@ class OriginSearch:
         """Returns the origin of the first non-finite number in each output; None if all are finite.
 
         Args:
-          args: Flat arguments of the program, which are not donated.
+          args: Flat arguments of the jaxpr, which are not donated.
           only_nan: Whether to ignore infinities and find the origin of the first NaN.
         """
         tags = jax.device_get(self._run(np.bool_(not only_nan), np.bool_(False), *args))
         return [self._origin(int(tag)) for tag in tags]
 
     def _traced(self, infinities_count: jax.Array, never: jax.Array, *args: jax.Array) -> list:
-        # Twice the number of operations, because JAX may trace the body of a loop twice.
+        # Reserve twice the number of operations, because JAX may trace the body of a loop twice.
         num_operations = 2 * (len(args) + sum(1 for _ in all_eqns(self._jaxpr.eqns))) + 1
         self._num_iterations = int(CONSTANT) // num_operations
         run = TaggedRun(self._num_iterations, infinities_count, never)
@@ -75,17 +75,20 @@ class OriginSearch:
         """Decodes a tag to its operation and the iteration of each enclosing loop."""
         if tag >= CONSTANT:
             sum_over_devices = Origin(Operation("a sum over devices"))
-            return {CONSTANT: Origin(None), ELSEWHERE: sum_over_devices}.get(tag)
+            return {int(CONSTANT): Origin(None), int(ELSEWHERE): sum_over_devices}.get(tag)
         index, iteration = divmod(tag, self._num_iterations)
         operation = self._operations[index]
-        is_known, iterations = iteration < self._num_iterations - 1, []
+        is_known = iteration < self._num_iterations - 1
+        iterations: list[int | None] = []
+        # The index is a mixed-radix number with one digit per loop; the innermost loop is last.
         for loop in reversed(operation.loops):
             length = loop.length or NUM_WHILE_ITERATIONS
-            iteration, in_loop = divmod(iteration, length)
-            if loop.length is None and in_loop == length - 1:
+            iteration, digit = divmod(iteration, length)
+            in_loop: int | None = digit
+            if loop.length is None and digit == length - 1:
                 in_loop = None
             elif loop.is_reversed:
-                in_loop = length - 1 - in_loop
+                in_loop = length - 1 - digit
             iterations.insert(0, in_loop if is_known else None)
         return Origin(operation, tuple(iterations))
 

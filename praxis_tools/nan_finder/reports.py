@@ -1,4 +1,4 @@
-"""Reports the layer that made the loss or gradient of a step non-finite (run.debug_nans)."""
+"""Reports the layer that produced a step's first NaN or infinity (run.debug_nans)."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ MAX_REPORTS = 20
 
 
 class NonFinite(Hook):
-    """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
+    """Reports the layer that produced a step's first NaN or infinity (run.debug_nans)."""
 
     # `after_step` waits for the step itself, and this wait is counted as step time.
     waits = False
@@ -56,12 +56,12 @@ class NonFinite(Hook):
 
 
 class NonFiniteReports:
-    """Checks every step of a run, and reruns steps whose loss or gradient is not finite.
+    """Checks every step, and reruns steps whose loss or gradient is not finite.
 
-    These steps change neither weights nor optimizer slots, so the initial state is still available.
-    The rerun uses a separate program that checks the result of every operation. The program is
-    compiled when the first such step occurs, requires the memory of a step in addition to the
-    state, and is several times slower than a step.
+    These steps change neither weights nor optimizer slots, so the state before the step is still
+    available. The rerun uses a separate compiled function that checks the result of every
+    operation. The function is compiled when the first such step occurs, requires the memory of a
+    step in addition to the state, and is several times slower than a step.
 
     Args:
       partitioner: Partitioner of the training step.
@@ -70,7 +70,7 @@ class NonFiniteReports:
       max_reports: Maximum number of reports.
 
     Attributes:
-      search: The compiled program, or None before the first rerun.
+      search: The function that reruns a step, or None before the first rerun.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class NonFiniteReports:
     def _state_before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
         """Returns the state before a skipped step, given the state after it."""
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # A skipped step only changes this and counters.
+        if "loss_scale" in opt_states:  # Skipped steps change only the loss scale and counters.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
@@ -128,12 +128,13 @@ class NonFiniteReports:
         if self.search is None:
             traced = self._partitioner.train_step.trace(*args)
             structure = jax.tree.structure(traced.out_info)
-            _, indices = jax.tree.unflatten(structure, range(structure.num_leaves))
+            num_outputs = len(jax.tree.leaves(traced.out_info))
+            _, indices = jax.tree.unflatten(structure, range(num_outputs))
             self.search = OriginSearch(
                 traced.jaxpr, _watched(indices), self._partitioner.replicated
             )
-        args = [x for _, x in leaves]
-        loss, gradient = self.search(args, only_nan=False)
+        arrays = [x for _, x in leaves]
+        loss, gradient = self.search(arrays, only_nan=False)
         first = loss or gradient
         if first is None:
             return [
@@ -144,7 +145,7 @@ class NonFiniteReports:
         if first.operation is not None and first.operation.argument is not None:
             path, x = leaves[first.operation.argument]
             return _argument_reasons(path, x, self._partitioner.replicated)
-        loss_nan, gradient_nan = self.search(args, only_nan=True)
+        loss_nan, gradient_nan = self.search(arrays, only_nan=True)
         return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
 
 
@@ -197,8 +198,11 @@ def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[
 
 
 def _describe(origin: Origin) -> str:
-    """Formats an origin: 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
-    operation, depth, iterations = origin.operation, 0, []
+    """Formats an origin: 'in the layer encoder/blocks[3]/ffn, produced by log, at block.py:12'."""
+    operation, depth = origin.operation, 0
+    if operation is None:
+        return "from a constant in the model's code"
+    iterations: list[str] = []
     scopes = _scopes(operation)
     for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
         depth = max(depth, len(_scopes(loop)))
@@ -213,7 +217,7 @@ def _describe(origin: Origin) -> str:
             iterations.append(f"{name or 'iteration'} {iteration}")
     layer = "/".join(scopes)
     hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
-    parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
+    parts = [f"in the layer {layer}" if layer else "", f"produced by {operation.primitive}{hint}"]
     lines = _source_lines(operation.tracebacks)
     parts += [f"at {lines}" if lines else "", *iterations]
     return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Evaluates a program with a tag for each array that identifies where it became non-finite.
+"""Evaluates a jaxpr with a tag per array, which identifies where the array became non-finite.
 
 An operation is an origin if it produces a non-finite number from finite numbers. Tags are
 propagated through loops, branches and calls.
@@ -24,10 +24,10 @@ from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
 Pair = tuple[Any, Any]  # (value, tag).
 # A tag is an int32, operation * num_iterations + iteration. The smallest of several tags is the
-# first origin in the program. These values are reserved:
+# first origin. These values are reserved:
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
 ELSEWHERE = np.int32(2**31 - 2)  # The number was received from another device.
-CONSTANT = np.int32(2**31 - 3)  # The number is a constant in the program.
+CONSTANT = np.int32(2**31 - 3)  # The number is a constant in the jaxpr.
 NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
 
 # Collectives under shard_map, whose results contain numbers from other devices.
@@ -47,7 +47,7 @@ _COLLECTIVES = {
     "unreduced_psum",
     "unreduced_reduce_scatter",
 }
-# Operations that only move, copy or negate the numbers in their operand are never an origin.
+# Operations that only move, copy or negate numbers. They are never an origin.
 _SAME_NUMBERS = {
     "reshape",
     "transpose",
@@ -86,7 +86,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation or an argument of a program.
+    """An operation or an argument of a jaxpr.
 
     Attributes:
       primitive: Name of the JAX primitive, such as "log".
@@ -125,7 +125,7 @@ class TaggedRun(Interpreter):
         self._varying_axes: tuple[str, ...] = ()
 
     def argument_tag(self, index: int, x: Any) -> Any:
-        """Returns the tag of an argument of the program."""
+        """Returns the tag of an argument of the jaxpr."""
         if not _is_float(x):
             return NOWHERE
         self.operations.append(Operation("argument", argument=index))
@@ -166,7 +166,7 @@ class TaggedRun(Interpreter):
         return lax.add(np.int32(first), lax.min(self._iteration, last))
 
     def _tag(self, x: Any, tags: Sequence[Any], here: Any) -> Any:
-        """Returns the tag of `x`, the result of an operation with the tag `here`.
+        """Returns the tag of an operation's result.
 
         Args:
           x: The result.
@@ -211,12 +211,15 @@ class TaggedRun(Interpreter):
         return lax.select(self._infinities_count, CONSTANT, NOWHERE)
 
     def scan(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        # The carry of the tagged scan is (values with tags, iteration, last check). The inputs `xs`
+        # have one tag each, so an element only gets the tag if it is itself non-finite. The tags of
+        # the outputs `ys` are merged over all iterations.
         params, length = eqn.params, eqn.params["length"]
         consts, carry, xs = split_loop_operands(eqn, operands)
         arrays, tags = _unzipped(xs)
         loop = Loop(self.name_stack, self.tracebacks, length, params["reverse"])
 
-        def body(state: tuple, row: list[Any]) -> tuple:
+        def body(state: tuple, row: list[Any]) -> tuple[tuple, list[Pair]]:
             values, index, self._last_check = state
             with self._in_iteration(loop, index):
                 tagged = [

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 import numpy as np
 
 _PER_SECOND = "_per_second"
-# These columns do not overlap. Their sum is the training time without startup.
+# These columns measure separate times. Their sum is the training time without startup.
 _TIMES = ("step_time", "evaluation_time", "save_time")
 
 
 def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
     """Returns the unit of the batch weight, such as "tokens", or None if no column has one."""
     units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
-    units = [unit for unit in units if unit not in ("steps", "hours")]  # The other axes.
+    units = [unit for unit in units if unit not in ("steps", "hours")]  # Names of other axes.
     usual = [unit for unit in ("tokens", "examples") if unit in units]
     return next(iter([*usual, *units]), None)
 
@@ -21,8 +21,8 @@ def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
 def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the x axes: "steps", the total weight (such as "tokens") and "hours".
 
-    Lost steps are excluded. Hours include steps, evaluations and saves, but not startup or the time
-    between launches.
+    Lost steps are excluded. Hours include steps, evaluations and saves, but neither startup nor the
+    time between launches.
     """
     axes = {"steps": columns["step"]}
     times = {name: _valid(columns[name]) for name in _TIMES if name in columns}
@@ -40,7 +40,7 @@ def _valid(column: np.ndarray) -> np.ndarray:
 
 
 def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the values of all axes at the given steps, for instance the steps of evaluations.
+    """Returns the values of all axes at the given steps, such as the steps of evaluations.
 
     The values are 0 before the first line and stay constant after the last line.
     """
@@ -54,7 +54,7 @@ def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Groups of consecutive lines; groups are smaller at the start, where curves are steep.
+    """Groups of consecutive lines. Groups are smaller at the start, where curves are steep.
 
     Attributes:
       starts: First line of each bucket, int [buckets].
@@ -91,25 +91,25 @@ class Buckets:
         return np.fmax.reduceat(values, self.starts)
 
 
-def buckets_of(num_lines: int, most: int) -> Buckets:
-    """Divides lines into at most `most` buckets.
+def buckets_of(num_lines: int, max_buckets: int) -> Buckets:
+    """Divides lines into at most `max_buckets` buckets.
 
     Three quarters of the boundaries are evenly spaced, and the others refine the start. If there
-    are at most `most` lines, each line is a bucket.
+    are at most `max_buckets` lines, each line is a bucket.
     """
-    if num_lines <= most:
+    if num_lines <= max_buckets:
         return Buckets(np.arange(num_lines), num_lines)
-    at_start = most // 4
-    equal = np.linspace(0, num_lines, most - at_start, endpoint=False)
+    at_start = max_buckets // 4
+    equal = np.linspace(0, num_lines, max_buckets - at_start, endpoint=False)
     growing = np.geomspace(1, num_lines, at_start, endpoint=False)
     return Buckets(np.unique(np.concatenate([equal, growing]).astype(np.int64)), num_lines)
 
 
-def with_extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most `most` sorted indices that include local extremes and the last value."""
-    if len(values) <= most:
+def with_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Returns at most `max_points` sorted indices, including local extremes and the last value."""
+    if len(values) <= max_points:
         return np.arange(len(values))
-    bounds = np.linspace(0, len(values), (most - 1) // 2 + 1).astype(np.int64)
+    bounds = np.linspace(0, len(values), (max_points - 1) // 2 + 1).astype(np.int64)
     kept = {len(values) - 1}
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         part = values[start:end]

@@ -25,7 +25,7 @@ from praxis_tools.report.curves import (
 from praxis_tools.report.job_reader import JobState, truncated
 from praxis_tools.report.step_certificates import failed, summary
 
-# Columns that break down a step's time, in the order in which they are drawn.
+# Columns with the time that a step spends on each activity, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
 # Columns with events at individual steps, which are marked on the page.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
@@ -52,7 +52,7 @@ def document(
     """
     names = metric_names(jobs)
     drawn = names[:_MAX_METRICS]
-    # A bucket stores the mean, minimum and maximum of a metric, but only the mean of a time.
+    # A bucket contains the mean, minimum and maximum of a metric, but only the mean of a time.
     num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
     num_values += sum(name in job.columns for job in jobs for name in SPENT)
     num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
@@ -78,7 +78,7 @@ def document(
 
 
 def metric_names(jobs: Sequence[JobState]) -> list[str]:
-    """Returns all metric names: "loss" first, then the metrics that the most jobs have."""
+    """Returns all metric names: "loss" first, then by the number of jobs with the metric."""
     counts: dict[str, int] = {}
     for job in jobs:
         evaluated = [name for columns in job.evaluations.values() for name in columns]
@@ -98,9 +98,9 @@ def config_differences(
         compared.
 
     Returns:
-      (differences, num_equal): The paths of settings that differ, each with a list of its values in
-      all configs (None if missing, truncated if long), and the number of settings that are equal
-      in all configs.
+      (differences, num_equal): The path of each setting that differs, with its value in every
+      config (None if missing, truncated if long), and the number of settings that are the same in
+      every config.
     """
     known = [bool(config) for config in configs]
     paths = list(dict.fromkeys(path for config in configs for path in config))
@@ -114,9 +114,9 @@ def config_differences(
 
 
 def _num_points(bytes_per_point: int, budget: tuple[int, int, int]) -> int:
-    num_bytes, fewest, most = budget
-    in_base64 = num_bytes * 3 // (4 * max(bytes_per_point, 1))
-    return min(max(in_base64, fewest), most)
+    num_bytes, min_points, max_points = budget
+    num_points = num_bytes * 3 // (4 * max(bytes_per_point, 1))  # Base64 adds a third.
+    return min(max(num_points, min_points), max_points)
 
 
 def _job(
@@ -129,10 +129,10 @@ def _job(
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
     marked["hands"] = np.array([change.from_step for change in job.handovers], float)
-    wrong = {item.step for item in failed(job.certificates)}
-    certified = {item.step for item in job.certificates} - wrong
+    differing = {item.step for item in failed(job.certificates)}
+    certified = {item.step for item in job.certificates} - differing
     marked["certified"] = np.array(sorted(certified), float)
-    marked["differences"] = np.array(sorted(wrong), float)
+    marked["differences"] = np.array(sorted(differing), float)
     marks = {
         kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MAX_MARKS]))}
         for kind, steps in marked.items()
@@ -187,7 +187,7 @@ def _job(
 
 
 def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
-    """Returns the "mean", "min" and "max" of each bucket; only "mean" if buckets are lines."""
+    """Returns the "mean", "min" and "max" of each bucket; only "mean" if buckets have one line."""
     if not len(values):
         return {"mean": ""}
     if buckets.are_lines:
@@ -211,7 +211,7 @@ def _evaluation(
 
 
 def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns a generation as JSON values; "axes" is None if it completed no step."""
+    """Returns a generation as JSON values; "axes" is None if the generation completed no step."""
     at = None
     if change.from_step is not None and change.reached:
         at = _axes(at_steps(axes, np.array([change.from_step], float)))
@@ -244,7 +244,7 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
-    # If steps were repeated, show the devices used for the last repetition.
+    # If steps were repeated, show only the devices of the last repetition.
     is_valid = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
         "axes": _axes(at_steps(axes, steps[is_valid])),

@@ -1,4 +1,4 @@
-"""Reads job files for reports without locking them, so reports work during training."""
+"""Reads job files for reports without locking them, so that reports work during training."""
 
 import dataclasses
 import os
@@ -80,12 +80,13 @@ class JobState:
 
     @property
     def state(self) -> str:
-        """The state as text: "trains", "has no steps", "was stopped" (early) or "has ended"."""
+        """The job's state: "trains", "has no steps", "was stopped" (early) or "has ended"."""
         if self.is_training:
             return "trains"
         if not self.last_step:
             return "has no steps"
-        if self.goodput and self.goodput.launches[-1].ended_by == THE_END:  # An early stop too.
+        # This includes jobs that ended by early stopping.
+        if self.goodput and self.goodput.launches[-1].ended_by == THE_END:
             return "has ended"
         steps = self.num_train_steps
         return "was stopped" if steps is not None and self.last_step < steps else "has ended"
@@ -100,7 +101,7 @@ class JobState:
 
     @property
     def handovers(self) -> Sequence[GenerationRecord]:
-        """Generations that completed steps, excluding the first generation of the job."""
+        """Generations that completed steps, excluding the job's first generation."""
         return [
             change
             for change in self.changes
@@ -141,8 +142,8 @@ class JobReader:
                 notes.append(str(error))
                 return default
 
-        # Check this first: if training has ended by now, the files read below are complete.
-        trains = is_training(files.path)
+        # Check this before reading: if training has ended, the files below are complete.
+        training = is_training(files.path)
         self._columns.read()
         if number := self._columns.num_unreadable:
             lines = "1 line that is not" if number == 1 else f"{number} lines that are not"
@@ -155,11 +156,12 @@ class JobReader:
         samples, notes_on_samples = read_samples(files, max_chars)
         notes += notes_on_samples
         eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
+        no_layout: tuple[list[LayoutArray], str] = ([], "")
         return JobState(
             name=self._name,
             path=str(files.path),
             experiment=recorded_experiment(files),
-            is_training=trains,
+            is_training=training,
             columns=columns,
             evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
             config=config,
@@ -167,14 +169,14 @@ class JobReader:
             goodput=read_or_note(lambda: goodput_of(files), None),
             changes=read_or_note(lambda: read_generation_records(elastic_file), []),
             certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
-            layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
+            layout=read_or_note(lambda: read_layout(files.layout_json), no_layout),
             profiles=_profiles(files),
             notes=notes,
         )
 
 
 def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
-    """Opens the jobs of a report, and names each by the shortest unique suffix of its path.
+    """Opens the jobs of a report. The name of a job is the shortest unique suffix of its path.
 
     A job that is listed several times is returned once.
 
@@ -236,7 +238,7 @@ def truncated(text: str, max_chars: int) -> str:
 
 
 def _config(files: JobDir) -> dict[str, str]:
-    """Maps the path of each setting in config.txt to its value; {} if it cannot be read."""
+    """Returns a dict that maps the paths in config.txt to values; {} if it cannot be read."""
     try:
         text = content_of(files.config_txt).decode("utf-8", "replace")
     except OSError:
@@ -246,7 +248,7 @@ def _config(files: JobDir) -> dict[str, str]:
 
 
 def _profiles(files: JobDir) -> dict[int, str]:
-    """Maps the first step of each of a job's newest profiles to its tables."""
+    """Returns a dict that maps the first step of each of the newest profiles to its tables."""
     found = [
         (int(file.parent.name), file)
         for file in files.profiles.glob("*/profile.txt")

@@ -55,14 +55,15 @@ class Report:
         parts = {
             "title": escape(", ".join(job.name for job in self.jobs)),
             "jobs": "".join(losses),
-            # Escape "<", because names can contain any text and could end the script element.
+            # Escape "<", because names can contain any text, such as the end of a script element.
             "document": json.dumps(content, separators=(",", ":"), allow_nan=False).replace(
                 "<", "\\u003c"
             ),
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
-            # Split at placeholders instead of replacing them: a value may contain "{{name}}" too.
+            # Split at the placeholder instead of replacing it, because values inserted before may
+            # contain "{{name}}".
             before, after = pieces.pop().split("{{" + name + "}}")
             pieces += [before, value, after]
         return "".join(pieces)
@@ -106,17 +107,18 @@ def print_reports(
     printed: dict[str, int] = {}
     while True:
         report = reader.read()
-        follows = follow_seconds is not None and any(job.is_training for job in report.jobs)
+        is_training = any(job.is_training for job in report.jobs)
+        interval = follow_seconds if is_training else None
         if html is not None:
-            text = report.page(reload_seconds=follow_seconds if follows else None)
+            text = report.page(reload_seconds=interval)
             write_whole(html, text.encode("utf-8", "replace"))
-        if not follows:
+        if interval is None:
             break
         for job in report.jobs:
             if printed.get(job.name) != job.last_step:
                 printed[job.name] = job.last_step
                 write_line(progress_text(job))
-        sleep(follow_seconds)
+        sleep(interval)
     write_line(str(report))
     if html is not None:
         write_line(f"\nOpen this page in a browser: {html.absolute()}")

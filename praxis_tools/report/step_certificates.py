@@ -17,8 +17,8 @@ class StepCertificate:
     Attributes:
       step: The certified step.
       num_comparisons: Number of comparisons.
-      closest: The array closest to its tolerance, and its difference divided by the tolerance;
-        None if unknown.
+      closest: The array whose difference is closest to its tolerance, and the difference divided
+        by the tolerance; None if unknown.
       difference: Description of the difference, or "" if there is no difference.
     """
 
@@ -45,14 +45,14 @@ def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
 
 def summary(certificates: Sequence[StepCertificate]) -> str:
     """Summarizes a non-empty list of certificates in one line."""
-    wrong = len(failed(certificates))
+    num_failed = len(failed(certificates))
     number = sum(certificate.num_comparisons for certificate in certificates)
     known = [certificate.closest for certificate in certificates if certificate.closest]
     nearest = ""
     if known:
         leaf, share = max(known, key=lambda closest: closest[1])
         nearest = f"; largest difference: {leaf}, {share:.1%} of its tolerance"
-    result = f"{wrong} found a difference" if wrong else "none found a difference"
+    result = f"{num_failed or 'none'} found a difference"
     plural = "s" * (len(certificates) > 1)
     return f"{len(certificates)} certificate{plural} of {number:,} comparisons, {result}{nearest}"
 

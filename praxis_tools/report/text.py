@@ -34,10 +34,10 @@ def report_text(jobs: Sequence[JobState]) -> str:
 
 def progress_text(job: JobState) -> str:
     """Formats a line with the step, loss and state of a job."""
-    of = f" of {job.num_train_steps}" if job.num_train_steps else ""
+    total = f" of {job.num_train_steps}" if job.num_train_steps else ""
     loss = job.columns.get("loss", np.empty(0))
     end = f", loss {metric_text(loss[-1])}" if len(loss) else ""
-    return printable(f"{job.name}: step {job.last_step}{of}{end}, {job.state}")
+    return printable(f"{job.name}: step {job.last_step}{total}{end}, {job.state}")
 
 
 def _jobs(jobs: Sequence[JobState]) -> str:
@@ -51,7 +51,7 @@ def _jobs(jobs: Sequence[JobState]) -> str:
                 str(job.last_step),
                 str(job.num_train_steps or ""),
                 metric_text(loss[-1]) if len(loss) else "",
-                f"{count_of(axes[unit][-1])} {unit}" if len(axes.get(unit, ())) else "",
+                f"{count_of(axes[unit][-1])} {unit}" if unit and len(axes.get(unit, ())) else "",
                 f"{axes['hours'][-1]:.3g}" if len(axes.get("hours", ())) else "",
                 f"{job.goodput.share:.1%}" if job.goodput else "",
                 job.state,
@@ -72,12 +72,12 @@ def _evaluations(jobs: Sequence[JobState]) -> str:
         return ""
     rows = [["last evaluation", *(job.name for job in jobs)]]
     for dataset, metric in names:
-        of_jobs = [job.evaluations.get(dataset, {}) for job in jobs]
+        columns_by_job = [job.evaluations.get(dataset, {}) for job in jobs]
         cells = [
             f"{metric_text(columns[metric][-1])} (step {columns['step'][-1]})"
             if metric in columns
             else ""
-            for columns in of_jobs
+            for columns in columns_by_job
         ]
         rows.append([f"{dataset}/{metric}", *cells])
     return "\n".join(table_lines(rows))

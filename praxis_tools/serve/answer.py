@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
@@ -69,13 +69,15 @@ class Answer:
         loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         seed = secrets.randbits(32) if request.seed is None else request.seed % 2**32
         has_random_seed = request.seed is None
-        self._deadline, self._generations, self._texts = loop.time() + seconds, [], []
+        self._deadline = loop.time() + seconds
+        self._generations: list[Generation] = []
+        self._texts: list[ChoiceText] = []
         for prompt in prompts:
             for sample in range(request.n):
                 choice = len(self._generations)
                 # If the client sets the seed, the answers to a prompt must not depend on the other
                 # prompts in the request.
-                draw = choice if has_random_seed else sample
+                number = choice if has_random_seed else sample
                 self._generations.append(
                     Generation(
                         prompt,
@@ -84,7 +86,7 @@ class Answer:
                         request.top_p,
                         request.top_k,
                         seed,
-                        draw,
+                        number,
                         request.num_logprobs or 0,
                         self._deliver_to(loop, choice),
                     )
@@ -102,12 +104,12 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        """The number of choices: number of prompts times n."""
+        """The number of choices, which is the number of prompts times n."""
         return len(self._texts)
 
     @property
     def usage(self) -> dict[str, int]:
-        """The numbers of prompt tokens and generated tokens, as in OpenAI's API."""
+        """The number of prompt tokens and generated tokens, as in OpenAI's API."""
         num_new = sum(text.num_tokens for text in self._texts)
         return {
             "prompt_tokens": self._num_prompt_tokens,
@@ -140,8 +142,8 @@ class Answer:
                 if not has_begun:
                     raise ApiError(
                         504,
-                        f"The server was busy for {self._seconds:g} s, the time limit of a "
-                        "request. Try again later.",
+                        f"The request was not answered within its time limit of {self._seconds:g} "
+                        "s, because the server is busy. Try again later.",
                         code="timeout",
                     ) from None
                 self.cancel()
@@ -168,11 +170,11 @@ class Answer:
         text = self._texts[choice]
         return Delta(choice, *text.take(), text.finish_reason)
 
-    def _deliver_to(self, loop: asyncio.AbstractEventLoop, choice: int):
+    def _deliver_to(self, loop: asyncio.AbstractEventLoop, choice: int) -> Callable[[Piece], None]:
         """Returns a function that passes pieces from the engine's thread to the event loop."""
 
         def deliver(piece: Piece) -> None:
-            # The loop has ended if the server did not drain in time.
+            # The loop is closed if the server did not drain in time.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._pieces.put_nowait, (choice, piece))
 

@@ -22,7 +22,7 @@ class ApiError(Exception):
       message: Error message with the actual value, the expected value and a suggested fix.
       param: Name of the invalid field in the request.
       code: Machine-readable error code.
-      headers: HTTP headers of the answer.
+      headers: HTTP headers of the response.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self._param, self._code = param, code
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON body of the answer."""
+        """Returns the JSON body of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {

@@ -30,7 +30,7 @@ def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
 
 
 def first_chunks(answer: Answer, model: str) -> list[Json]:
-    """Returns the chunks sent before any text, which contain the role of each choice in a chat."""
+    """Returns the chunks sent before any text: in a chat, the role of each choice."""
     if not answer.request.is_chat:
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
@@ -46,7 +46,7 @@ def first_chunks(answer: Answer, model: str) -> list[Json]:
 
 def chunk(answer: Answer, model: str, delta: Delta) -> Json:
     """Returns the chunk for a delta."""
-    text = {"text": delta.text}
+    text: Json = {"text": delta.text}
     if answer.request.is_chat:
         text = {"delta": {"content": delta.text} if delta.text else {}}
     logprobs = _logprobs(answer, delta.tokens) if delta.tokens else None
@@ -63,7 +63,7 @@ def chunk(answer: Answer, model: str, delta: Delta) -> Json:
 
 
 def usage_chunk(answer: Answer, model: str) -> Json:
-    """Returns the last chunk, which contains the token counts, for clients that request it."""
+    """Returns the last chunk of a stream with `include_usage`, which contains the token counts."""
     return {**_chunk(answer, model, None), "usage": answer.usage}
 
 
@@ -93,15 +93,20 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        # If several tokens have the same text, keep the most likely token.
-        "top_logprobs": [
-            {other.text: other.logprob for other in reversed([*token.likeliest, token])}
-            for token in tokens
-        ]
+        "top_logprobs": [_logprob_by_text(token) for token in tokens]
         if answer.request.num_logprobs
         else None,
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _logprob_by_text(token: Token) -> dict[str, float]:
+    """Maps the texts of a generated token and its alternatives to their log-probs.
+
+    If several tokens have the same text, the log-prob of the most likely token is returned.
+    """
+    candidates: list[NamedToken | Token] = [*token.likeliest, token]
+    return {candidate.text: candidate.logprob for candidate in reversed(candidates)}
 
 
 def _entry(token: NamedToken | Token) -> Json:

@@ -1,7 +1,7 @@
 """Converts the tokens of an answer to text that can be sent.
 
-Text is only sent in complete characters, ends before a stop string, and includes log-probs if
-requested.
+Only complete characters are sent, and the text ends before a stop string. If requested, log-probs
+are added.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,10 @@ STOP, LENGTH = "stop", "length"
 
 
 class NamedToken(NamedTuple):
-    """A possible token with its text, log-prob and bytes (None if the bytes are unknown).
+    """A token that could be generated next, with its text, log-prob and bytes.
 
-    The text of an incomplete character is "bytes:\\xe2\\x82", as in OpenAI's API.
+    The bytes are None if they are unknown. If the token is an incomplete character, its text lists
+    the bytes, such as "bytes:\\xe2\\x82", as in OpenAI's API.
     """
 
     text: str
@@ -100,7 +101,7 @@ class ChoiceText:
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that has become final and the tokens of this text."""
+        """Returns the text that can be sent since the last call, and the tokens of this text."""
         text, end = self._text.take(), self._text.num_final
         if self._text.is_stopped:  # Remove the tokens of the stop string.
             self._tokens = [
@@ -122,18 +123,18 @@ class ChoiceText:
         return text, taken
 
     def _add_rest(self, text: str) -> None:
-        """Adds held-back text (an incomplete character at the end) to the last token."""
+        """Adds text that was held back (an incomplete character) to the last token."""
         if text and self._tokens:
             last = self._tokens[-1]
             self._tokens[-1] = last._replace(text=last.text + text)
 
     def _push(self, token: int, logprob: float, likeliest: Likeliest) -> None:
         named = self._named_token(token, logprob)
-        others = [(other, self._named_token(other, x)) for other, x in likeliest]
+        alternatives = [(other, self._named_token(other, x)) for other, x in likeliest]
         offset = len(self._text.text)
         text = self._text.push(token)
         # Give the generated token the same text among the alternatives as in the answer.
-        others = [x._replace(text=text) if other == token else x for other, x in others]
+        others = [x._replace(text=text) if other == token else x for other, x in alternatives]
         self._tokens.append(Token(text, logprob, named.content, offset, others))
 
     def _named_token(self, token: int, logprob: float) -> NamedToken:

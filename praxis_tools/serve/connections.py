@@ -5,7 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# Maximum number of connections without a complete request. If exceeded, the oldest is closed.
+# Maximum number of connections without a complete request. If there are more, the oldest is closed.
 MAX_WAITING_CONNECTIONS = 128
 # Time limit for the head of a request, starting from the connection or the previous answer.
 HEAD_SECONDS = 10.0
@@ -30,12 +30,15 @@ def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protoco
     return Protocol
 
 
-class _DeadlineProtocol(AutoHTTPProtocol):
+# uvicorn chooses its protocol class when it is imported, so mypy sees a variable.
+class _DeadlineProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     max_answer_seconds = max_body_seconds = float("inf")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._state, self._since, self._writable_at = None, self.loop.time(), self.loop.time()
+        # (current request and answer, `is_waiting()`) and the time at which this last changed.
+        self._state: tuple[Any, bool] | None = None
+        self._since = self._writable_at = self.loop.time()
         waiting = [
             connection
             for connection in self.connections
@@ -50,6 +53,7 @@ class _DeadlineProtocol(AutoHTTPProtocol):
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def _check_deadlines(self) -> None:
+        """Closes the connection if a deadline has passed, otherwise checks again in a second."""
         if self not in self.connections:
             return
         # `self.cycle` is the current or last request and its answer.

@@ -91,11 +91,12 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
         ("GET", "/metrics"): metrics,
     }
 
-    async def unknown_url(http: HttpRequest, error: HTTPException) -> Response:
+    async def unknown_url(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         return _error(
             ApiError(
                 error.status_code,
-                f"{http.method} {http.url.path}: {error.detail}. Available are "
+                f"{http.method} {http.url.path}: {error.detail}. Use one of "
                 f"{', '.join(map(' '.join, routes))}.",
                 code="unknown_url",
             )
@@ -129,8 +130,8 @@ def _checked(
             if limits.hosts is not None and not has_allowed_host(hosts, limits.hosts):
                 raise ApiError(
                     403,
-                    f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
-                    "only answers requests from its own machine. Set --host to allow others.",
+                    f"The Host header is {', '.join(hosts)!a:.80}, but this server only answers "
+                    "requests from the same machine. Start it with --host to allow others.",
                 )
             _check_key(http, limits.api_key)
             response = await endpoint(http)
@@ -178,7 +179,7 @@ async def _body(http: HttpRequest) -> bytes:
     """Reads the body of a request; raises ApiError if it is not JSON, too large or too slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Browsers let websites send other types across origins without a preflight request.
+        # Browsers let any website send other content types here without a preflight request.
         raise ApiError(
             415,
             f"The Content-Type is {kind!a:.80}; expected application/json.",
@@ -207,7 +208,7 @@ async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
         if not answer.request.stream:
             all_deltas = await _unless_disconnected(http, _collect(deltas))
             return _json(bodies.complete_body(answer, name, all_deltas))
-        # Wait for the first token, because errors before it can still set the HTTP status.
+        # Wait for the first token, because the HTTP status can only report errors until then.
         first = await _unless_disconnected(http, anext(deltas))
     except BaseException:
         answer.cancel()
@@ -226,17 +227,17 @@ async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(disconnect())]
+    answered, disconnected = asyncio.ensure_future(result), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
+        await asyncio.wait([answered, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
         raise _CLIENT_GONE
     finally:
-        for task in tasks:
-            task.cancel()
+        answered.cancel()
+        disconnected.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await tasks[1]
+            await disconnected
 
 
 class _EventStream(StreamingResponse):

@@ -78,8 +78,8 @@ class Engine:
     Call `run` in the thread that owns the devices. All other methods may be called in any thread.
 
     Args:
-      batching: Programs that decode the rows with SampleByRow.
-      mdl_vars: Model variables, as expected by these programs.
+      batching: Compiled functions that decode the rows with SampleByRow.
+      mdl_vars: Model variables, as `batching` expects them.
       prompt_lengths: Lengths to which prompts are padded.
       max_waiting: Maximum number of generations in the queue.
 
@@ -101,7 +101,8 @@ class Engine:
         self._waiting: collections.deque[Generation] = collections.deque()
         self._in_rows: dict[int, Generation] = {}
         self._cancelled: set[Generation] = set()
-        self._deadline: float | None = None  # In seconds of time.monotonic, once it is draining.
+        # End of draining in seconds of time.monotonic, or None if the engine is not draining.
+        self._deadline: float | None = None
         self._rows: Rows | None = None
         self.num_tokens = self.num_prompts = 0
 
@@ -122,7 +123,7 @@ class Engine:
         return self._deadline is not None
 
     def warm_up(self) -> None:
-        """Compiles all programs.
+        """Compiles all functions that decoding needs.
 
         Raises:
           OutOfMemory: The rows do not fit in memory.
@@ -166,7 +167,7 @@ class Engine:
             self._changed.notify()
 
     def drain(self, seconds: float) -> None:
-        """Makes `run` return after `seconds`, or earlier if all generations have finished."""
+        """Makes `run` return as soon as all generations have finished, or after `seconds`."""
         with self._changed:
             if not self.is_draining:
                 self._deadline = time.monotonic() + seconds
@@ -198,14 +199,15 @@ class Engine:
         with self._changed:
             while not self._waiting and not self._in_rows and not self.is_draining:
                 self._changed.wait()
-            if not self.is_draining:
+            if self._deadline is None:
                 return True
             has_work = bool(self._waiting or self._in_rows)
             return has_work and time.monotonic() < self._deadline
 
     def _decode_steps(self) -> None:
-        """Frees rows of cancelled generations, admits waiting generations and decodes."""
+        """Frees the rows of cancelled generations, admits waiting generations and decodes."""
         rows = self._rows
+        assert rows is not None, "call warm_up first"
         with self._changed:
             for index, generation in list(self._in_rows.items()):
                 if generation in self._cancelled:
@@ -247,8 +249,8 @@ class Engine:
 
 
 def _piece(new: NewTokens, num_likeliest: int) -> Piece:
-    likeliest = []
-    if num_likeliest:
+    likeliest: list[Likeliest] = []
+    if num_likeliest and new.likeliest_ids is not None and new.likeliest_logprobs is not None:
         pairs = zip(new.likeliest_ids.tolist(), new.likeliest_logprobs.tolist(), strict=True)
         likeliest = [
             list(zip(ids, logprobs, strict=True))[:num_likeliest] for ids, logprobs in pairs

@@ -20,24 +20,26 @@ class Field(NamedTuple):
     check: Check
 
 
-def integer(least: int, most: int) -> Field:
+def integer(minimum: int, maximum: int) -> Field:
     """Returns a field for integers in a range."""
     return Field(
-        f"an integer from {least} to {most}",
-        lambda x: x if type(x) is int and least <= x <= most else None,
+        f"an integer from {minimum} to {maximum}",
+        lambda x: x if type(x) is int and minimum <= x <= maximum else None,
     )
 
 
-def number(least: float, most: float) -> Field:
+def number(minimum: float, maximum: float) -> Field:
     """Returns a field for numbers in a range."""
     return Field(
-        f"a number from {least:g} to {most:g}",
-        lambda x: float(x) if is_number(x) and math.isfinite(x) and least <= x <= most else None,
+        f"a number from {minimum:g} to {maximum:g}",
+        lambda x: (
+            float(x) if is_number(x) and math.isfinite(x) and minimum <= x <= maximum else None
+        ),
     )
 
 
 FLAG = Field("true or false", lambda x: x if type(x) is bool else None)
-TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
+TEXT = Field("a string", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:

@@ -1,9 +1,9 @@
-"""`main.py --mode=serve`: serves a job's or a Hugging Face model through OpenAI's HTTP API."""
+"""`main.py --mode=serve`: serves a language model through OpenAI's HTTP API."""
 
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.host_names import LOOPBACK_HOSTS, is_loopback
@@ -93,7 +93,12 @@ class Serve(Mode):
         )
 
     def run(
-        self, command: CommandLine, *, step: int | str | None, hf: str | None, **options: Any
+        self,
+        command: CommandLine,
+        *,
+        step: int | Literal["best"] | None,
+        hf: str | None,
+        **options: Any,
     ) -> None:
         """Serves the model; raises ConfigError for invalid options before compiling anything."""
         require_package("starlette", "--mode=serve")
@@ -111,7 +116,7 @@ class Serve(Mode):
             raise ConfigError(f"{option} only applies to a job. Remove it, or remove --hf.")
         from praxis_tools.serve.server import bound_socket
 
-        # Bind the port before reading the weights, so that a port in use fails immediately.
+        # Bind the port before reading the weights, to fail immediately if it is in use.
         with bound_socket(options["host"], options.pop("port")) as listening:
             if hf is not None:
                 _serve_huggingface(command, hf, listening, **options)
@@ -135,15 +140,19 @@ def _serve_huggingface(
 
 
 def _serve_job(
-    command: CommandLine, step: int | str | None, listening: "socket.socket", **options: Any
+    command: CommandLine,
+    step: int | Literal["best"] | None,
+    listening: "socket.socket",
+    **options: Any,
 ) -> None:
+    assert command.job_log_dir is not None
     launched = recorded_job_of(command, "decode", has_prompts=True)
     with job_on_mesh(command, launched, "load") as job:
         from praxis_lite.trainer.decoding.user_prompts import check_language_model
         from praxis_lite.trainer.restored_weights import restored_weights
 
         check_language_model(job.partitioner.task, "--mode=serve")
-        step, mdl_vars = restored_weights(
+        _, mdl_vars = restored_weights(
             job.partitioner, job.files, step, job.run.decode_use_ema_states
         )
         _serve(job.partitioner, mdl_vars, command.job_log_dir, listening, **options)

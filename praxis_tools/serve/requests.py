@@ -28,8 +28,8 @@ class Request:
       is_chat: Whether this is a chat request, which is answered with a message.
       model: Name of the model.
       prompts: Texts or token ids, or the conversation of a chat request.
-      max_tokens: Maximum number of new tokens. The default is the remaining space for a chat, and
-        16 otherwise.
+      max_tokens: Maximum number of new tokens. If None, a chat may use all remaining positions, and
+        a completion has at most 16 tokens.
       temperature: Temperature of sampling.
       top_p: Probability mass of nucleus sampling.
       top_k: Number of most likely tokens to sample from, or 0 for all tokens.
@@ -99,8 +99,8 @@ def chat(body: bytes) -> Request:
     if given.get("tools") and "tool_choice" not in given:
         raise ApiError(
             400,
-            "tools without tool_choice are not supported. Set tool_choice: none; the prompt "
-            "then describes the tools, and calls are part of the answer's text.",
+            "tools without tool_choice are not supported. Set tool_choice: none. The prompt then "
+            "describes the tools, and the answer's text contains the calls.",
             param="tools",
             code="invalid_value",
         )
@@ -202,7 +202,7 @@ _SAMPLING = {
         "a number above 0 and at most 1",
         lambda x: number(0, 1).check(x) or None,
     ),
-    # As in vLLM, -1 also means all tokens.
+    # As in vLLM, -1 means all tokens too.
     "top_k": Field(
         "an integer, 0 or -1 for all tokens",
         lambda x: max(x, 0) if type(x) is int and -1 <= x < 2**31 else None,
@@ -210,7 +210,7 @@ _SAMPLING = {
     "n": integer(1, MAX_CHOICES),
     "seed": integer(-(2**63), 2**63 - 1),
     "stop": Field(
-        f"a text, or at most {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARACTERS} characters",
+        f"a string, or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters",
         _stops,
     ),
     "stream": FLAG,
@@ -226,12 +226,12 @@ _SAMPLING = {
 _CONTEXT = ("tools", "documents", "chat_template_kwargs")
 _COMPLETION = {
     "prompt": Field(
-        f"a text, token ids, or at most {MAX_CHOICES} of either",
+        f"a string, a list of token ids, or a list of at most {MAX_CHOICES} of either",
         _prompts,
     ),
     "logprobs": integer(0, MAX_LOGPROBS),
     **_SAMPLING,
-    "best_of": only(1, because="choosing the most likely of several is not supported. Use n"),
+    "best_of": only(1, because="selecting the best of several answers is not supported. Use n"),
     "echo": only(False, because="returning the prompt is not supported"),
     "suffix": only("", because="inserting text before a suffix is not supported"),
 }
@@ -241,7 +241,7 @@ _CHAT = {
         '{"type": "text"} parts',
         _messages,
     ),
-    **{name: Field("a value as in a row of training data", lambda x: x) for name in _CONTEXT},
+    **{name: Field("a value as in a training example", lambda x: x) for name in _CONTEXT},
     "max_completion_tokens": integer(1, 2**31 - 1),
     "logprobs": FLAG,
     "top_logprobs": integer(0, MAX_LOGPROBS),

@@ -19,13 +19,13 @@ from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.engine import STEPS_BETWEEN_CHECKS, Engine
 from praxis_tools.serve.requests import COMPLETION_TOKENS, MAX_LOGPROBS, Request
 
-# Default limit on tokens per row, because a larger cache may not fit in memory.
+# Default maximum number of tokens per row. The cache of longer rows may not fit in memory.
 DEFAULT_MAX_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A language model with the properties that requests depend on.
+    """The properties of a served language model that requests depend on.
 
     Attributes:
       name: Name of the model in requests.
@@ -42,7 +42,9 @@ class ServedModel:
     eos_ids: Collection[int]
 
     def tokenize(self, request: Request) -> list[np.ndarray]:
-        """Returns the token ids of each prompt; may be slow, and may be called in any thread.
+        """Returns the token ids of each prompt.
+
+        This can be slow, so do not call it in the event loop. It may be called in any thread.
 
         Raises:
           ApiError: The request is for a different model, or a prompt is empty, too long, contains
@@ -94,9 +96,9 @@ class ServedModel:
         if len(ids) + num_new > self.max_length:
             raise ApiError(
                 400,
-                f"{param} has {len(ids)} tokens and at least {num_new} tokens have to be "
-                f"generated, {len(ids) + num_new} in total, but this server's limit is "
-                f"{self.max_length}. Shorten the prompt or request fewer tokens.",
+                f"{param} and the answer have {len(ids)} + {num_new} = {len(ids) + num_new} tokens "
+                f"in total, but this server's limit is {self.max_length}. Shorten the prompt or "
+                "request fewer tokens.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -115,7 +117,7 @@ def create_served_model(
 
     Args:
       partitioner: Partitioner of the model.
-      mdl_vars: Model variables, which are donated if they have to be converted for decoding.
+      mdl_vars: Model variables. They are donated if they have to be converted for decoding.
       name: Name of the model in requests.
       max_length: Maximum total number of tokens in a prompt and its answer. The default is the
         model's number of positions, but at most DEFAULT_MAX_LENGTH.
@@ -135,7 +137,7 @@ def create_served_model(
     max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
     whole_number(max_waiting, "--max_queue", 1)
-    # Use the job's settings for computing tokens; requests determine the sampling.
+    # Take the settings that affect only the speed from the job. Requests determine the sampling.
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (

@@ -1,4 +1,4 @@
-"""Runs a server: opens the port, runs the engine and the HTTP thread, and drains on signals."""
+"""Runs the server: opens the port, runs the engine and the HTTP thread, and handles signals."""
 
 import socket
 import threading
@@ -12,8 +12,8 @@ from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-LAST_SECONDS = 5  # Time to send the last bytes of answers before the server exits.
-# Maximum number of connections in addition to connections with requests in rows or in the queue.
+LAST_SECONDS = 5  # Time limit for sending the end of answers before the server exits.
+# Maximum number of connections whose requests are neither being decoded nor in the queue.
 MORE_CONNECTIONS = 256
 
 
@@ -65,8 +65,8 @@ def serve(
         _DrainOnSignal(engine, drain_seconds),
     ):
         print(
-            f"ready: {running.url}/v1 serves {model.name}: {engine.num_rows} answers at a time, of "
-            f"{model.max_length} tokens with their prompts",
+            f"ready: {running.url}/v1 serves {model.name}: up to {engine.num_rows} answers at a "
+            f"time, each with at most {model.max_length} tokens including the prompt",
             flush=True,
         )
         engine.run()
@@ -135,8 +135,8 @@ class _DrainOnSignal(signals.SignalListener):
     def _on_signal(self, signum: int) -> None:
         if not self._engine.is_draining:
             signals.write_line(
-                f"{signals.name(signum)}: no new requests are accepted; {self._engine.num_in_rows} "
-                f"answers in rows and {self._engine.num_waiting} in the queue have "
-                f"{self._seconds:g} s"
+                f"{signals.name(signum)}: no new requests are accepted. The server ends within "
+                f"{self._seconds:g} s, after the answers in progress ({self._engine.num_in_rows}) "
+                f"and in the queue ({self._engine.num_waiting})"
             )
             self._engine.drain(self._seconds)

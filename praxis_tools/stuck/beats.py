@@ -1,4 +1,4 @@
-"""Sends heartbeats with the progress of each process, so that process 0 can find stuck ones."""
+"""Sends heartbeats with the progress of each process, to detect stuck processes."""
 
 import dataclasses
 import time
@@ -22,15 +22,19 @@ _STACKS_KEY = "praxis_lite/stacks"
 class StuckBeats(Beats):
     """Heartbeats that contain the progress of each process.
 
-    The heartbeat of the first process lists the stuck processes whose stacks it requests ("asks").
+    The first process requests the stacks of stuck processes by listing them in its heartbeat, in
+    the field "asks".
     """
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
         events.add_listener(progress_recorder)
         self._decision = Decision(processes.count())
-        self._asked: dict[int, str] = {}  # Maps stuck processes to their stacks, or "".
-        self._num_asked, self._reported = 0, ()
+        # Maps stuck processes to their stacks, or to "" before they have arrived.
+        self._asked: dict[int, str] = {}
+        self._num_asked = 0
+        # (process, synchronization point) of each process in the last report.
+        self._reported: tuple[tuple[int, int], ...] = ()
 
     def extra_fields(self) -> dict[str, Any]:
         progress = own_progress(processes.index())
@@ -66,7 +70,10 @@ class StuckBeats(Beats):
     def _find_stuck(
         self, read_stacks: Callable[[Progress], str | None]
     ) -> tuple[Stuck, str] | None:
-        """Returns the stuck processes and a report with their stacks, once for each such set.
+        """Returns the stuck processes and a report with their stacks.
+
+        The same stuck processes are only returned once. If no process is stuck, or stacks have not
+        arrived yet, the result is None.
 
         Only the first process of the job calls this method.
 

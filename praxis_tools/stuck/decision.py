@@ -1,8 +1,8 @@
 """Decides which process is stuck, based on the progress of all processes over time.
 
-In a collective program, all processes wait for the process that has reached the fewest
-synchronization points. It is stuck if the others have waited too long while it does no work. The
-time limit depends on its phase and on how long this phase took before (`ProcessHistory`).
+All processes run the same collectives, so they wait for the process that has reached the fewest
+synchronization points. This process is stuck if the others have waited too long while it does no
+work. The time limit depends on its phase and on how long this phase took before (`ProcessHistory`).
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ class Stuck:
 
 
 class Decision:
-    """Decides which process is stuck, given observations; deterministic, because it has no clock.
+    """Decides which process is stuck, given a series of observations.
 
-    In an elastic job, the leading supervisor creates one for each generation.
+    In an elastic job, the leading supervisor creates one instance per generation.
 
     Args:
       num_processes: Number of processes in the job or the generation.
@@ -49,7 +49,8 @@ class Decision:
 
     def __init__(self, num_processes: int):
         self._histories = [ProcessHistory() for _ in range(num_processes)]
-        self._now, self._last = 0.0, None
+        self._now = 0.0  # Sum of the times between observations.
+        self._last: float | None = None  # Time of the last observation.
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
         """Adds an observation and returns the stuck processes, or None if none seems to be stuck.
@@ -61,19 +62,19 @@ class Decision:
         if self._last is not None:
             self._now += min(max(0.0, seconds - self._last), _MAX_GAP_SECONDS)
         self._last = seconds
-        for item in progress:
-            self._histories[item.process].add(item, self._now)
+        for process_progress in progress:
+            self._histories[process_progress.process].add(process_progress, self._now)
         stopped = [
             history
             for history in self._started()
-            if history.last.state == "T" and self._now - history.state_since >= STOPPED_SECONDS
+            if history.latest.state == "T" and self._now - history.state_since >= STOPPED_SECONDS
         ]
         if stopped:
             since = min(history.state_since for history in stopped)
             return self._stuck(stopped, since, "stopped by a signal (state T) and not continued")
         if len(self._started()) < len(self._histories):
             return None
-        arrived = [history.last.arrived for history in self._histories]
+        arrived = [history.latest.arrived for history in self._histories]
         if min(arrived) < max(arrived):
             return self._check_behind(min(arrived), max(arrived))
         return self._check_all_waiting()
@@ -90,18 +91,18 @@ class Decision:
           last: Synchronization point of the processes that are furthest ahead.
         """
         for history in self._histories:
-            if history.last.arrived < last and history.behind_since is None:
+            if history.latest.arrived < last and history.behind_since is None:
                 history.behind_since = self._now
-        behind = [history for history in self._histories if history.last.arrived == first]
+        behind = [history for history in self._histories if history.latest.arrived == first]
         reasons = [history.why_stuck(self._now) for history in behind]
         if not all(reasons):  # One process makes progress, so the others may be waiting for it.
             return None
-        since = min(history.behind_since for history in behind)
+        since = min(x.behind_since for x in behind if x.behind_since is not None)
         return self._stuck(behind, since, "; ".join(dict.fromkeys(reasons)))
 
     def _check_all_waiting(self) -> Stuck | None:
         """Checks whether all processes have been waiting too long at the same point."""
-        phases = {history.last.doing for history in self._histories}
+        phases = {history.latest.doing for history in self._histories}
         silent = min(history.silent(self._now) for history in self._histories)
         limit = max(history.time_limit_together() for history in self._histories)
         if phases & set(LONG) or silent < max(limit, _TOGETHER_SECONDS):
@@ -118,9 +119,10 @@ class Decision:
             f"all processes have reached the same point ({' and '.join(sorted(phases))}), and none "
             f"makes progress; {hint}"
         )
-        return Stuck((), silent, tuple(history.last for history in self._histories), why)
+        return Stuck((), silent, tuple(history.latest for history in self._histories), why)
 
     def _stuck(self, stuck: Sequence[ProcessHistory], since: float, why: str) -> Stuck:
-        progress = tuple(history.last for history in stuck)
-        waiting = tuple(history.last for history in self._started() if history.last not in progress)
+        progress = tuple(history.latest for history in stuck)
+        started = (history.latest for history in self._started())
+        waiting = tuple(latest for latest in started if latest not in progress)
         return Stuck(progress, self._now - since, waiting, why)

@@ -58,7 +58,7 @@ def describe_state(pid: int) -> str:
 
 
 def _with_counters(progress: Progress, pid: int) -> Progress:
-    """Adds the state of a process and the counters of the process and its running descendants."""
+    """Adds a process's state, and the counters of the process and its running descendants."""
     state, cpu_seconds = _stat(pid)
     children, ready_seconds = _threads(pid)
     while children:
@@ -87,7 +87,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> tuple[list[int], float]:
-    """Returns the running children of a process and the seconds its threads were runnable."""
+    """Returns the running children of a process, and how long its threads were ready to run."""
     children: list[int] = []
     seconds = 0.0
     with contextlib.suppress(OSError):

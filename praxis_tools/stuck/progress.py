@@ -1,4 +1,4 @@
-"""Records the progress of a process in its main thread, in order to find stuck processes."""
+"""Records the progress of a process's main thread, to detect stuck processes."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from praxis_lite.job import events
 from praxis_lite.job.events import DISPATCH, MEETING, Listener, Phase
 
 ON_DEVICES = f" {events.ON_DEVICES}"  # Suffix of `Phase.doing`.
-_MIN_TIMES = 3  # Minimum number of recorded times of an activity for `usual_seconds`.
+_MIN_TIMES = 3  # `usual_seconds` requires this number of recorded times of an activity.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,13 @@ class Progress:
       process: Index of the process in the job, or in the generation of an elastic job.
       doing: Activity of the main thread: a time category of goodput such as "step", "connect" or
         "hook NAME", optionally followed by ON_DEVICES; MEETING; or "" if it is unknown.
-      usual_seconds: Longest time without a sign of life during previous times of this activity, or
-        None after fewer than three of them.
+      usual_seconds: Longest time without a sign of life in earlier activities of this kind, or None
+        if there were fewer than three.
       step: Last finished training step, or None before the first step.
       dispatched: Last training step dispatched to the devices, or None before the first step.
-      arrived: Number of synchronization points that the process has reached: training steps and
-        evaluation batches that it is about to dispatch, and barriers on the host. All processes
-        reach the same points in the same order, so they wait for the process with the lowest
-        number.
+      arrived: Number of synchronization points that the process has reached. These are dispatches
+        of training steps and evaluation batches, and barriers on the host. All processes reach the
+        same points in the same order, so they wait for the process with the lowest number.
       silent_seconds: Time since the last sign of life, measured on the host of the process. A sign
         of life is a synchronization point, a finished step, or the start or end of an activity.
       unheard_seconds: Time since a thread of the process last reported its progress. It increases
@@ -74,7 +73,7 @@ class ProgressRecorder(Listener):
         self._longest: dict[str, float] = collections.defaultdict(float)
         self._num_times: collections.Counter[str] = collections.Counter()
 
-    def sign(self) -> None:
+    def record_sign_of_life(self) -> None:
         """Records a sign of life."""
         now, doing = self._now(), self._doing
         self._longest[doing] = max(self._longest[doing], now - self._last_sign)
@@ -83,23 +82,23 @@ class ProgressRecorder(Listener):
 
     def begins(self, phase: Phase, step: int | None) -> None:
         if phase.kind in (DISPATCH, MEETING):
-            self.arrives(dispatched=step)
-        self.does(phase.doing)
+            self.reach_sync_point(dispatched=step)
+        self.start_activity(phase.doing)
 
     def resumes(self, phase: Phase) -> None:
-        self.does(phase.doing)
+        self.start_activity(phase.doing)
 
     def progress(self, step: int | None) -> None:
         self._step = self._step if step is None else step
-        self.sign()
+        self.record_sign_of_life()
 
-    def does(self, doing: str) -> None:
+    def start_activity(self, doing: str) -> None:
         """Records the start of an activity."""
         if doing != self._doing:
-            self.sign()
+            self.record_sign_of_life()
             self._doing = doing
 
-    def arrives(self, dispatched: int | None = None) -> None:
+    def reach_sync_point(self, dispatched: int | None = None) -> None:
         """Records that the process has reached a synchronization point.
 
         Args:
@@ -107,7 +106,7 @@ class ProgressRecorder(Listener):
         """
         self._arrived += 1
         self._dispatched = self._dispatched if dispatched is None else dispatched
-        self.sign()
+        self.record_sign_of_life()
 
     def progress_of(self, process: int) -> Progress:
         """Returns the progress of this process, given its index; may be called in any thread."""

@@ -13,12 +13,12 @@ BUSY_SECONDS = 300.0
 # Time limit for phases whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase may take up to these multiples of its longest time so far, for idle and busy processes.
+# A phase may take this many times its longest duration so far, in idle and busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
-# A process is working if, in a window of time, it uses at least this share of a core or reads and
-# writes at least this many bytes. On a host with too few cores, it is also working if its threads
-# are ready to run for this share of the window. Background threads (heartbeats, the timeline,
-# trackers) use about 1% of a core.
+# A process is working if, within a time window, it uses this fraction of a core (_CORES) or reads
+# and writes this number of bytes (_BYTES). On a host with too few cores, it is also working if its
+# threads are ready to run for this fraction of the window (_READY). Background threads (heartbeats,
+# the timeline, trackers) use about 1% of a core.
 _WINDOW_SECONDS, _MIN_WINDOW_SECONDS = 20.0, 10.0
 _CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A process usually reports its progress every second or two.
@@ -45,6 +45,12 @@ class ProcessHistory:
         self.behind_since: float | None = None
         self._samples: collections.deque[tuple[float, Progress]] = collections.deque()
 
+    @property
+    def latest(self) -> Progress:
+        """The last observed progress, after at least one observation."""
+        assert self.last is not None
+        return self.last
+
     def add(self, progress: Progress, now: float) -> None:
         """Adds an observation of the process at the time `now`."""
         last, self.last = self.last, progress
@@ -66,10 +72,10 @@ class ProcessHistory:
         if self._is_unheard():
             return "none of its threads runs Python, as if C code never released the GIL"
         if self._is_working():
-            usual = self.last.usual_seconds
-            before = f", which took at most {usual:.2g} s before" if usual is not None else ""
+            usual = self.latest.usual_seconds
+            before = f" (at most {usual:.2g} s before)" if usual is not None else ""
             return f"at work for {silent:.0f} s without a sign of life{before}"
-        disk = ", and it waits for a disk or a network file system" * (self.last.state == "D")
+        disk = ", and it waits for a disk or a network file system" * (self.latest.state == "D")
         return f"no sign of life and no work for {silent:.0f} s{disk}"
 
     def silent(self, now: float) -> float:
@@ -78,8 +84,8 @@ class ProcessHistory:
 
     def time_limit_together(self) -> float:
         """Returns the time limit for silence if no process is behind the others."""
-        usual = self.last.usual_seconds
-        if not self.last.doing:
+        usual = self.latest.usual_seconds
+        if not self.latest.doing:
             return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
@@ -88,7 +94,7 @@ class ProcessHistory:
 
     def _time_limit(self) -> float:
         """Returns the time limit for silence while other processes wait for this one."""
-        doing, usual = self.last.doing, self.last.usual_seconds
+        doing, usual = self.latest.doing, self.latest.usual_seconds
         if not doing:
             return math.inf
         if self._is_working() and not self._is_unheard():
@@ -96,28 +102,29 @@ class ProcessHistory:
                 return math.inf
             limit = BUSY_SECONDS if usual is None else min(_TIMES_BUSY * usual, BUSY_SECONDS)
         elif doing == "save" and not self._is_unheard():
-            limit = math.inf if self.last.state == "D" else UNKNOWN_SECONDS
+            limit = math.inf if self.latest.state == "D" else UNKNOWN_SECONDS
         else:
-            limit = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
+            limit = UNKNOWN_SECONDS if self.latest.state == "D" and doing in LONG else WAIT_SECONDS
         if usual is None or doing.endswith((ON_DEVICES, MEETING)):
             # The usual time may include waiting for other processes, so ignore it.
             usual = 0.0
         return max(limit, WAIT_SECONDS, _TIMES_IDLE * usual)
 
     def _is_unheard(self) -> bool:
-        """Returns whether no thread of the process runs Python, and it is not a long phase's work.
+        """Returns whether the process seems to have hung without releasing the GIL.
 
-        A process that waits, even for a slow file system while it saves, releases the GIL. One that
-        is idle and does not may have hung after its last report, in another phase.
+        A process that waits releases the GIL, even if it waits for a slow file system during a
+        save, so its reports continue. If reports stop in a long phase while the process is idle,
+        the process may have hung in a later phase that it could not report.
         """
-        if self.last.unheard_seconds < _UNHEARD_SECONDS:
+        if self.latest.unheard_seconds < _UNHEARD_SECONDS:
             return False
-        return self.last.doing not in LONG or not self._is_working()
+        return self.latest.doing not in LONG or not self._is_working()
 
     def _is_working(self) -> bool:
         """Returns whether the process is working; True if it is unknown."""
         began, first = self._samples[0]
-        seconds, last = self._samples[-1][0] - began, self.last
+        seconds, last = self._samples[-1][0] - began, self.latest
         if not last.state or seconds < _MIN_WINDOW_SECONDS:
             return True
         return (
@@ -129,8 +136,9 @@ class ProcessHistory:
     def _ready_seconds(self) -> float:
         """Returns the seconds of the window during which a thread was ready to run.
 
-        The difference of two samples is limited to the time between them, because samples are sums
-        over the threads found, and a thread that was missed once reappears with its total.
+        Samples are sums over the threads found in /proc. A thread that is missing in one sample
+        reappears with its total, so the difference of two samples is limited to the time between
+        them.
         """
         return sum(
             min(max(after.ready_seconds - before.ready_seconds, 0.0), end - begin)

@@ -14,7 +14,7 @@ def paragraph(
     name: Callable[[int], str],
     first_collective: Callable[[int], str],
 ) -> str:
-    """Describes which processes are stuck, for how long, and where other processes wait for them.
+    """Describes which processes are stuck, and where other processes wait for them.
 
     Args:
       stuck: The stuck processes.
@@ -55,13 +55,14 @@ def details(
 
 def _where(progress: Progress) -> str:
     """Describes the activity of a process and its last step."""
-    last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
+    step_text = "no step yet" if progress.step is None else f"step {progress.step}"
+    last = f"it has completed {step_text}"
     if progress.unheard_seconds > _HEARD_SECONDS:
         last = f"according to its last report, {last}"
     if progress.doing.endswith(ON_DEVICES):
         dispatched, is_step = progress.dispatched, progress.doing.startswith("step")
         step = f" step {dispatched}" if is_step and dispatched is not None else ""
-        return f"{last} and waits for its own devices to end{step or ' the dispatched program'}"
+        return f"{last} and waits for its own devices to finish{step or ' the dispatched work'}"
     return f"{last} and is in: {progress.doing or 'an unknown phase'}"
 
 
@@ -87,7 +88,7 @@ def _position_of_others(stuck: Stuck, first_collective: Callable[[int], str]) ->
     if phases == {MEETING}:
         return ", at a barrier on the hosts"
     if behind.doing.endswith(ON_DEVICES):
-        return ""  # Its devices run the program, but their position in it is unknown.
+        return ""  # The devices run a step, but their position in the step is unknown.
     step = (behind.dispatched or 0) + 1
     # A resumed process may not have dispatched a step, so take the number from the others.
     ahead = [other.dispatched for other in others if other.dispatched is not None]

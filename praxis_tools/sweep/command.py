@@ -1,8 +1,8 @@
-"""Implements the sweep command, which checks a sweep, runs or prints its trials, and reports."""
+"""Implements `--mode=sweep`: checks a sweep, runs or prints its trials, and prints a report."""
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def sweep(
 
     Args:
       command: The parsed command line.
-      directory: The value of --job_log_dir. Without --exp, its sweep is only reported.
+      directory: The value of --job_log_dir. Without --exp, the sweep in it is only reported.
       parallel: Maximum number of trials that run at the same time.
       prints: Whether to print the commands of the trials instead of running them.
       num_trials: Number of trials, or None for the default.
       metric: The value of --metric, or None for the default.
-      topology: Topology as in --mode=plan. Trials that do not fit on it are not started.
-      chosen: The fields search, better, pruner and seed of `SweepSettings`.
+      topology: Topology as in --mode=plan. Trials that do not fit on its devices are not started.
+      **chosen: The fields search, better, pruner and seed of `SweepSettings`.
 
     Raises:
       ConfigError: A setting, a value to try or the directory is invalid, or a trial cannot be run.
@@ -120,7 +120,8 @@ def _settings(
     search: str,
     **chosen: Any,
 ) -> SweepSettings:
-    """Returns the settings of a sweep after checking every value in the experiment's config."""
+    """Checks every value to try in the experiment's config, and returns the sweep's settings."""
+    assert command.exp is not None
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
@@ -134,12 +135,13 @@ def _settings(
                 "the values. Remove --trials."
             )
         combinations = list(space.combinations())
-        num_trials, to_check = len(combinations), map(space.settings, combinations)
+        num_trials = len(combinations)
+        to_check: Iterable[list[str]] = map(space.settings, combinations)
     else:
         num_trials, to_check = num_trials or NUM_TRIALS, space.to_check()
-    config = first = None
+    first: Any = None  # Config of the first trial.
     for settings in to_check:
-        config = _check_trial(command, settings, space)
+        config = _check_trial(command, command.exp, settings, space)
         first = first or config
     run = build(first.run)
     metric = metric_of(metric, [name for name in first.datasets if name != TRAIN])
@@ -166,10 +168,10 @@ def _settings(
     )
 
 
-def _check_trial(command: CommandLine, settings: list[str], space: Space) -> Any:
+def _check_trial(command: CommandLine, exp: str, settings: list[str], space: Space) -> Any:
     """Returns a trial's config; raises ConfigError with the trial's values if it is invalid."""
     try:
-        config = config_of_experiment(command.exp, settings, command.packages).config
+        config = config_of_experiment(exp, settings, command.packages).config
         check_required(config)
         build(config)
     except ConfigError as error:
@@ -223,7 +225,7 @@ def _report(study: Study, path: Path) -> int | None:
 def _table(study: Study, directory: Path) -> str:
     """Formats a table of the trials and the --set options of the best trial, marked by '*'.
 
-    Below the table are the reasons why trials failed or were refused.
+    Below the table, the reasons why trials failed or were refused are listed.
     """
     sweep, records, best = study.settings, study.records(), study.best()
     paths = list(sweep.space.searched)

@@ -34,8 +34,8 @@ class _EndRequest(signals.SignalListener):
         if self.reason is None:
             self.reason = signals.name(signum)
             signals.write_line(
-                f"{self.reason}: ending the trials, which save their steps; a second signal ends "
-                "at once"
+                f"{self.reason}: ending all trials after they have saved their steps. Send the "
+                "signal again to end immediately."
             )
 
 
@@ -63,7 +63,7 @@ class RunningTrial:
                     self.end()
 
     def end(self) -> None:
-        """Requests that the process saves and exits."""
+        """Asks the process to save and exit."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
@@ -86,7 +86,7 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
     # A job checks its settings, data and memory before its first step.
     if status == 2 and not job.has_stepped():
         return trial.failed("refused", job.last_error())
-    # A job that was stopped externally exits with status 0 but is not complete.
+    # A job that was stopped by a signal exits with status 0, but is not complete.
     if status or job.last_error().startswith("stopped by "):
         return trial.failed("failed", f"status {status}: {job.last_error()}")
     if not values:
@@ -122,7 +122,8 @@ def run_trials(
     """
     waiting, running = study.unfinished(), list[RunningTrial]()
     printed_at = time.monotonic()
-    with _EndRequest() as request, _ending_all(running):
+    request = _EndRequest()
+    with request, _ending_all(running):
         while request.reason is None:
             while request.reason is None and len(running) < parallel:
                 trial = waiting.pop(0) if waiting else study.next()
@@ -132,7 +133,7 @@ def run_trials(
                     running.append(_start(trial, job_of(trial), request, note))
             if not running:
                 break
-            for ended in [each for each in running if each.process.poll() is not None]:
+            for ended in [trial for trial in running if trial.process.poll() is not None]:
                 running.remove(ended)
                 note(f"trial {ended.trial.number}: {ended.record()}")
             for still_running in running:
@@ -146,7 +147,7 @@ def run_trials(
 
 @contextlib.contextmanager
 def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
-    """Context manager that makes the running trials save and exit, and waits for them, on exit."""
+    """Context manager that, on exit, makes the running trials save and waits until they end."""
     try:
         yield
     finally:
@@ -159,7 +160,9 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Plans a trial that has not completed a step, and records it as refused if it does not fit.
+    """Returns whether a trial that has not started does not fit on the topology.
+
+    Such a trial is recorded as refused.
 
     Args:
       trial: The trial to plan.
@@ -181,7 +184,7 @@ def is_refused_by_plan(
         return False
     reason = job.last_error()
     if status != 2 or reason.startswith("--topology"):
-        raise ConfigError(f"The plan of trial {trial.number} ended with status {status}: {reason}")
+        raise ConfigError(f"Planning trial {trial.number} failed with status {status}: {reason}")
     note(f"trial {trial.number}: {trial.failed('refused', reason)}")
     return True
 
@@ -189,7 +192,7 @@ def is_refused_by_plan(
 def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    """Starts or resumes a trial, first waiting for any other process that is training it."""
+    """Starts or resumes a trial, after waiting for any other process that is training it."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
         note(f"trial {trial.number}: waiting for the process that is training it to end")
@@ -197,8 +200,8 @@ def _start(
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{job.files.path}: another process is training this trial. Wait until it has "
-                "ended, or stop it with `kill PID`, which saves its step; the PID is in the file "
-                ".training."
+                "ended, or stop it with `kill PID`, which makes it save its step. The PID is in "
+                "the file .training."
             )
         time.sleep(_POLL_SECONDS)
     values = " ".join(f"{path}={text}" for path, text in trial.values.items())
@@ -220,10 +223,10 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
 
 
 def check_parallel(parallel: int) -> None:
-    """Checks that several trials can share this machine.
+    """Checks that this machine can run several trials at the same time.
 
-    Trials cannot share a machine with accelerators, because every process reserves all of them.
-    The devices are listed in a subprocess for the same reason.
+    A machine with accelerators cannot, because every process reserves all accelerators. Therefore,
+    a subprocess looks up the platform of the devices.
 
     Raises:
       ConfigError: The number is below 1, or it is above 1 and the machine has accelerators.
@@ -235,11 +238,9 @@ def check_parallel(parallel: int) -> None:
         [sys.executable, "-c", _PRINT_PLATFORM], capture_output=True, text=True, check=False
     )
     platform = process.stdout.strip()
-    require(
-        platform == "cpu",
-        "--parallel",
-        parallel,
-        f"1 on devices of the platform {platform!r}",
-        "Every process reserves all accelerators of a machine. Run one trial at a time, or submit "
-        "the commands from --print to a scheduler.",
-    )
+    if platform != "cpu":
+        raise ConfigError(
+            f"--parallel is {parallel}, but expected 1 on the platform {platform!r}, because every "
+            "process reserves all accelerators of a machine. Remove --parallel, or submit the "
+            "commands from --print to a scheduler."
+        )

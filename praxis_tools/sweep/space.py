@@ -15,10 +15,10 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 _WORD, _QUOTED = re.compile(r"\w+"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-# Ranges are searched on a logarithmic scale if their ends have at least this ratio.
+# Ranges are searched on a logarithmic scale if the ratio of their ends is at least this large.
 _LOG_FROM = 10.0
 
-Distribution = Any  # A distribution of Optuna, which is imported lazily.
+Distribution = Any  # A distribution of Optuna, which is an optional dependency.
 # Takes (settings, path) and returns the value at the path after applying the settings.
 ValueAfter = Callable[[Sequence[str], str], Any]
 
@@ -39,19 +39,17 @@ class Space:
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields all combinations as {path: value}; raises ConfigError if a setting is a range."""
         for path, distribution in self.searched.items():
-            require(
-                hasattr(distribution, "choices"),
-                f"{path} of --search=grid",
-                describe(path, distribution),
-                "a list of values",
-                "Ranges require --search=random or --search=tpe.",
-            )
+            if not hasattr(distribution, "choices"):
+                raise ConfigError(
+                    f"--search=grid cannot search a range ({describe(path, distribution)}). List "
+                    "the values to try, or set --search=random or --search=tpe."
+                )
         choices = (distribution.choices for distribution in self.searched.values())
         for texts in itertools.product(*choices):
             yield dict(zip(self.searched, texts, strict=True))
 
     def to_check(self) -> Iterator[list[str]]:
-        """Yields settings of trials that together cover all values and the ends of all ranges."""
+        """Yields settings for trials that together cover all values and both ends of all ranges."""
         first = {path: _examples(searched)[0] for path, searched in self.searched.items()}
         for path, distribution in self.searched.items():
             for text in _examples(distribution):
@@ -86,10 +84,10 @@ def _examples(distribution: Distribution) -> Sequence[str]:
 def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
     """Parses the settings of --set into fixed and searched settings.
 
-    If a field has a single value, commas outside of brackets and quotes separate the values to try.
-    If a field has a sequence, they separate the items of one sequence. Strings to try must be
-    single words or be quoted. `LOW..HIGH` is a range of numbers, which is searched on a logarithmic
-    scale if HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
+    Commas outside of brackets and quotes separate the values to try. If the field's value is a
+    sequence, they separate the items of a single sequence instead. Strings to try must be single
+    words or be quoted. `LOW..HIGH` is a range of numbers. It is searched on a logarithmic scale if
+    HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
 
     Args:
       settings: Settings as `path=value`.
@@ -100,7 +98,8 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
       ConfigError: A field or value does not exist, a list is ambiguous, or no setting is searched.
     """
     searched: dict[str, Distribution] = {}
-    fixed, before = [], []
+    fixed: list[str] = []
+    before: list[str] = []  # The settings so far, with one value each.
     for setting in settings:
         path, _, text = map(str.strip, setting.partition("="))
         distribution = _distribution(path, text, setting, before, value_after)
@@ -114,11 +113,11 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
         count = sum(setting.partition("=")[0].strip() == path for setting in settings)
         if count > 1:
             raise ConfigError(
-                f"--set {path} is given {count} times. Give it once, with all values."
+                f"--set contains {path} {count} times. Specify it once, with all values to try."
             )
     if not searched:
         raise ConfigError(
-            "--mode=sweep has no setting to search. Set several values for a setting, such as "
+            "--mode=sweep requires a setting to search. Set several values for a setting, such as "
             "--set task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
         )
     return Space(tuple(fixed), searched)
@@ -127,7 +126,11 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 def _distribution(
     path: str, text: str, setting: str, before: Sequence[str], value_after: ValueAfter
 ) -> Distribution | None:
-    """Returns the distribution of a setting, or None if it has a single value."""
+    """Returns the distribution of a setting, or None if it has a single value.
+
+    Text with commas is ambiguous if the field also accepts it as one string or sequence. Whether
+    it does is found out by applying the setting.
+    """
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:
         return None
@@ -139,7 +142,8 @@ def _distribution(
     if is_range:
         if isinstance(single, str):
             return None
-        return _range(path, *is_range.groups(), before, value_after)
+        low, high, scale = is_range.groups()
+        return _range(path, low, high, scale, before, value_after)
     if isinstance(single, str):
         if not all(map(_QUOTED.fullmatch, items)) and not all(
             isinstance(word, str) and _WORD.fullmatch(word) for word in (current, *items)
@@ -213,18 +217,18 @@ def _range(
 def items_of(text: str) -> list[str]:
     """Splits text at commas outside of brackets and quotes, and drops an empty last item."""
     items, closing, quote = [""], [], ""
-    for letter in text:
+    for char in text:
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in _PAIRS:
-            closing.append(_PAIRS[letter])
-        elif closing and letter == closing[-1]:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in _PAIRS:
+            closing.append(_PAIRS[char])
+        elif closing and char == closing[-1]:
             closing.pop()
-        elif letter == "," and not closing:
+        elif char == "," and not closing:
             items.append("")
             continue
-        items[-1] += letter
+        items[-1] += char
     items = [item.strip() for item in items]
     return items[:-1] if len(items) > 1 and not items[-1] else items

@@ -1,6 +1,6 @@
 """Manages the trials of a sweep, which Optuna chooses, prunes and records in a journal.
 
-Trials that were running when a sweep was killed stay marked as running, and are resumed later.
+Trials that were running when a sweep was killed remain marked as running and are resumed later.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
 from praxis_tools.sweep.space import text_of
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
-# Trials are never pruned in their first quarter, in which the learning rate warms up.
+# Trials are never pruned in the first quarter of their steps, while the learning rate warms up.
 _WARMUP_PART = 4
 
 
@@ -59,7 +59,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
         if settings is not None:
-            _cut_torn_line(journal)
+            _remove_incomplete_line(journal)
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
             if settings is None:
@@ -82,7 +82,13 @@ class Study:
             ) from error
         if settings is not None and before is not None:
             settings.check_continues(before)
-        self.settings = settings or before
+        chosen = settings or before
+        if chosen is None:
+            raise ConfigError(
+                f"{journal} contains no settings, because the sweep was killed while it started. "
+                "Start it again with --exp=NAME."
+            )
+        self.settings: SweepSettings = chosen
         if settings is not None and recorded != settings.as_json():
             self._study.set_user_attr("settings", settings.as_json())
         self._study.pruner = self._pruner()
@@ -102,7 +108,7 @@ class Study:
             return None
 
     def draw(self, path: Path) -> None:
-        """Writes a PNG plot with a panel for each setting, showing the metric of complete trials.
+        """Writes a PNG plot of the complete trials' metric, with a panel for each searched setting.
 
         Raises:
           ConfigError: matplotlib is missing, or the file cannot be written.
@@ -110,14 +116,14 @@ class Study:
         pyplot = optional_module("matplotlib.pyplot", str(path))
         plots = optional_module("optuna.visualization.matplotlib", str(path))
         with warnings.catch_warnings(), pyplot.rc_context():
-            warnings.simplefilter("ignore")  # Experimental in Optuna; the axis of a single value.
+            warnings.simplefilter("ignore")  # Optuna's plots are experimental.
             plots.plot_slice(self._study, target_name=self.settings.metric)
             figure = pyplot.gcf()
             # Optuna sorts the settings. The last axes belong to the color bar.
             names = unique_ends([path.split(".") for path in sorted(self.settings.space.searched)])
             for axes, name in zip(figure.axes, names, strict=False):
                 axes.set_xlabel(".".join(name))
-                if axes.get_xscale() != "log":  # The labels may contain dollar signs.
+                if axes.get_xscale() != "log":  # Do not parse dollar signs in labels as math.
                     for label in axes.get_xticklabels():
                         label.set_parse_math(False)
             try:
@@ -154,7 +160,7 @@ class Study:
 
     @contextlib.contextmanager
     def _sampler_for(self, number: int) -> Iterator[None]:
-        """Context manager with a sampler that only depends on the seed and the trial number."""
+        """Context manager that sets a sampler that depends only on the seed and trial number."""
         seed, samplers = self.settings.seed + 1_000_003 * number, self._optuna.samplers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna warns about experimental features.
@@ -208,7 +214,7 @@ class OpenTrial:
         self._study.tell(self._trial, state=_state("PRUNED"))
 
     def failed(self, status: str, reason: str) -> str:
-        """Records the reason that the trial has no result and returns a description.
+        """Records why the trial has no result and returns a description.
 
         Args:
           status: "failed" or "refused".
@@ -220,8 +226,8 @@ class OpenTrial:
         return f"{status}: {reason}"
 
 
-def _cut_torn_line(journal: Path) -> None:
-    """Removes an incomplete last line, because Optuna would append to it."""
+def _remove_incomplete_line(journal: Path) -> None:
+    """Removes an incomplete last line, because Optuna would append the next entry to it."""
     if journal.is_file():
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)

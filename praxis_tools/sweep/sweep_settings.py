@@ -79,7 +79,7 @@ class SweepSettings:
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Returns {option: value} for the settings that must not change when a sweep is resumed."""
+        """Returns {option: value} for the options that must not change when a sweep is resumed."""
         searched = itertools.starmap(describe, self.space.searched.items())
         return {
             "--exp": self.experiment,
@@ -92,7 +92,9 @@ class SweepSettings:
 
 
 def metric_of(metric: str | None, eval_sets: Sequence[str]) -> str:
-    """Returns the metric that ranks the trials; defaults to the loss on the evaluation dataset.
+    """Returns the metric that ranks the trials.
+
+    The default is the loss on the evaluation dataset, or the training loss if there is none.
 
     Args:
       metric: The value of --metric, or None.

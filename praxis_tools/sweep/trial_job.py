@@ -35,11 +35,11 @@ Values = list[tuple[int, float]]
 
 
 class TrialJob:
-    """The training job of a trial, stored in SWEEP/trials/NNNN with output in NNNN.txt.
+    """The training job of a trial, in the directory SWEEP/trials/NNNN.
 
     Attributes:
       files: Job directory.
-      output: Path of the file with the output of the job's processes.
+      output: File with the output of the job's processes, SWEEP/trials/NNNN.txt.
       metric: Name of the metric that ranks the trials.
     """
 
@@ -88,9 +88,9 @@ class TrialJob:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C signals the entire process group, so start a new one: the sweep itself
-                # forwards the signal once.
                 env=environment,
+                # Ctrl-C sends a signal to the entire process group. In a new session, the trial
+                # only receives the signal that the sweep forwards.
                 start_new_session=True,
             )
 
@@ -133,7 +133,7 @@ class TrialJob:
         """Returns (step, metric) pairs, sorted by step.
 
         Args:
-          every: Interval in steps at which training losses are returned.
+          every: Number of steps between the training losses that are returned.
 
         Raises:
           ConfigError: The file is damaged.

@@ -1,1 +1,1 @@
-"""Computes the MFU and HFU of training steps from the traced and compiled step."""
+"""Computes the MFU and HFU of training from the traced and the compiled training step."""

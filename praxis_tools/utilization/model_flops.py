@@ -18,13 +18,13 @@ from praxis_tools.explain.hlo_matmuls import window_hits
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """The matmul flops of a program, summed over all devices.
+    """The matmul flops of a traced function, summed over all devices.
 
     Attributes:
       flops: Twice the number of multiplications in matmuls and convolutions, excluding
         rematerialization and the optimizer.
-      at_least: Whether `flops` is a lower bound, because the program contains a loop of unknown
-        length (`lax.while_loop`), which is counted as one iteration.
+      at_least: Whether `flops` is a lower bound, because the function contains a loop of unknown
+        length (`lax.while_loop`), of which only one iteration is counted.
     """
 
     flops: int
@@ -52,17 +52,17 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
 def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
     """Calls `value_and_grad` on the entire batch.
 
-    On one device, batches are not padded, so their number of rows may not be divisible by the
-    number of micro-batches.
+    On one device, batches are not padded, so the number of micro-batches may not divide the batch
+    size.
     """
     return accumulation.value_and_grad(*args, **named)
 
 
 def model_flops(jaxpr: Any) -> ModelFlops:
-    """Returns the matmul flops of a traced program with global shapes.
+    """Returns the matmul flops of a jaxpr with global shapes.
 
-    The body of a scan is counted once per iteration, and a conditional as its most expensive
-    branch. Pallas and cuDNN kernels are not counted.
+    The body of a scan is counted once per iteration. Of a conditional, only the most expensive
+    branch is counted. Pallas and cuDNN kernels are not counted.
     """
     flops, at_least = 0, False
     for eqn in map(expand_high_level, open_jaxpr(jaxpr).eqns):
@@ -91,27 +91,32 @@ def _num_runs(name: str, params: dict[str, Any]) -> int:
     return 1
 
 
+def _shape(operand: Any) -> tuple[int, ...]:
+    """Returns the shape of an equation's operand or result, which must be an array."""
+    return operand.aval.shape
+
+
 def _dot(eqn: core.JaxprEqn) -> int:
     (contracting, _), _ = eqn.params["dimension_numbers"]
-    lhs = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
+    lhs = _shape(eqn.invars[0])
+    return 2 * math.prod(_shape(eqn.outvars[0])) * math.prod(lhs[dim] for dim in contracting)
 
 
 def _ragged_dot(eqn: core.JaxprEqn) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
-    lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    lhs, out = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     flops = 2 * math.prod(out) * math.prod(lhs[dim] for dim in contracting)
     if set(numbers.lhs_ragged_dimensions) & set(contracting):
         # The output has one matrix per group, which is computed only from the rows of this group.
-        return flops // eqn.invars[2].aval.shape[-1]
+        return flops // _shape(eqn.invars[2])[-1]
     return flops
 
 
 def _convolution(eqn: core.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs = (var.aval.shape for var in eqn.invars)
-    out = eqn.outvars[0].aval.shape
+    lhs, rhs = map(_shape, eqn.invars)
+    out = _shape(eqn.outvars[0])
     batch, features = numbers.out_spec[:2]
     flops = 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
     for dim in range(len(params["window_strides"])):

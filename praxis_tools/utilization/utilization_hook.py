@@ -27,8 +27,8 @@ class Utilization(Hook):
     Both are flops per second divided by the chip's bfloat16 peak. MFU (model flops utilization)
     counts the matmuls of the model itself, excluding padding, pipeline bubbles, the optimizer,
     remat, and work repeated on several devices. HFU (hardware flops utilization) counts all matmuls
-    in the compiled program on a device. Nothing is added on CPU or on chips that are not in the
-    table in praxis_tools/plan/chips.py.
+    in the compiled step on a device. Nothing is added on CPU or on chips that are not in the table
+    in praxis_tools/plan/chips.py.
 
     Args:
       job: The job on its mesh.
@@ -54,11 +54,13 @@ class Utilization(Hook):
     def _count(self, chip: Chip) -> None:
         partitioner = self._job.partitioner
         step, spec = partitioner.train_step, self._job.datasets[TRAIN].element_spec()
-        program = flops_of_program(step.lower(spec).compile().as_text())
+        text = step.lower(spec).compile().as_text()
+        assert text is not None  # All backends of JAX provide it.
+        program = flops_of_program(text)
         self._flops = {HFU: program.flops}
         head = (
             f"MFU and HFU are relative to {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "
-            f"{chip.name}. Per step and device, the compiled program has "
+            f"{chip.name}. Per step and device, the compiled step has "
             f"{program.flops / 1e12:,.4g} TFLOP of matmuls (HFU), and "
         )
         try:
@@ -70,7 +72,7 @@ class Utilization(Hook):
                 f"{shown(reason, 300)}"
             )
             return
-        # If the compiler merged matmuls, the program has fewer flops than the model.
+        # If the compiler merged matmuls, the compiled step has fewer flops than the model.
         on_device = model.flops / partitioner.mesh.size + program.useful_kernels
         self._flops[MFU] = min(on_device, program.flops)
         lower_bound = "; a loop of unknown length is counted as one iteration" * model.at_least
@@ -80,13 +82,15 @@ class Utilization(Hook):
         )
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, float]:
-        seconds = metrics.line[STEP_TIME]
-        return {name: flops / seconds / self._chip.peak() for name, flops in self._flops.items()}
+        if self._chip is None:
+            return {}
+        seconds, peak = metrics.line[STEP_TIME], self._chip.peak()
+        return {name: flops / seconds / peak for name, flops in self._flops.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFlops:
-    """The matmul flops of a compiled program on one device.
+    """The matmul flops of a compiled function on one device.
 
     Attributes:
       flops: Flops of all matmuls, including known kernels (splash attention, cuDNN attention).
@@ -98,10 +102,10 @@ class ProgramFlops:
 
 
 def flops_of_program(text: str) -> ProgramFlops:
-    """Returns the flops of a compiled program, counting loops of unknown length as one iteration.
+    """Returns the flops of a compiled function, counting loops of unknown length as one iteration.
 
     Args:
-      text: HLO text of the program.
+      text: HLO text of the function.
     """
     flops = useful = 0
     for site in executed(parse(text)):
@@ -118,4 +122,4 @@ def attached_chip(job: JobOnMesh) -> Chip | None:
     """Returns the chip of the job's mesh; None on CPU and for chips with an unknown peak."""
     devices = list(job.partitioner.mesh.devices.flat)
     topology = None if devices[0].platform == "cpu" else attached_topology(devices)
-    return topology and topology.chip
+    return None if topology is None else topology.chip

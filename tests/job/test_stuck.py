@@ -70,29 +70,29 @@ class Process:
             if self.works:
                 self.work(self.works[0], end)
             elif is_over(len(self.arrived_at) - 1 - (not self.place.is_barrier), self.now):
-                self.noted.sign()
+                self.noted.record_sign_of_life()
                 self.enter(len(self.arrived_at) - 1)
             else:
                 self.state = "S"
                 doing = f"{self.place.works[-1].doing}{ON_DEVICES}"
-                self.noted.does(MEETING if self.place.is_barrier else doing)
+                self.noted.start_activity(MEETING if self.place.is_barrier else doing)
                 self.now = end
         if self.heard:
             self.heard_at = self.now
 
     def work(self, work: Work, end: float) -> None:
-        self.noted.does(work.doing)
+        self.noted.start_activity(work.doing)
         self.state, self.heard = work.state, work.is_heard
         used = min(end - self.now, work.seconds * self.speed - self.spent)
         if self.spent // work.sign_every != (self.spent + used) // work.sign_every:
-            self.noted.sign()
+            self.noted.record_sign_of_life()
         self.cpu, self.io = self.cpu + used * work.cores, self.io + used * work.bytes_per_second
         self.spent, self.now = self.spent + used, self.now + used
         if self.spent >= work.seconds * self.speed - 1e-9:
             self.works.pop(0)
             self.spent = 0.0
             if not self.works:
-                self.noted.arrives(dispatched=len(self.arrived_at))
+                self.noted.reach_sync_point(dispatched=len(self.arrived_at))
                 self.arrived_at.append(self.now)
 
     def progress(self) -> Progress:
@@ -406,7 +406,7 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
         return paragraph(stuck, "process {} (host)".format, "all-reduce for {}".format)
 
     assert words(culprit, other) == (
-        "process 1 (host) is stuck: no sign of life for 36 s; it has ended step 12 and is in: "
+        "process 1 (host) is stuck: no sign of life for 36 s; it has completed step 12 and is in: "
         "input wait; process 0 (host) waits for it for 36 s, in step 13's first collective that "
         "needs its devices: all-reduce for 1"
     )
@@ -417,14 +417,14 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
     assert words(culprit, meeting).endswith("for 36 s, at a barrier on the hosts")
     begun = dataclasses.replace(culprit, doing=f"step{ON_DEVICES}", dispatched=13)
     assert words(begun, other).endswith(
-        "its own devices to end step 13; process 0 (host) waits for it for 36 s"
+        "its own devices to finish step 13; process 0 (host) waits for it for 36 s"
     )
     unheard = dataclasses.replace(culprit, unheard_seconds=20.0)
     assert words(unheard, other).endswith(
-        "according to its last report, it has ended step 12 and is in: input wait; process 0 "
-        "(host) waits for it for 36 s; process 0 (host): it has ended step 12 and waits for its "
-        "own devices to end step 13; a step's first collective that needs the stuck process's "
-        "devices: all-reduce for 1"
+        "according to its last report, it has completed step 12 and is in: input wait; process 0 "
+        "(host) waits for it for 36 s; process 0 (host): it has completed step 12 and waits for "
+        "its own devices to finish step 13; a step's first collective that needs the stuck "
+        "process's devices: all-reduce for 1"
     )
 
 

@@ -104,16 +104,16 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
         assert texts[1 if culprit != 1 else 2].count("is stuck, as reported above") == 1
         words = report.splitlines()[0]
         doing = "input wait" if where == "INPUT" else "hook HangingHook"
-        assert re.search(rf"it has ended step 1[0-3] and is in: {doing}", words), words
+        assert re.search(rf"it has completed step 1[0-3] and is in: {doing}", words), words
     else:
         # Its own standard error has its stack, that of the others its name.
         assert "experiments.py" in texts[culprit] and " in hang" in texts[culprit]
         words = texts[1 if culprit != 1 else 2]
         assert re.search(rf"process {culprit} \(.+\) has not been heard of for 2\d s: it ", words)
-        assert re.search(r"last report, it has ended step \d+ and (is in|waits)", words)
+        assert re.search(r"last report, it has completed step \d+ and (is in|waits)", words)
         assert re.search(
-            r"process [012] \(.+\): it has ended step 1[1-3] and waits for its own "
-            r"devices to end step 1[2-4]",
+            r"process [012] \(.+\): it has completed step 1[1-3] and waits for its own "
+            r"devices to finish step 1[2-4]",
             words,
         ), words
     step = "a step" if how != "sleeps" else "step 1[23]"

@@ -1,4 +1,4 @@
-"""Chooses the newest state from which a job can resume, on disk or in the memory of hosts."""
+"""Chooses the newest state from which a job can resume, on disk or in host memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ from praxis_tools.elastic.store_messages import StoreClient
 class NewestState:
     """The newest saved state of a job, which is the same in all processes.
 
-    The state is chosen in the constructor. A complete peer save is preferred because it is faster
-    to read, unless a newer step is on disk.
+    The state is chosen in the constructor. A complete peer save is preferred, because it is faster
+    to read than a checkpoint, unless a newer step is on disk.
 
     Args:
       checkpoints: Checkpoints on disk.
@@ -40,7 +40,8 @@ class NewestState:
     def __init__(
         self, checkpoints: Checkpoints, stores: Sequence[StoreClient], note: Callable[[str], None]
     ):
-        self._checkpoints, self._peer_save = checkpoints, None
+        self._checkpoints = checkpoints
+        self._peer_save: StoredSave | None = None
         choice = step_on_disk = None
         if stores:
             decision = from_first("newest state", lambda: _decide(checkpoints, stores))
@@ -83,6 +84,6 @@ def _decide(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str
     """Returns the newest peer save, the lines to print and the step on disk, as JSON values."""
     choice, lines = newest_complete_save(stores)
     if lines:
-        lines = [f"the memory of hosts: {'; '.join(lines)}"]
+        lines = [f"peer saves: {'; '.join(lines)}"]
     on_disk = max(checkpoints.all_steps(), default=None)
     return {"choice": choice, "lines": lines, "on_disk": on_disk}

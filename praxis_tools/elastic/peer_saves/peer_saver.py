@@ -1,4 +1,4 @@
-"""Saves a process's part of the state to the memory of its own host and of a neighbor."""
+"""Saves a process's part of the state in the memory of its own host and of another host."""
 
 import contextlib
 import json
@@ -30,12 +30,12 @@ _NOTE_SECONDS = 1.0  # Shorter waits for the previous save are not reported.
 
 
 class PeerSaver:
-    """Context manager that saves the state in the memory of hosts, in the background.
+    """Context manager that saves the state in host memory, in the background.
 
     Each process copies its pieces to the store on its own host and to the store of another member,
     if possible on a different host. The previous save is dropped after all processes have done so.
-    Therefore, a complete save exists at any time, even if a host dies while saving. Saves wait for
-    the previous save and are never skipped, which limits the number of steps lost if a host dies.
+    Therefore, there is always a complete save, even if a host dies while saving. A save waits for
+    the previous save and is never skipped, which limits the number of steps lost if a host dies.
 
     Args:
       assignment: Assignment of this worker.
@@ -43,8 +43,8 @@ class PeerSaver:
       layout: Layout of the TrainState on the mesh.
       mesh: Mesh on which the state is placed.
       note: Prints a line.
-      exchange: Sends a string to all processes and returns the strings from all processes
-        (`processes.exchange`).
+      exchange: Function that sends a string to all processes and returns the strings from all
+        processes.
       process_of: Function that returns the process index of a device.
 
     Attributes:
@@ -78,7 +78,7 @@ class PeerSaver:
             self.wait()
 
     def begin(self, step: int, state: TrainState, data: Mapping[str, Any]) -> None:
-        """Starts a save. The state may be donated once this returns.
+        """Starts a save. The state can be donated once this returns.
 
         Args:
           step: Number of the step.
@@ -91,9 +91,9 @@ class PeerSaver:
         if seconds >= _NOTE_SECONDS and not self._has_noted_wait and self._assignment.index == 0:
             self._has_noted_wait = True
             self._note(
-                f"training waits {seconds:.1f} s for the peer save of step {self.step}, because "
+                f"training waited {seconds:.1f} s for the peer save of step {self.step}, because "
                 "saves take longer than the steps between them. Increase "
-                "run.peer_save_every_steps"
+                "run.peer_save_every_steps."
             )
         manifest = {
             **new_manifest(step, self._layout, data, {}, None, ""),
@@ -112,9 +112,9 @@ class PeerSaver:
         self._thread.start()
 
     def abandon_after(self, step: int) -> None:
-        """Drops the saves of steps after `step`, because training is rolled back to it.
+        """Drops the saves of steps after `step`, after training was rolled back to `step`.
 
-        Otherwise, the next generation would resume from them. All processes must call this.
+        Otherwise, the next generation would resume from these saves. All processes must call this.
         """
         self.wait()
         with contextlib.suppress(StoreFailed):
@@ -140,14 +140,14 @@ class PeerSaver:
             error = f"{type(failed).__name__}: {failed}"
         try:
             errors = self._exchange(f"peer save {save.generation}/{save.number}", error)
-        except Exception:
-            # Both saves are kept, and at least one of them is complete.
+        except Exception:  # Another process has died.
+            # Keep both saves, because at least one of them is complete.
             return
         if errors := list(dict.fromkeys(filter(None, errors))):
             if self._assignment.index == 0:
                 self._note(
-                    f"step {manifest['step']} is not in the memory of hosts: {'; '.join(errors)}. "
-                    "The previous save is kept"
+                    f"the peer save of step {manifest['step']} failed: {'; '.join(errors)}. "
+                    "The previous peer save is kept."
                 )
             for store in self._targets:
                 with contextlib.suppress(StoreFailed):
@@ -170,7 +170,7 @@ class PeerSaver:
 
 
 def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[dict[str, Any]]:
-    """Returns a header record for each piece, with its positions in the array and the data."""
+    """Returns a header record for each piece, with its position in the array and in the data."""
     records, offset = [], 0
     for piece, block in zip(pieces, blocks, strict=True):
         records.append(
@@ -195,9 +195,9 @@ def stores_of(assignment: Assignment) -> list[StoreClient]:
 
 
 def neighbor_index(assignment: Assignment) -> int | None:
-    """Returns the index of the member whose host stores a second copy of this member's pieces.
+    """Returns the index of the member whose host stores the second copy of this member's pieces.
 
-    The member is on a different host if possible. The result is None if there is no other member.
+    This is a member on a different host if possible, and None if there is no other member.
     """
     num = len(assignment.members)
     others = [(assignment.index + distance) % num for distance in range(1, num)]

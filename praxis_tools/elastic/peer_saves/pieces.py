@@ -48,8 +48,8 @@ def own_pieces(
 ) -> list[Piece]:
     """Returns the pieces that a process saves.
 
-    The pieces of all processes cover each array exactly once. All processes compute the same
-    division.
+    The pieces of all processes together cover each array exactly once, because every process
+    computes the same assignment of shards to processes.
 
     Args:
       layout: Layout of a TrainState on the mesh. Its `step` is ignored.
@@ -57,8 +57,8 @@ def own_pieces(
       process: Index of the process.
       process_of: Function that returns the process index of a device.
     """
-    load: collections.Counter[int] = collections.Counter()
-    pieces = []
+    load: collections.Counter[int] = collections.Counter()  # Bytes assigned to each process.
+    pieces: list[Piece] = []
     for leaf in layout.leaves():
         if leaf.path == "step":
             continue
@@ -82,7 +82,7 @@ def _shards(leaf: LeafLayout, mesh: Mesh) -> Iterator[tuple[Box, list[jax.Device
 
 
 def _split_rows(leaf: LeafLayout, box: Box, device: jax.Device) -> Iterator[Piece]:
-    """Splits the unpadded part of a shard into pieces of a limited number of rows."""
+    """Splits the unpadded part of a shard along its first dim, into pieces of limited size."""
     unpadded = tuple((a, min(b, dim)) for (a, b), dim in zip(box, leaf.shape, strict=True))
     if any(start >= stop for start, stop in unpadded):
         return  # The shard consists of padding.
@@ -111,11 +111,11 @@ def covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 
 def copy_to_host(pieces: list[Piece], arrays: dict[str, jax.Array]) -> list[np.ndarray]:
-    """Returns the values of pieces in host memory. The arrays may be donated afterwards.
+    """Returns the values of pieces in host memory. The arrays can be donated afterwards.
 
     On CPU, the values are views of device buffers, which XLA does not reuse while the views exist.
     """
-    shards = {}
+    shards: dict[tuple[str, jax.Device], jax.Array] = {}
     for path in dict.fromkeys(piece.path for piece in pieces):
         shards |= {(path, x.device): x.data for x in arrays[path].addressable_shards}
     needed = dict.fromkeys((piece.path, piece.device) for piece in pieces)

@@ -1,7 +1,8 @@
-"""Finds the newest complete save in the memory of hosts and reads its arrays."""
+"""Finds the newest complete peer save and reads its arrays."""
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ _NUM_THREADS = 16
 
 
 class SaveChoice(NamedTuple):
-    """A complete save, represented in JSON as the list of its fields.
+    """A complete save, and where its parts are stored.
 
     Attributes:
       generation: Generation that saved the state.
@@ -34,9 +35,9 @@ class SaveChoice(NamedTuple):
 
 
 def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | None, list[str]]:
-    """Returns the newest save whose parts are all available without damage.
+    """Returns the newest save that is complete and undamaged.
 
-    All stores verify their parts at the same time.
+    The stores verify their parts in parallel.
 
     Returns:
       (save, reasons): The save, or None if no save is complete, and the reasons why newer saves
@@ -65,7 +66,9 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
         if all(covers(*leaf) for leaf in _boxes(headers)):
             return SaveChoice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
-        reasons.append(f"no host has the part of {' and '.join(missing)} of step {step} any longer")
+        reasons.append(
+            f"step {step} is incomplete: no host has the part of {' and '.join(missing)}"
+        )
     return None, reasons
 
 
@@ -83,7 +86,7 @@ def _verify(
     number: int,
     holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Returns the holders of undamaged parts, and messages about damaged parts."""
+    """Returns the stores with undamaged copies of each part, and messages about damaged copies."""
     copies = [(origin, index) for origin, indices in holders.items() for index in indices]
 
     def verify(copy: tuple[int, int]) -> Any:
@@ -107,14 +110,14 @@ def _header(
 ) -> dict[str, Any] | None:
     """Returns the manifest of a part from the first store that answers, or None."""
     for index in indices:
-        answer = _try(lambda index=index: stores[index].header(save))
+        answer = _try(functools.partial(stores[index].header, save))
         if not isinstance(answer, str):
             return parse_manifest(bytes(answer))
     return None
 
 
 def _boxes(headers: Sequence[Mapping[str, Any]]) -> list[tuple[list[Box], tuple[int, ...]]]:
-    """Returns the available boxes and the shape of each array."""
+    """Returns, for each array, the boxes that are available and the array's shape."""
     boxes: dict[str, list[Box]] = collections.defaultdict(list)
     for header in headers:
         for piece in header["pieces"]:
@@ -123,7 +126,7 @@ def _boxes(headers: Sequence[Mapping[str, Any]]) -> list[tuple[list[Box], tuple[
 
 
 class StoredSave:
-    """Reads a save from the memory of hosts.
+    """Reads a peer save.
 
     Args:
       stores: Stores of all members, in the order of their processes.
@@ -132,7 +135,7 @@ class StoredSave:
 
     Attributes:
       step: Step of the state.
-      manifest: Manifest, as in a checkpoint.
+      manifest: Manifest in the format of a checkpoint's manifest.
       arrays: Maps paths to arrays, which are read on demand.
 
     Raises:
@@ -150,12 +153,14 @@ class StoredSave:
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             headers = list(pool.map(lambda part: _header(stores, *part), parts))
+        manifests: list[dict[str, Any]] = []
         for (save, indices), header in zip(parts, headers, strict=True):
             if header is None:
                 raise PeerLost(
-                    f"The part of process {save.origin} of step {self.step} is no longer in the "
-                    "memory of hosts."
+                    f"The peer save of step {self.step} is no longer complete: no host has the "
+                    f"part of process {save.origin}."
                 )
+            manifests.append(header)
             holders = [stores[index] for index in indices]
             for piece in header["pieces"]:
                 pieces[piece["path"]].append(
@@ -168,7 +173,7 @@ class StoredSave:
                         piece["xxh3_128"],
                     )
                 )
-        self.manifest = headers[0]
+        self.manifest = manifests[0]
         self.arrays = {
             path: StoredArray(path, np.dtype(leaf["dtype"]), pieces[path])
             for path, leaf in self.manifest["leaves"].items()
@@ -189,7 +194,7 @@ class _StoredPiece:
     def read(self) -> bytearray | None:
         """Reads the piece from the first store with an undamaged copy; None if there is none."""
         for store in self.holders:
-            data = _try(lambda store=store: store.read(self.save, self.start, self.num_bytes))
+            data = _try(functools.partial(store.read, self.save, self.start, self.num_bytes))
             if not isinstance(data, str) and xxhash.xxh3_128_hexdigest(data) == self.digest:
                 return data
         return None
@@ -197,7 +202,7 @@ class _StoredPiece:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array in the memory of hosts, which is read on demand."""
+    """An array of a peer save, which is read on demand."""
 
     path: str
     dtype: np.dtype
@@ -220,8 +225,8 @@ class StoredArray:
             if (data := piece.read()) is None:
                 names = few([store.name for store in piece.holders])
                 raise PeerLost(
-                    f"{self.path} of process {piece.save.origin} cannot be read undamaged from "
-                    f"the memory of {names}."
+                    f"The peer save of {self.path} by process {piece.save.origin} is damaged or "
+                    f"missing in the memory of {names}."
                 )
             values = np.frombuffer(data, self.dtype).reshape([b - a for a, b in piece.box])
             in_block = _relative_index(overlap, [s.start for s in index])

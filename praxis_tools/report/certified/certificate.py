@@ -24,7 +24,7 @@ class CertifiedJob:
 
     Attributes:
       name: Name of the job directory.
-      path: Path of the job directory when the job was certified.
+      path: Path that the job directory had when the job was certified.
       scope: The steps and files that the certificate covers.
       facts: The certified facts.
     """
@@ -134,7 +134,7 @@ def verify_certificate(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns notes about packages whose installed version differs from the version a job used."""
+    """Returns a note for each package whose installed version differs from the one a job used."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
@@ -148,6 +148,10 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
 
 
 def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
+    """Compares a certified fact with the same fact recomputed here.
+
+    A value that cannot be computed is not a difference, unless new faults explain why.
+    """
     title = f"{job}: {fact.title}"
     if here is None:
         return Verdict(title, UNKNOWN, "this version of praxis_lite does not compute it")

@@ -22,7 +22,8 @@ def text_of(certificate: Certificate) -> str:
     """Formats the certificate as text for a terminal."""
     parts = [_job_text(job) for job in certificate.jobs]
     num_faults = len(certificate.faults)
-    parts.append(f"{num_faults} faults" if num_faults else "no faults were found")
+    plural = "s" * (num_faults != 1)
+    parts.append(f"{num_faults} fault{plural}" if num_faults else "no faults were found")
     return "\n\n".join(parts)
 
 

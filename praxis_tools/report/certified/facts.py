@@ -1,7 +1,8 @@
-"""Computes the certified facts of a job, which can be recomputed from the job's files."""
+"""Computes the facts in a job's certificate, from the job's files and data."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from praxis_tools.report.certified.job_files import (
 from praxis_tools.report.step_certificates import failed, step_certificates
 
 _MAX_CHECKPOINTS = 3
-# Append-only files. If training continued after the certificate, only their start is compared.
+# Append-only files. Only the part that existed when the job was certified is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
 
@@ -68,9 +69,9 @@ class Scope:
     Attributes:
       last_step: The newest saved step.
       checkpoints: Steps whose checkpoints are covered.
-      sizes: Maps the name of each growing file to the number of its bytes that are covered. The
-        value is the number of lines up to the last step for eval_metrics.jsonl, to which later
-        evaluations of these steps may be added, and 0 for folders.
+      sizes: Maps the name of each growing file to the number of its bytes that are covered. For
+        eval_metrics.jsonl, this is the number of lines up to the last step instead, because later
+        evaluations of these steps may be added. For folders, it is 0.
     """
 
     last_step: int
@@ -102,7 +103,7 @@ def scope_of(job_dir: JobDir) -> Scope:
         raise ConfigError(
             f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
         )
-    # This includes damaged checkpoints, whose folders have no commit.
+    # Unlike `steps`, this includes damaged checkpoints.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING if (path := job_dir.path / name).is_file()
@@ -111,7 +112,7 @@ def scope_of(job_dir: JobDir) -> Scope:
         sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
     files = JobFiles(job_dir, steps[-1], steps[-1])
     if job_dir.eval_metrics_jsonl.is_file():
-        with contextlib.suppress(ConfigError):  # The fact of this file reports the fault.
+        with contextlib.suppress(ConfigError):  # The fact about this file reports the error.
             sizes[job_dir.eval_metrics_jsonl.name] = len(files.evaluations())
     sizes |= {name: 0 for name, _ in files.folders()}
     return Scope(steps[-1], newest, sizes)
@@ -212,12 +213,12 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
     return [
         f"{job_dir.examples.name}/{fault}"
         for path in sorted(job_dir.examples.glob("*.jsonl"))
-        for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
+        for fault in all_faults(functools.partial(faults_of_lines, path, may_be_cut=True))
     ]
 
 
 def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Returns the package versions at the start of the job and after each change."""
+    """Returns the package versions at the start of the job, and after each change of a version."""
     changes: list[dict[str, Any]] = []
     for segment in segments:
         versions = dict(segment.starts[0].versions)
@@ -274,7 +275,7 @@ def _checkpoints(job_dir: JobDir, scope: Scope, reading: Reading, newest: int) -
         reading.progress(f"reading the checkpoint of step {step}")
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
         if not step_dir.is_dir() and newest > scope.last_step:
-            # The job continued and deleted older steps.
+            # The job has continued and deleted older checkpoints.
             yield Fact(section, name, None, "the job has deleted this checkpoint")
             continue
         try:
@@ -295,8 +296,8 @@ def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
         yield _fact(
             "tokenizers",
             name,
-            lambda path=path: digest_of_folder(path),
-            lambda path=path: faults_of_folder(path),
+            functools.partial(digest_of_folder, path),
+            functools.partial(faults_of_folder, path),
         )
 
 

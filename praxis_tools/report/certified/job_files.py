@@ -1,14 +1,14 @@
-"""Checks that a job's files are complete and readable, for its certificate.
+"""Checks that a job's files are complete and readable, for the job's certificate.
 
-A required file that is missing, truncated or damaged is a fault. The config and the newest
-checkpoint determine which optional files are required.
+A file that is missing, truncated or damaged is a fault. Some files are only required by certain
+settings in the config or the newest checkpoint.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,20 @@ from praxis_lite.trainer.metrics.json_lines import (
 )
 from praxis_tools.goodput.spans import THE_END, read_spans
 
-_HOOK = "Certificates"  # Suffix of the name of the hook that certifies steps.
+_HOOK = "Certificates"  # The hook that certifies steps; its saved name ends with this.
 _MISSING = "is missing, and the job has trained"
 
 
 @dataclasses.dataclass(frozen=True)
 class JobFiles:
-    """A job's files up to a step, and the values to compare them with.
+    """A job's files up to a step, and what they must contain.
 
     Attributes:
       job_dir: Job directory.
       step: The newest saved step that the certificate covers.
       newest_step: The newest saved step.
       packages: Packages that the config may reference.
-      first_step: The step before the job's first step.
+      first_step: The step from which the job's first launch started, 0 for a new model.
       start: The step from which the newest launch resumed.
     """
 
@@ -98,7 +98,7 @@ class JobFiles:
         if saved and digest_of_config(json.dumps(parsed)) != saved:
             yield (
                 f"{path.name} differs from the config that step {self.newest_step} was saved with: "
-                "it is damaged, or a launch changed it and has not saved a step since"
+                "it is damaged, or a launch has changed it and not saved a step since then"
             )
 
     def faults_of_layout(self) -> Iterator[str]:
@@ -153,7 +153,7 @@ class JobFiles:
         path, run = self.job_dir.eval_metrics_jsonl, self.run
         if path.exists():
             yield from _cut_short(path)
-        if run is None:
+        if run is None or self.config is None:
             return
         datasets = set(self.config.config.datasets) - {TRAIN}
         # A launch that was stopped or killed may not have evaluated its last step.
@@ -211,7 +211,7 @@ class JobFiles:
             yield self.job_dir.huggingface.name, self.job_dir.huggingface
 
     def faults_of_tokenizers(self) -> Iterator[str]:
-        """Yields a fault for each tokenizer in the config that the job has no copy of."""
+        """Yields a fault for each tokenizer in the config of which the job has no copy."""
         if self.config is None or not self.has_trained:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
@@ -219,8 +219,8 @@ class JobFiles:
                 yield f"{self.job_dir.tokenizers.name}/ has no copy of {shown(directory)}"
 
 
-def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Collects faults in a list, including the error of an unreadable file."""
+def all_faults(faults: Callable[[], Iterable[str]]) -> list[str]:
+    """Collects faults in a list. An error while reading a file is added as a fault."""
     found = []
     try:
         for fault in faults():
@@ -231,19 +231,19 @@ def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
 
 
 def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
-    """Yields a fault if any lines are not JSON objects, and a fault if the last line is truncated.
+    """Yields a fault if lines are not JSON objects, and another if the last line is truncated.
 
     Args:
       path: The file.
       may_be_cut: Whether lines may be truncated because the job was killed.
     """
-    wrong = [
+    damaged = [
         str(number)
         for number, text in enumerate(_texts(path), start=1)
         if not isinstance(_parsed(text), dict) and (not may_be_cut or text.endswith("}"))
     ]
-    if wrong:
-        yield f"{path.name} is damaged in the lines {few(wrong, 8)}"
+    if damaged:
+        yield f"{path.name} is damaged in the lines {few(damaged, 8)}"
     if not may_be_cut:
         yield from _cut_short(path)
 

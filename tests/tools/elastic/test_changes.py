@@ -2,7 +2,7 @@
 
 import pytest
 
-from praxis_tools.elastic.generation_log import last_step_made
+from praxis_tools.elastic.generation_log import last_completed_step
 from praxis_tools.elastic.members import Generation, Member
 
 
@@ -42,4 +42,4 @@ def member(number, of_generation, made=None):
     ],
 )
 def test_the_last_step_is_of_the_generation_that_ran_last(last, members, expected):
-    assert last_step_made(last, {item.member: item for item in members}) == expected
+    assert last_completed_step(last, {item.member: item for item in members}) == expected

@@ -96,7 +96,7 @@ def test_chats_go_by_the_tokenizers_template(llama):
     config = json.loads((GOLDENS / "lm_eval/llama/tokenizer_config.json").read_text())
     assert asked.chat_template(True) == config["chat_template"]
     assert asked.chat_template(False) is None
-    with pytest.raises(ConfigError, match="names 'rag'; expected no name"):
+    with pytest.raises(ConfigError, match="is 'rag'; expected no value"):
         asked.chat_template("rag")
     # lm_eval keeps requests by these names.
     assert asked.tokenizer_name != others.tokenizer_name

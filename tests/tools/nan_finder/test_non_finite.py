@@ -197,7 +197,10 @@ def test_the_logarithm_of_a_negative_number_is_found_in_its_layer(settings, laye
     fault, where = planted_in(settings, "log_of", layer, -1.0)
     message = bench(**settings).report(tmp_path, fault)
     assert "step 1: the loss is nan and the gradient norm is nan" in message
-    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of('log')}" in message
+    assert (
+        f"the first NaN, in the forward pass: {where}produced by log, at {line_of('log')}"
+        in message
+    )
     assert message.count("\n") == 1
     assert ("micro-batch 0" in message) == ("num_micro_batches" in settings)
 
@@ -219,7 +222,7 @@ def test_an_overflow_is_found_and_so_is_the_nan_that_comes_of_it(settings, name,
     fault, where = planted_in(settings, f"{name}_of", 1, value)
     message = bench(**settings).report(tmp_path, fault)
     assert "the first infinity, in the forward pass: " in message
-    assert f"{where}made by mul, at {line_of(name)}" in message
+    assert f"{where}produced by mul, at {line_of(name)}" in message
     assert "the first NaN, computed from it: in the layer " in message
 
 
@@ -251,7 +254,9 @@ def test_a_mask_is_blamed_only_where_it_leaves_nothing(settings, tmp_path):
     seen = batch_of(result.num_rows)["seen"]
     seen[7] = False
     message = result.report(tmp_path, batch={"seen": seen})
-    assert "the first NaN, in the forward pass, from an infinite constant: made by sub" in message
+    assert (
+        "the first NaN, in the forward pass, from an infinite constant: produced by sub" in message
+    )
     assert line_of("softmax") in message
 
 
@@ -354,7 +359,9 @@ def test_models_that_open_no_scopes_are_told_by_their_lines(
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     message = Bench(partitioner, 13).report(tmp_path, {weight: ((), -1.0)})
     where = f"in the layer {layer}, " if layer else ""
-    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of(mark)}" in message
+    assert (
+        f"the first NaN, in the forward pass: {where}produced by log, at {line_of(mark)}" in message
+    )
 
 
 def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_path):
@@ -362,7 +369,7 @@ def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     message = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
     assert re.search(
-        r"in the layer linear, made by dot_general, at dense\.py:\d+, "
+        r"in the layer linear, produced by dot_general, at dense\.py:\d+, "
         f"called at {line_of('calling')}",
         message,
     ), message
@@ -378,7 +385,7 @@ def test_a_step_is_run_again_with_its_own_key(tmp_path):
     task = LossTask(model, bad_for_one_key, Learner(optax.sgd, 0.1))
     result = Bench(Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))), 13)
     drawn = jax.random.uniform(jax.random.fold_in(jax.random.key(0), 0))
-    assert "made by log" in result.report(tmp_path, {"a": ((), drawn)})
+    assert "produced by log" in result.report(tmp_path, {"a": ((), drawn)})
 
 
 @pytest.mark.slow
@@ -398,5 +405,5 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
         reports.check(1, state, batch, key, outputs)
         where = f"in the layer transformer/blocks[{layer}]/{name}/linear"
         assert ", in the forward pass: " in message[1] and where in message[1], message
-        assert "made by dot_general, at dense.py:" in message[1]
+        assert "produced by dot_general, at dense.py:" in message[1]
         message.clear()

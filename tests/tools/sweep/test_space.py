@@ -84,7 +84,7 @@ def test_values_are_told_from_sequences_by_the_field(settings, searched):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ([f"{RATE}=0.1"], "no setting to search"),
+        ([f"{RATE}=0.1"], "requires a setting to search"),
         ([f"{RATE}=1e-3,fast"], "found 'fast'"),
         (["task.learner.learning_rat=1,2"], "task.learner.learning_rate"),
         ([f"{MESH}=(1,3,2),(1,2,x)"], "1,2,x"),
@@ -92,7 +92,7 @@ def test_values_are_told_from_sequences_by_the_field(settings, searched):
         ([f"{FILES}=a/*,b"], rf"'{FILES}=\"a/\*,b\"' .* '{FILES}=\"a/\*\",\"b\"' "),
         ([f"{RATE}=1e-2..1e-3"], "0.01; expected a number below the upper end 0.001"),
         ([f"{RATE}=0..1:log"], "above 0"),
-        ([f"{RATE}=1,2", f"{RATE}=3"], "is given 2 times"),
+        ([f"{RATE}=1,2", f"{RATE}=3"], "2 times"),
     ],
 )
 def test_what_is_ambiguous_or_no_value_is_refused_by_name(settings, words):

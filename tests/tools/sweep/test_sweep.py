@@ -240,7 +240,7 @@ def test_what_does_not_fit_by_its_plan_is_not_begun(tmp_path, quick, capsys, mon
     quick(tmp_path / "p", rates, topology="v5e:2x4", prints=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert shlex.split(line)[-1] == f"{RATE}=1e-2"
-    with pytest.raises(ConfigError, match="The plan of trial 0 .* status 2: --topology=v5x"):
+    with pytest.raises(ConfigError, match="Planning trial 0 .* status 2: --topology=v5x"):
         quick(tmp_path / "t", rates, topology="--topology=v5x")
 
 
@@ -320,6 +320,6 @@ def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
 
 def test_accelerators_are_no_processes_to_share(monkeypatch):
     monkeypatch.setattr(running, "_PRINT_PLATFORM", "print('tpu')")
-    with pytest.raises(ConfigError, match="--parallel is 2; expected 1 on devices of .*'tpu'"):
+    with pytest.raises(ConfigError, match="--parallel is 2, but expected 1 on .*'tpu'"):
         running.check_parallel(2)
     running.check_parallel(1)

@@ -145,7 +145,7 @@ def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
     found, lines = newest(disk, hosts, [0, 1, 2, 3, 6, 7])
     assert (found.step, found.source, found.latest_data()) == (3, "disk", {"position": 3})
     assert_same(found.restore(layout, mesh).state, 3)
-    assert lines == ["the memory of hosts: no host has the part of process 4 of step 10 any longer"]
+    assert lines == ["peer saves: step 10 is incomplete: no host has the part of process 4"]
 
 
 def test_without_a_disk_it_is_a_new_job(hosts, tmp_path):
@@ -178,8 +178,8 @@ def test_a_flipped_bit_costs_nothing_while_another_holder_has_the_part(hosts, di
     assert found.source == "peers"
     assert_same(found.restore(layout, mesh).state, 10)
     assert lines == [
-        "the memory of hosts: the part of process 2 is damaged in process 2; the part of process 3 "
-        "is damaged in process 4"
+        "peer saves: the part of process 2 is damaged in process 2; the part of process 3 is "
+        "damaged in process 4"
     ]
 
 
@@ -189,7 +189,7 @@ def test_a_bit_that_flips_after_the_choice_is_found_by_its_reader(hosts, disk):
     flip(hosts, 2, 2)
     assert_same(found.restore(layout, mesh).state, 10)
     flip(hosts, 3, 2)
-    with pytest.raises(PeerLost, match="of process 2 cannot be read undamaged"):
+    with pytest.raises(PeerLost, match="by process 2 is damaged or missing"):
         found.restore(layout, mesh)
 
 
@@ -199,7 +199,7 @@ def test_if_all_holders_of_a_part_are_damaged_the_disk_serves(hosts, disk):
         flip(hosts, holder, 2)
     found, lines = newest(disk, hosts)
     assert (found.source, found.step) == ("disk", 3)
-    assert "no host has the part of process 2 of step 10 any longer" in lines[0]
+    assert "step 10 is incomplete: no host has the part of process 2" in lines[0]
 
 
 def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hosts, disk):
@@ -212,7 +212,7 @@ def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hos
         clients = hosts.clients(EIGHT)
         hosts.stores[7].__exit__(None, None, None)
         save(30, state, {})
-    assert len(hosts.notes) == 1 and hosts.notes[0].startswith("step 30 is not in the memory")
+    assert len(hosts.notes) == 1 and hosts.notes[0].startswith("the peer save of step 30 failed")
     assert "the store of process 7 does not answer" in hosts.notes[0]
     choice, _ = newest_complete_save(clients[:7])
     assert (choice.generation, choice.step) == (1, 20)
@@ -314,7 +314,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
             saver.begin(step, state, {})
             assert len(when) >= step - 10
     assert when == [0, 1, 2]
-    assert len(notes) == 1 and "training waits 0." in notes[0]
+    assert len(notes) == 1 and "training waited 0." in notes[0]
     assert "run.peer_save_every_steps" in notes[0]
 
 
