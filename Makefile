@@ -1,33 +1,33 @@
-# Needs only make and Python 3.11 to 3.14; each target sets up .venv by itself.
+# Requires only make and Python 3.11 to 3.14. Each target creates .venv if needed.
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
-#   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
-#   make test    runs the tests of everything that matters (6 minutes)
-#   make test-all  runs them and then the slow ones: processes, kills, every mesh (30 minutes; CI)
-#   make nightly   runs the tests that are too long for CI, and then all of these (hours):
-#     make faults     kills, damages and fills disks, hundreds of times; about half an hour
-#     make chaos      kills, stops and returns hosts of an elastic job, 100 times; about an hour
-#     make check-defects  plants hundreds of defects and reports which --mode=check catches; an hour
-#     make mutants    plants 300 small faults in the library and reports which tests notice; hours
-#     make test-next  runs the quick tests on the newest jax, flax, optax, orbax and grain of PyPI,
-#                     with the settings that these will make the default (Python 3.12 or newer)
-#   make lint    checks the style, and types with mypy and pyright
-#   make clean   removes what the others made, but for the demo's results
+#   make demo-multiprocess  trains with one and with two processes and compares losses (2 minutes)
+#   make test    runs the quick tests (6 minutes, or 4.5 with a warm cache)
+#   make test-all  runs the quick tests, then the slow tests: processes, kills, all meshes (30 minutes)
+#   make nightly   runs the tests that take too long for CI, and then all of these (hours):
+#     make faults     kills processes, damages files and fills disks, hundreds of times (30 minutes)
+#     make chaos      kills, stops and restarts hosts of an elastic job 100 times (an hour)
+#     make check-defects  plants hundreds of defects; reports which --mode=check detects (an hour)
+#     make mutants    plants 300 small bugs in the library; reports which tests detect them (hours)
+#     make test-next  runs the quick tests with the newest jax, flax, optax, orbax and grain on PyPI,
+#                     and with their future default settings (Python 3.12 or newer)
+#   make lint    checks style and format with ruff, and types with mypy and pyright
+#   make clean   removes everything that the other targets created, except the demo's results
 #
-#   make PYTHON=python3.12 ...          another interpreter
-#   make demo JOB_LOG_DIR=/tmp/demo     other place for the results
-#   make test PYTEST_ARGS='-k metrics'  other arguments for pytest
+#   make PYTHON=python3.12 ...          uses a different interpreter
+#   make demo JOB_LOG_DIR=/tmp/demo     writes the demo's files to a different directory
+#   make test PYTEST_ARGS='-k metrics'  passes other arguments to pytest
 
 PYTHON ?= python3
 JOB_LOG_DIR ?= demo_job
-# Two processes; a file's tests stay together, for they share what they compiled.
+# Two processes. The tests of a file run in one process, because they share compiled programs.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 VENV := .venv
-# The newest libraries, beyond the versions that setup.py allows.
+# The newest releases of the libraries, even if setup.py does not allow them.
 VENV_NEXT := .venv-next
 VENV_PYTHON := $(VENV)/bin/python
-# The plain installation and what draws; and all that the tests need.
+# Marker files: the install with plots, and the install with everything that the tests need.
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
@@ -38,12 +38,12 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(INSTALLED)
-	@if [ -z "$(JOB_LOG_DIR)" ]; then echo "JOB_LOG_DIR is empty: name a directory."; exit 1; fi
-	@# The demo starts from nothing, and removes nothing but what praxis_lite made.
+	@if [ -z "$(JOB_LOG_DIR)" ]; then echo "JOB_LOG_DIR is empty. Set it to a directory."; exit 1; fi
+	@# The demo always starts a new job. It removes only directories that praxis_lite created.
 	@if [ -n "$$(ls -A "$(JOB_LOG_DIR)" 2>/dev/null)" ]; then \
 	  if grep -qs praxis_lite "$(JOB_LOG_DIR)/config.json"; then rm -rf "$(JOB_LOG_DIR)"; else \
-	    echo "$(JOB_LOG_DIR) is not empty and no praxis_lite job (it has no config.json of one)."; \
-	    echo "Remove it yourself, or choose another place: make demo JOB_LOG_DIR=..."; exit 1; \
+	    echo "$(JOB_LOG_DIR) is not empty and does not contain a praxis_lite job (a config.json)."; \
+	    echo "Remove it, or use a different directory: make demo JOB_LOG_DIR=..."; exit 1; \
 	  fi; fi
 	@$(VENV_PYTHON) main.py --exp=lm.PyDocs --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=decode --job_log_dir="$(JOB_LOG_DIR)"
@@ -58,7 +58,7 @@ test: $(TESTING)
 test-all: test
 	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
 
-# The part of one night that fails does not end the others.
+# If one part fails, the other parts still run.
 nightly: $(TESTING)
 	@$(MAKE) --keep-going test-nightly faults chaos check-defects mutants test-next
 
@@ -67,9 +67,9 @@ test-nightly: $(TESTING)
 
 test-next:
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
-	  echo "The newest jax needs Python 3.12 or newer, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
-	  echo "Name another: make test-next PYTHON=/path/to/python3.13"; exit 1; }
-	@echo "Setting up $(VENV_NEXT): takes some minutes, each time."
+	  echo "The newest jax needs Python 3.12 or newer, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	  echo "Use a different interpreter: make test-next PYTHON=/path/to/python3.13"; exit 1; }
+	@echo "Setting up $(VENV_NEXT). This takes a few minutes each time."
 	@"$(PYTHON)" -m venv --clear $(VENV_NEXT)
 	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[test]'
 	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
@@ -85,7 +85,7 @@ chaos: $(TESTING)
 check-defects: $(TESTING)
 	@$(VENV_PYTHON) -m tests.tools.check.defects --report docs/check_defects.md $(DEFECTS_ARGS)
 
-# Resumes where it was stopped. A file that pytest cannot run by itself is reported, and left out.
+# Resumes after an interruption. A file that pytest cannot run alone is reported and skipped.
 mutants: $(TESTING)
 	-@$(VENV_PYTHON) -m tests.support.reached_lines mutants_job
 	@$(VENV_PYTHON) -m tests.support.mutants run --reached mutants_job --out mutants_job/mutants.jsonl \
@@ -103,25 +103,25 @@ clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The mark is made last: an installation that failed is begun again.
+# The marker file is created last, so a failed installation is repeated.
 $(INSTALLED): setup.py
 	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "There is no $(PYTHON). praxis_lite needs Python 3.11 to 3.14; where it has"; \
-	  echo "another name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	  echo "$(PYTHON) was not found. praxis_lite needs Python 3.11 to 3.14."; \
+	  echo "If it has a different name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || { \
-	  echo "praxis_lite needs Python 3.11 to 3.14, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
-	  echo "Name another: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	  echo "praxis_lite needs Python 3.11 to 3.14, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	  echo "Use a different interpreter: make PYTHON=/path/to/python3.12 ..."; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "$(PYTHON) cannot make virtual environments: its venv and ensurepip modules are missing."; \
-	  echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	  echo "$(PYTHON) cannot create virtual environments: its venv or ensurepip module is missing."; \
+	  echo "On Debian and Ubuntu, run: apt install python3-venv"; exit 1; }
 	@[ ! -L $(VENV) ] || { \
-	  echo "$(VENV) is a link: the environment behind it would be emptied. Remove the link."; exit 1; }
-	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...): takes some minutes, once."
+	  echo "$(VENV) is a symbolic link, and its target would be deleted. Remove the link."; exit 1; }
+	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...). This takes a few minutes, only once."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots]'
 	@touch $@
 
 $(TESTING): $(INSTALLED)
-	@echo "Installing what the tests need: takes a minute or two, once."
+	@echo "Installing the packages that the tests need. This takes a minute or two, only once."
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[test]'
 	@touch $@

@@ -1,15 +1,15 @@
 #!/bin/bash
-# A TPU slice by queued resources of Google Cloud: requested, and again whenever it is lost;
-# docs/clusters.md explains it. The slice's hosts train together, or not at all (without --elastic):
-# a slice that lost a host cannot go on.
+# Requests a TPU slice as a queued resource of Google Cloud, and requests it again whenever it is
+# lost. All hosts of the slice train together, without --elastic, because a slice that lost a host
+# cannot continue. See docs/clusters.md.
 #
 #   export NAME=train ZONE=us-west4-a IMAGE=REGISTRY/praxis_lite:latest SHARE=10.0.0.2:/share
 #   clusters/queued_resources.sh create --exp=lm.PyDocs   # requests a slice, which then trains
-#   clusters/queued_resources.sh keep --exp=lm.PyDocs     # that, and again if it is taken away
+#   clusters/queued_resources.sh keep --exp=lm.PyDocs     # the same, and again if it is taken away
 #   clusters/queued_resources.sh ssh 'sudo docker logs --tail=20 train'   # a command on all hosts
 #   clusters/queued_resources.sh delete
 #
-# SHARE is an NFS share that the hosts can mount: Filestore, for instance. It is /job in the image.
+# SHARE is an NFS share that the hosts can mount, such as Filestore. It is /job in the container.
 set -euo pipefail
 
 : "${NAME:?the name of the queued resource}" "${ZONE:?the zone}"
@@ -17,10 +17,10 @@ TYPE="${TYPE:-v5litepod-16}"
 RUNTIME="${RUNTIME:-v2-alpha-tpuv5-lite}"
 POLL_SECONDS="${POLL_SECONDS:-60}"
 
-# Prints the script that each host runs whenever it starts. A container that failed is started again,
-# up to 100 times, but not after status 2 (an error to be fixed by hand), 3 (trained, but the last
-# step was skipped), 4 (a certificate found a fault), 126 or 127 (the image lacks the program).
-# Docker passes SIGTERM on to the container; a host that is taken away has 30 s.
+# Prints the script that each host runs when it starts. A container that failed is restarted up to
+# 100 times, except after status 2 (an error that the user has to fix), 3 (the job has trained, but
+# its last step was skipped), 4 (a certificate found a fault), 126 or 127 (the program is missing in
+# the image). Docker forwards SIGTERM to the container. A host that is taken away has 30 s to end.
 startup_script() {
   cat <<EOS
 #!/bin/bash
@@ -63,7 +63,7 @@ describe() {
     --format='value(state.state)'
 }
 
-# Runs a command of gcloud. Sets `status`, and `errors` to what it wrote to standard error.
+# Runs a gcloud command. Sets `status`, and sets `errors` to its standard error.
 call() {
   local file
   file="$(mktemp)"
@@ -74,14 +74,14 @@ call() {
   [[ -z "$errors" ]] || echo "$errors" >&2
 }
 
-# True if trying again cannot help: gcloud is missing or refuses its arguments, or Google refuses
-# the request. All else (503, a token that cannot be refreshed, a quota, the network) may pass.
+# Succeeds if a retry cannot help: gcloud is missing or rejects its arguments, or Google rejects the
+# request. All other errors (503, an expired token, a quota, the network) may be temporary.
 is_permanent() {
   [[ $status -eq 2 || $status -eq 126 || $status -eq 127 ||
     "$errors" =~ INVALID_ARGUMENT|PERMISSION_DENIED ]]
 }
 
-# Ends when the slice is deleted by hand, with status 0, or when trying again cannot help.
+# Returns 0 when the slice has been deleted by hand, or the status of an error that is permanent.
 keep() {
   local now before="" is_wanted=yes has_answered="" status errors answer
   answer="$(mktemp)"
@@ -91,7 +91,7 @@ keep() {
     if [[ $status -ne 0 && "$errors" == *NOT_FOUND* ]]; then
       now=absent
     elif [[ $status -ne 0 || -z "$now" ]]; then
-      # A slice that answered before is there: nothing but its own deletion ends the watch.
+      # If the slice has existed before, only its deletion ends the loop.
       [[ -n "$has_answered" ]] || ! is_permanent || return "$status"
       now=unknown
     fi
@@ -110,7 +110,7 @@ keep() {
         ;;
       SUSPENDED | FAILED)
         is_wanted=yes
-        call delete # If it fails, the next turn finds the same state.
+        call delete # If it fails, the next iteration retries.
         ;;
     esac
     sleep "$POLL_SECONDS"

@@ -1,10 +1,10 @@
-"""Which class and option of praxis 1.4.0's layers is covered here: data, and docs/pax_coverage.md.
+"""Compares the layers and options of praxis 1.4.0 with ours, and writes docs/pax_coverage.md.
 
-    python -m tests.support.pax_coverage    # writes the page anew
+    python -m tests.support.pax_coverage    # writes the page again
 
-What Pax has is tests/goldens/pax/layer_options.json, made with the real Pax: by class its module,
-its options, and its named splits. What is here is asked of the code: an option is covered if our
-class has a setting of the same name, or if AS names another. The rest needs a reason in WITHOUT.
+tests/goldens/pax/layer_options.json was written with the real Pax. It lists the module, the options
+and the named splits of each class. An option is covered if our class has a setting of the same
+name, or of the name in AS. Any other option needs a reason in WITHOUT.
 """
 
 import collections
@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs/pax_coverage.md"
 
 TASKS = {task.__name__: task for task in (DpoTask, LanguageModelTask, SequenceToSequenceTask)}
 
-# Pax's class -> ours, where the name is another.
+# Pax's class -> ours, if the names differ.
 COUNTERPARTS = {
     "CircularLayerwiseShardablePipelined": "Pipeline",
     "LanguageModel": "LanguageModelTask",
@@ -39,7 +39,7 @@ COUNTERPARTS = {
     "StackedTransformerRepeated": "Repeat",
 }
 
-# Pax's activation class -> our name of it.
+# Pax's activation class -> our name.
 ACTIVATION_NAMES = {
     "CubedReLU": "cubed_relu", "ELU": "elu", "Exp": "exp", "GELU": "gelu", "Identity": "identity",
     "LeakyReLU": "leaky_relu", "ReLU": "relu", "ReLU6": "relu6", "SiLU": "silu",
@@ -47,18 +47,20 @@ ACTIVATION_NAMES = {
     "SquaredReLU": "squared_relu", "Swish": "swish", "Tanh": "tanh",
 }  # fmt: skip
 
-_EINSUM = "in Pax a template for quantization; here see `quantized`"
-_NGRAMMER = "there is no n-grammer"
-_NO_SPEECH = "speech"
-_RECURRENT = "the recurrent layer here is `RgLruBlock`"
+_EINSUM = "used for quantization in Pax; here, use `quantized`"
+_NGRAMMER = "no n-grammer"
+_NO_SPEECH = "no layers for speech"
+_RECURRENT = "the only recurrent layer here is `RgLruBlock`"
 _NAMES = "names are fixed"
 _SUMMARY = "not reported"
-_TOKENS = "the metrics' weights count tokens"
-_PACKED = "packed where a batch has `segment_ids`"
+_TOKENS = "tokens are counted by the weights of the metrics"
+_PACKED = "a batch with `segment_ids` is packed"
 _BASE = "a base class"
-_SHARDED = "one setting is for training and decoding"
+_SHARDED = "training and decoding share one setting"
+_SLOTS = "the stacked dim of a slot is sharded like that of its weight"
+_ABSENT_ARRAY = "this array does not exist here"
 
-# (Pax's class or "*", option) -> our setting or settings of another name.
+# (Pax's class or "*", option) -> our setting or settings, if the names differ.
 AS = {
     ("*", "activation_tpl"): "activation",
     ("*", "activation_split_dims_mapping.emb_out_split_dims_mapping"): "lookup_split_dims_mapping",
@@ -157,13 +159,13 @@ AS = {
     ("DepthwiseConv1D", "weight_split_dims_mapping.him"): "weight_split_dims_mapping",
 }  # fmt: skip
 
-# (Pax's class or "*", option) -> why there is nothing of it here.
+# (Pax's class or "*", option) -> the reason why it is not supported.
 WITHOUT = {
     ("*", "einsum_tpl"): _EINSUM,
     ("*", "array_lookup_tpl"): _EINSUM,
     ("*", "qk_einsum_tpl"): _EINSUM,
     ("*", "pv_einsum_tpl"): _EINSUM,
-    ("*", "bi_tempered_loss_tpl"): "the bi-tempered loss is not made",
+    ("*", "bi_tempered_loss_tpl"): "no bi-tempered loss",
     ("*", "ngrammer_tpl"): _NGRAMMER,
     ("*", "ngrammer_tpls"): _NGRAMMER,
     ("*", "post_attention_ngrammer_tpls"): _NGRAMMER,
@@ -176,74 +178,77 @@ WITHOUT = {
     ("*", "dconv_kernel_size"): "no convolution of queries, keys and values",
     ("*", "causal_depthwise_conv1d_tpl"): "no convolution of queries, keys and values",
     ("*", "weight_split_dims_mapping.dconv"): "no convolution of queries, keys and values",
-    ("*", "consolidate_rope_key_state"): "the cache has rotated keys",
-    ("*", "decode_cache"): "there is a cache if a call is given one",
+    ("*", "consolidate_rope_key_state"): "the cache always stores rotated keys",
+    ("*", "decode_cache"): "a call that receives a cache uses it",
     ("*", "attention_mask_summary"): _SUMMARY,
     ("*", "decoding_maybe_shard_projections"): _SHARDED,
     ("*", "activation_split_dims_mapping.extend_step_out"): _SHARDED,
     ("*", "activation_split_dims_mapping.ffn0_extend_step"): _SHARDED,
     ("*", "activation_split_dims_mapping.ffn1_extend_step"): _SHARDED,
     ("*", "activation_split_dims_mapping.bd"): _SHARDED,
-    ("*", "unroll_in_decode"): "`unroll` is for training and decoding",
+    ("*", "unroll_in_decode"): "`unroll` applies to training and decoding",
     ("*", "repeat_layer_name"): _NAMES,
     ("*", "sublayer_name"): _NAMES,
-    ("*", "repeat_optimizer_dims_mapping"): "a slot's stacked dim splits as its weight's",
-    ("*", "optimizer_dims_mapping"): "a slot's stacked dim splits as its weight's",
-    ("*", "nd_prefix_shape"): "a stack has one dim; interop takes checkpoints with several",
+    ("*", "repeat_optimizer_dims_mapping"): _SLOTS,
+    ("*", "optimizer_dims_mapping"): _SLOTS,
+    ("*", "nd_prefix_shape"):
+        "a stack has one leading dim; Pax checkpoints with several can be converted",
     ("*", "return_intermediate_outputs"): _SUMMARY,
     ("*", "collect_intermediate_outputs"): _SUMMARY,
-    ("*", "unpack_summaries"): "a stack's summaries are [layers]",
+    ("*", "unpack_summaries"): "a summary of a stack has one value per layer",
     ("*", "bf16_accum_in_fp32"): "gradients of float32 weights are summed in float32",
-    ("*", "pipeline_broadcast_inputs"): "inputs beside x are gathered by each stage",
+    ("*", "pipeline_broadcast_inputs"): "each stage gathers the inputs other than x",
     ("*", "enable_async_circular_transfer"): "XLA schedules the permutes",
     ("ClassificationModel", "input_field"): "`ClassificationTask` reads `inputs`",
     ("ClassificationModel", "label_field"): "`ClassificationTask` reads `labels`",
-    ("DepthwiseConv1D", "use_2d_conv_weight_shape"): "weights have no further dim of 1",
+    ("DepthwiseConv1D", "use_2d_conv_weight_shape"): "weights have no additional dim of size 1",
     ("Dropout", "noise_shape"): "see `noise_shape_broadcast_dims`",
-    ("Dropout", "dropout_at_eval"): "off without a key",
-    ("Dropout", "transpose_qk"): "a detail of speed",
+    ("Dropout", "dropout_at_eval"): "dropout is off if no key is passed",
+    ("Dropout", "transpose_qk"): "only affects speed in Pax",
     ("Einsum", "einsum_op_tpl"): _EINSUM,
-    ("Embedding", "set_nan_for_oob_id"): 'an id without a row gives NaN by `lookup_style="index"`',
+    ("Embedding", "set_nan_for_oob_id"):
+        'with `lookup_style="index"`, an id out of range gives NaN',
     ("Embedding", "array_lookup"): _EINSUM,
     ("Embedding", "einsum"): _EINSUM,
-    ("*", "polluting_bubbles_with_nan"): "for Pax's own tests",
-    ("*", "enable_bubble_grad_skipping"): "what an idle stage computes reaches no gradient",
-    ("CircularLayerwiseShardablePipelined", "share_weights"): "each repeat has weights of its own",
-    ("GroupedQueryAttention", "hidden_dim"): "without effect in Pax",
-    ("MultiQueryDotProductAttention", "combine_qkv"): "refused by Pax too",
-    ("*", "return_predictions"): "evaluation returns metrics",
+    ("*", "polluting_bubbles_with_nan"): "only for Pax's own tests",
+    ("*", "enable_bubble_grad_skipping"): "results of idle stages never reach a gradient",
+    ("CircularLayerwiseShardablePipelined", "share_weights"): "each repeat has separate weights",
+    ("GroupedQueryAttention", "hidden_dim"): "has no effect in Pax",
+    ("MultiQueryDotProductAttention", "combine_qkv"): "raises an error in Pax too",
+    ("*", "return_predictions"): "evaluation returns only metrics",
     ("LanguageModel", "count_tokens"): _TOKENS,
-    ("LanguageModelDPO", "ref_mdl"): "made by `with_reference`, or the model without its LoRA",
+    ("LanguageModelDPO", "ref_mdl"): "created by `with_reference`, or the model without its LoRA",
     ("LanguageModelDPO", "token_counter"): _TOKENS,
-    ("*", "apply_eval_sample_weights"): "weights are always heeded",
+    ("*", "apply_eval_sample_weights"): "example weights are always applied",
     ("LanguageModel", "report_strict_acc"): _SUMMARY,
     ("LayerNorm", "reductions_in_fp32"): "always in float32",
     ("LocalSelfAttention", "simulated"): "see `atten_kernel`",
     ("MLPBlock", "activate_final"): "the last layer has no activation",
-    ("MLPBlock", "ff_tpl"): "its settings are `Mlp`'s",
-    ("NClassMajorSharedEmbeddingSoftmax", "feed_forward_tpl"): "has its weight itself",
-    ("NClassMajorSharedEmbeddingSoftmax", "scale_before_logits"): "without effect in Pax",
-    ("RelativeBias", "use_length_as_position"): "positions are handed in",
-    ("Repeat", "positional_args_as_scan_carry"): "x is carried",
+    ("MLPBlock", "ff_tpl"): "set the arguments of `Mlp` instead",
+    ("NClassMajorSharedEmbeddingSoftmax", "feed_forward_tpl"): "the layer has the weight itself",
+    ("NClassMajorSharedEmbeddingSoftmax", "scale_before_logits"): "has no effect in Pax",
+    ("RelativeBias", "use_length_as_position"): "positions are passed as an argument",
+    ("Repeat", "positional_args_as_scan_carry"): "x is always the carry",
     ("RmsNorm", "intermediate_dtype"): "always in float32",
-    ("TrainablePositionalEmbedding", "min_timescale"): "without effect in Pax",
-    ("TrainablePositionalEmbedding", "max_timescale"): "without effect in Pax",
+    ("TrainablePositionalEmbedding", "min_timescale"): "has no effect in Pax",
+    ("TrainablePositionalEmbedding", "max_timescale"): "has no effect in Pax",
     ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gs"): "left to XLA",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gsec"): "never made",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gecs"): "never made",
-    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gec"): "never made",
-    ("TransformerLm", "skip_aux_loss"): "`compute_loss` adds these losses, a call does not",
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gsec"): _ABSENT_ARRAY,
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gecs"): _ABSENT_ARRAY,
+    ("TransformerFeedForwardMoe", "activation_split_dims_mapping.gec"): _ABSENT_ARRAY,
+    ("TransformerLm", "skip_aux_loss"):
+        "`compute_loss` adds these losses, but a call of the model does not",
     ("TransformerLm", "record_activations_in_xent_output"): _SUMMARY,
-    ("VisionTransformer", "full_data_parallel_on_entry_exit"): "splits of the parts say it",
+    ("VisionTransformer", "full_data_parallel_on_entry_exit"): "set the mappings of the parts",
     ("PipelinedTransformer", "activation_split_dims_mapping.final_out"): "left to XLA",
 }  # fmt: skip
 
-# Pax's class -> why there is nothing of it here.
+# Pax's class -> the reason why it is not supported.
 ABSENT = {
     **dict.fromkeys(("BaseActivation", "BaseNormalization", "BaseDepthwiseConv1D"), _BASE),
     **dict.fromkeys(
         ("AdaptedTransformerFeedForward", "MultitaskResidualAdapter"),
-        "adapters here are LoRA: `layers.lora`",
+        "the only adapters here are LoRA: `layers.lora`",
     ),
     **dict.fromkeys(("ArrayLookup", "EinsumOp"), _EINSUM),
     **dict.fromkeys(
@@ -251,7 +256,7 @@ ABSENT = {
          "BregmanNgrammer"),
         _NGRAMMER,
     ),
-    "BregmanPCA": "not made",
+    "BregmanPCA": "not implemented",
     **dict.fromkeys(
         ("Conformer", "DotProductAttentionWithContext", "DotProductAttentionWithContextXL",
          "SelfAttentionWithNormAndResidual", "LightConv1D", "SpectrumAugmenter",
@@ -272,60 +277,62 @@ ABSENT = {
     ),
     **dict.fromkeys(
         ("DotProductAttentionWithLPB", "MultiQueryDotProductAttentionLPB"),
-        "each sample of a prompt has a cache of its own",
+        "each sample of a prompt has a separate cache",
     ),
     **dict.fromkeys(
         ("DotProductAttentionXL", "LocalSelfAttentionXL"),
-        "no Transformer-XL relative positions; `RelativeBias` has T5's",
+        "no relative positions of Transformer-XL; `RelativeBias` implements those of T5",
     ),
     **dict.fromkeys(
         ("LocalSelfAttentionAlibi", "LocalSelfAttentionRelativeBias"),
-        "a window with relative positions: `DotProductAttention` with `window` and "
-        "`relative_bias_tpl` has T5's buckets, not theirs",
+        "`DotProductAttention` with `window` and `relative_bias_tpl` uses T5's buckets instead",
     ),
-    "BertModel": "masked language modelling is not made",
-    "BiTemperedLoss": "not made",
-    "CausalDepthwiseConv1D": "no convolution of queries, keys and values; `RgLruBlock` has its own",
+    "BertModel": "no masked language modelling",
+    "BiTemperedLoss": "not implemented",
+    "CausalDepthwiseConv1D":
+        "no convolution of queries, keys and values; `RgLruBlock` contains one",
     "ClassificationMLPModel": "`Mlp` in a `ClassificationTask`",
-    "Conv3D": "images only",
+    "Conv3D": "convolutions have at most two spatial dims",
     "GShardSharedEmbeddingSoftmax": "`NClassMajorSharedEmbeddingSoftmax` has a [V, D] weight too",
-    "LanguageModelContinuousBatching": "`LanguageModelTask` decodes in continuous batches, too",
-    "MaskedLmDataAugmenter": "masked language modelling is not made",
-    "PositionalEmbedding2D": "positions of an image are learned or counted along its patches",
-    "Sequential": "write a class with the layers in it",
-    "SigmoidCrossEntropy": "classes exclude each other",
-    "SpectralNorm": "needs a power iteration's state; not made",
+    "LanguageModelContinuousBatching": "`LanguageModelTask` supports continuous batching",
+    "MaskedLmDataAugmenter": "no masked language modelling",
+    "PositionalEmbedding2D":
+        "positions of image patches are learned, or counted from the first to the last",
+    "Sequential": "write a class that contains the layers",
+    "SigmoidCrossEntropy": "classes are mutually exclusive here",
+    "SpectralNorm": "not implemented; it needs the state of a power iteration",
     "TokenCounter": _TOKENS,
-    **dict.fromkeys(("VanillaBlock", "VanillaNet"), "`ResNet` is the convolutional network"),
+    **dict.fromkeys(("VanillaBlock", "VanillaNet"), "use `ResNet`"),
 }  # fmt: skip
 
 HEAD = """# Coverage of Pax's layers
 
-Each layer class of praxis 1.4.0 and each of its options: what it is here, or why it is not. **An
-option that neither the first table nor its class's row names is a setting of the same name.**
-Defaults are Pax's unless said otherwise; `tests/layers` compares the numbers with those of the real
-Pax (`tests/goldens`).
+Look up a layer class of praxis 1.4.0 or one of its options here to find its name in this library,
+or the reason why it is not supported. **An option that is listed neither in the first table nor in
+the row of its class has the same name here.** Defaults are also the same, unless this page states
+otherwise. `tests/layers` compares the results with those of the real Pax (`tests/goldens`).
 
-`python -m tests.support.pax_coverage` writes this page by asking the code; a test compares. Fields
-of all layers of Pax (`name`, `dtype`, `fprop_dtype`, `params_init`, `weight_split_dims_mapping.wt`,
-`activation_split_dims_mapping.out`, mesh shapes) are in [coming_from_pax.md](coming_from_pax.md).
+[coming_from_pax.md](coming_from_pax.md) describes the fields that all of Pax's layers share:
+`name`, `dtype`, `fprop_dtype`, `params_init`, `weight_split_dims_mapping.wt`,
+`activation_split_dims_mapping.out` and mesh shapes. `python -m tests.support.pax_coverage`
+generates this page from the code, and a test checks that it is up to date.
 
 """
 
 
 def pax_layers() -> dict[str, dict]:
-    """Returns by class what the real Pax says of it: module, options, splits."""
+    """Returns the module, options and splits of each of Pax's layer classes, by name."""
     return golden("pax/layer_options.json")
 
 
 def our_class(name: str) -> type | None:
-    """Returns our class for a class of Pax's; None if there is none."""
+    """Returns our counterpart of a Pax class, or None."""
     ours = COUNTERPARTS.get(name, name)
     return TASKS.get(ours, getattr(layers, ours, None))
 
 
 def options_of(name: str) -> list[str]:
-    """Returns a class's options and its splits, but those that all layers have."""
+    """Returns a class's options and named splits, except those that all layers share."""
     common = ("weight_split_dims_mapping.wt", "activation_split_dims_mapping.out")
     splits = [split for split in pax_layers()[name]["splits"] if split not in common]
     return pax_layers()[name]["options"] + splits
@@ -336,7 +343,7 @@ def found(table: dict, name: str, option: str) -> str | None:
 
 
 class Options(NamedTuple):
-    """A class's options: those of the same name; by option our name of it, or why there is none."""
+    """A class's options: unchanged, renamed (option -> our name), missing (option -> reason)."""
 
     same: list[str]
     renamed: dict[str, str]
@@ -357,7 +364,7 @@ def options_here(name: str) -> Options:
 
 
 def shared(table: Mapping, covered: Sequence[str]) -> dict[str, str]:
-    """Returns the answers of a table that are those of several classes, by option."""
+    """Returns the entries of a table that apply to several classes, by option."""
     num_classes = collections.Counter(
         option for name in covered for option in options_of(name) if (name, option) not in table
     )
@@ -373,7 +380,7 @@ def our_names(names: str) -> str:
 
 
 def grouped(answers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns (options, answer) with a single entry for all options of the same answer."""
+    """Returns (options, answer) pairs, with one pair for all options that share an answer."""
     options: dict[str, list[str]] = {}
     for option, answer in answers.items():
         options.setdefault(answer, []).append(f"`{option}`")
@@ -381,7 +388,7 @@ def grouped(answers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def with_owner(renamed: Mapping[str, str]) -> dict[str, str]:
-    """Returns our names as the page has them: an option of the same name elsewhere as its class."""
+    """Returns our names as Markdown: only the class if the option's name is unchanged."""
     result = {}
     for option, ours in renamed.items():
         owner, _, name = ours.rpartition(".")
@@ -396,7 +403,7 @@ def wrapped(text: str) -> str:
 def sections() -> Iterator[str]:
     covered = sorted(name for name in pax_layers() if our_class(name) is not None)
     of_several = shared(AS, covered), shared(WITHOUT, covered)
-    yield "## Options of several classes\n\n| Pax | here, or why not |\n| --- | --- |\n"
+    yield "## Options of several classes\n\n| Pax | here, or why it is missing |\n| --- | --- |\n"
     for table in (with_owner(of_several[0]), of_several[1]):
         for options, answer in grouped(table):
             yield f"| {options} | {answer} |\n"
@@ -416,15 +423,18 @@ def sections() -> Iterator[str]:
         else:
             rows.append(f"| `{name}` | `{ours}` | {' | '.join(cells)} |\n")
     yield "\n## Classes\n\n"
-    yield wrapped(f"Of the same name, with nothing but the above to say: {', '.join(equal)}.")
+    yield wrapped(
+        "These classes have the same name, and each of their options is unchanged or in the table "
+        f"above: {', '.join(equal)}."
+    )
     yield "\n"
-    yield "| Pax | here | options of another name | not covered, and why |\n"
+    yield "| Pax | here | renamed options | options that are not covered, and why |\n"
     yield "| --- | --- | --- | --- |\n"
     yield from rows
     yield "\n## Activations\n\n"
     names = [f'`{name}` is `"{ours}"`' for name, ours in sorted(ACTIVATION_NAMES.items())]
     gelu = '`GELU` with `approximate=False` is `"gelu_exact"`.'
-    yield wrapped(f"`activation` takes a function or a name. {', '.join(names)}. {gelu}")
+    yield wrapped(f"`activation` accepts a function or a name. {', '.join(names)}. {gelu}")
     yield "\n## Classes that are not covered\n\n| Pax | why |\n| --- | --- |\n"
     for names, reason in sorted(grouped(ABSENT)):
         yield f"| {names} | {reason} |\n"
@@ -435,7 +445,7 @@ def page() -> str:
 
 
 def setting_exists(name: str, setting: str) -> bool:
-    """Returns whether AS's "setting" or "Class.setting" is one of ours."""
+    """Returns whether the "setting" or "Class.setting" of an AS entry exists here."""
     owner, _, attribute = setting.rpartition(".")
     owner = TASKS.get(owner, getattr(layers, owner, None)) if owner else our_class(name)
     return attribute in inspect.signature(owner).parameters or hasattr(owner, attribute)
