@@ -104,7 +104,7 @@ class FeedForward(BaseLayer):
       linear_tpl: Template of the linear layer; called with the sizes, `weight_init`, the split of
         its outputs and `rngs`.
       bias_tpl: Template of the bias; called with output_dims, `bias_init` and `rngs`.
-      weight_split_dims_mapping: Split of the weight, [input_dims, output_dims].
+      weight_split_dims_mapping: Sharding of the weight, [input_dims, output_dims].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -157,8 +157,8 @@ class Mlp(BaseLayer):
       hidden_dims: Width of each hidden layer.
       output_dims: Number of classes.
       activation: Activation of the hidden layers.
-      weight_split_dims_mapping: Split of each layer's weight, [input, output].
-      activation_split_dims_mapping: Split of each hidden activation, [batch, hidden].
+      weight_split_dims_mapping: Sharding of each layer's weight, [input, output].
+      activation_split_dims_mapping: Sharding of each hidden activation, [batch, hidden].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -219,8 +219,8 @@ class Einsum(Dense):
         equation: contracted letters are inputs, letters that only the weight has are outputs, and
         letters shared by inputs, weight and outputs stack independent layers.
       bias_init: Initializer of the bias.
-      weight_split_dims_mapping: Split of the weight.
-      activation_split_dims_mapping: Split of the outputs.
+      weight_split_dims_mapping: Sharding of the weight.
+      activation_split_dims_mapping: Sharding of the outputs.
 
     Raises:
       ConfigError: The equation is invalid, or does not match the weight's shape.

@@ -110,7 +110,7 @@ class BaseLayer(nnx.Module):
 
         Args:
           shape: Sizes, or results of `self.dims`.
-          split_dims_mapping: Split of the weight. If None, the splits of its dims apply.
+          split_dims_mapping: Sharding of the weight. If None, the splits of its dims apply.
           init: Initializer.
           dtype: Dtype of the stored weight.
           matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE. If

@@ -111,7 +111,7 @@ def stacked(module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 
 
     Args:
       module: The stack of layers.
-      stack_split: Split of the stacked dim.
+      stack_split: Sharding of the stacked dim.
       num_dims_apart: Number of stacked dims for which decoding may pass `UnstackedLayers`.
 
     Raises:

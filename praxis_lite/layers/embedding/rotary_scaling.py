@@ -1,6 +1,6 @@
-"""Rotary positions scaled for longer texts: the variants of Hugging Face's `rope_scaling`.
+"""Rotary positions that are scaled for longer texts, as in Hugging Face's `rope_scaling`.
 
-Each variant slows down the pairs that rotate slowly.
+Each variant makes the slowly rotating pairs rotate even more slowly.
 """
 
 import math
@@ -22,7 +22,10 @@ def _check_factor(layer: object, factor: float) -> None:
 
 
 class LinearScaledRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding whose pairs all rotate `factor` times slower (arXiv:2306.15595)."""
+    """RotaryPositionalEmbedding in which all pairs rotate `factor` times slower.
+
+    See arXiv:2306.15595.
+    """
 
     @inherit_params(RotaryPositionalEmbedding)
     def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
@@ -41,7 +44,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which all pairs rotate slower.
+      factor: Factor by which all rotating pairs rotate slower.
       share: Fraction of the pairs that rotate.
     """
 
@@ -192,7 +195,7 @@ class YarnRotary(RotaryPositionalEmbedding):
         return 1.0 / (slowed / (unscaled * self.factor) + (1.0 - slowed) / unscaled)
 
     def _pair(self, num_rotations: float) -> float:
-        """Returns the fractional index of the pair with this many rotations."""
+        """Returns the fractional index of the pair with this number of rotations."""
         timescale = self.original_max_positions / (2.0 * math.pi * num_rotations)
         theta = self.max_timescale / self.min_timescale
         return self.rotary_dims / 2 * math.log(timescale / self.min_timescale) / math.log(theta)
@@ -204,11 +207,11 @@ def yarn_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 class LongRope(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding with LongRoPE: a factor per pair (arXiv:2402.13753).
+    """RotaryPositionalEmbedding with LongRoPE, a factor per pair (arXiv:2402.13753).
 
     A call with a position beyond `original_max_positions` uses `long_factor`; all other calls use
-    `short_factor`. The cache of a text decoded beyond it therefore contains keys with both factors,
-    as in Hugging Face's models.
+    `short_factor`. If a text is decoded beyond this limit, the cache therefore contains keys with
+    both factors, as in Hugging Face's models.
 
     Args:
       embedding_dims: Size K of a head.
@@ -236,7 +239,7 @@ class LongRope(RotaryPositionalEmbedding):
                 len(factors) == self.rotary_dims // 2,
                 f"LongRope.{name}",
                 len(factors),
-                f"a number for each of the {self.rotary_dims // 2} pairs",
+                f"{self.rotary_dims // 2} numbers, one per pair of rotary dims",
             )
         self.short_factor, self.long_factor = tuple(short_factor), tuple(long_factor)
         self.original_max_positions, self._amplitude = original_max_positions, attention_factor

@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
     all_axes: tuple[str, ...]
 
     def swap(self, x_NM: jax.Array) -> jax.Array:
-        """Exchanges rows [N, M] with the other devices in an all-to-all: C rows per device."""
+        """Exchanges rows [N, M] with the other devices, C rows with each."""
         x_XCM = x_NM.reshape(self.num_shards, -1, *x_NM.shape[1:])
         return jax.lax.all_to_all(x_XCM, self.axes, 0, 0).reshape(x_NM.shape)
 

@@ -31,7 +31,7 @@ class ConditionedDecoder:
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
             return cache  # Only the shapes of such a cache are used.
-        # A call with a padding token stores the inputs; the first real token overwrites the padding.
+        # A call with one padding token stores the inputs; the first real token overwrites it.
         padding = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
             padding,

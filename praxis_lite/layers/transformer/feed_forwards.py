@@ -139,7 +139,8 @@ class TransformerFeedForward(ResidualBranch):
           paddings: [B, T]; 1.0 for padding, whose branch outputs are set to zero.
           segment_ids: Not used; other feed-forward layers use it.
           key: Random key for dropout. If None, nothing is dropped.
-        """        relu_key, residual_key, droppath_key = split_keys(key, 3)
+        """
+        relu_key, residual_key, droppath_key = split_keys(key, 3)
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
         outputs = self._with_branch(

@@ -157,8 +157,8 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the logits and the cache.
 
-        If a cache is passed, the ids are written to the cache at their positions, and the logits are
-        the same as in a call with the complete sequence.
+        If a cache is passed, the ids are written to the cache at their positions, and the logits
+        are the same as in a call with the complete sequence.
 
         Args:
           ids: Int [B, T].

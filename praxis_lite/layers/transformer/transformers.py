@@ -170,7 +170,8 @@ class Transformer(BaseLayer):
         """Returns an empty cache: that of attention, or a dict if several sublayers have one.
 
         The keys of the dict are the names of the sublayers' attributes.
-        """        sizes = batch_size, max_seq_length, dtype
+        """
+        sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
             caches["cross_attention"] = self.cross_attention.init_cache(

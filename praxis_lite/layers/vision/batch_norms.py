@@ -110,7 +110,7 @@ class BatchNorm(_PaddedNorm):
         gamma are still trained.
       gamma_init: Initializer of gamma, which is stored as scale - 1, so that weight decay pulls the
         scale towards 1.
-      weight_split_dims_mapping: Split of beta, gamma and the moving averages, [dim].
+      weight_split_dims_mapping: Sharding of beta, gamma and the moving averages, [dim].
     """
 
     couples_rows = "batch statistics"
@@ -186,7 +186,7 @@ class GroupNorm(_PaddedNorm):
       set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
       use_scale: Whether to use gamma.
       use_bias: Whether to use beta.
-      weight_split_dims_mapping: Split of beta and gamma along channels, [dim].
+      weight_split_dims_mapping: Sharding of beta and gamma along channels, [dim].
 
     Raises:
       ConfigError: The number of channels is not divisible by the number of groups, or the rank of

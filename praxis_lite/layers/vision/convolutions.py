@@ -60,8 +60,8 @@ class Conv2D(BaseLayer):
       is_causal: Whether outputs do not depend on later inputs along height (time). Requires 'SAME'
         and tf_equivalent_padding.
       weight_norm_tpl: Builds a norm for the weight from (D, rngs=).
-      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
-      activation_split_dims_mapping: Split of the outputs [B, H', W', D].
+      weight_split_dims_mapping: Sharding of `w`; the bias is split like its last dim.
+      activation_split_dims_mapping: Sharding of the outputs [B, H', W', D].
 
     Raises:
       ConfigError: A setting has the wrong type, the number of input channels is not a multiple of
@@ -185,7 +185,7 @@ class DepthwiseConv1D(BaseLayer):
       is_causal: Whether outputs do not depend on later inputs. If False, zeros are added
         symmetrically.
       rhs_dilation_rate: Dilation of the filter.
-      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
+      weight_split_dims_mapping: Sharding of `w`; the bias is split like its last dim.
     """
 
     splits = splits(weight=(), activation=())

@@ -71,8 +71,8 @@ class VitEntryLayers(BaseLayer):
       append_cls_tokens: Number of learned tokens, without positions, to add at the end.
       pos_emb_tpl: Builds the position embedding from (number of positions, D, rngs=), or None.
       input_fc_has_bias: Whether to add a bias to the projection.
-      weight_split_dims_mapping: Split of the projection's weight [input_dims, D].
-      activation_split_dims_mapping: Split of the outputs [B, N', D].
+      weight_split_dims_mapping: Sharding of the projection's weight [input_dims, D].
+      activation_split_dims_mapping: Sharding of the outputs [B, N', D].
 
     Raises:
       ConfigError: When called: the image size is not divisible by the patch size, the size of a
@@ -197,8 +197,8 @@ class VitExitLayers(BaseLayer):
       pooling_tpl: Builds the pooling of the tokens from (rngs=), by default the mean. Use
         ClassTokenPooling to select the class token. Pax's default sets no dims and cannot run.
       ln_tpl: Builds the norm from (hidden_dim, rngs=).
-      weight_split_dims_mapping: Split of the projection's weight [hidden_dim, output_dim].
-      activation_split_dims_mapping: Split of the outputs.
+      weight_split_dims_mapping: Sharding of the projection's weight [hidden_dim, output_dim].
+      activation_split_dims_mapping: Sharding of the outputs.
     """
 
     # Features may belong to an image or to each token.
@@ -260,7 +260,7 @@ class VisionTransformer(BaseLayer):
       transformer_layers_tpl: Builds the stack from (rngs=); its blocks are not causal.
       exit_layers_tpl: Builds the layer that maps tokens to features from (rngs=). If None, tokens
         are returned.
-      activation_split_dims_mapping: Split of the tokens [B, N, D] between entry, stack and exit.
+      activation_split_dims_mapping: Sharding of the tokens [B, N, D] between entry, stack and exit.
     """
 
     splits = splits(activation=RESIDUAL)

@@ -125,7 +125,7 @@ class QuantizationRule:
 
         Args:
           product: The product of a dense layer.
-          rows_split: Split of the inputs' batch and time.
+          rows_split: Sharding of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))

@@ -239,7 +239,7 @@ class RoundedProduct(Product):
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       scales: See QuantizationRule.
-      rows_split: Split of the inputs' batch and time.
+      rows_split: Sharding of the inputs' batch and time.
     """
 
     qtype: str
@@ -339,7 +339,7 @@ def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
     Args:
       layer: The dense layer.
       rows: The letters of the inputs' rows: batch and time.
-      rows_split: Split of the rows, or None if unknown.
+      rows_split: Sharding of the rows, or None if unknown.
     """
     mesh, metadata = jax.sharding.get_abstract_mesh(), layer.w.get_metadata()
 

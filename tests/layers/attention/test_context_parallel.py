@@ -453,7 +453,7 @@ def called(**inputs):
         (lambda: called(atten_kernel="splash", window=3), "'ring'.*'splash'.*a window.*'chunked'"),
         (
             lambda: called(how="all_to_all+ring", atten_kernel="blocked"),
-            r"2 heads leave a ring of 2.*'blocked'.*'all_to_all'",
+            r"2 heads require a ring of 2 groups.*'blocked'.*'all_to_all'",
         ),
         (lambda: called(atten_mask=jnp.zeros((1, 1, 8, 8))), "'ring'.*atten_mask.*segment_ids"),
         (
