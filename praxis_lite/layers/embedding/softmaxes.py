@@ -39,7 +39,7 @@ class FullSoftmax(BaseLayer):
       z_loss_weight: Weight of mean(log_z^2), which is added to the auxiliary losses.
       label_smoothing_prob: Fraction of a label's probability that is distributed over the other
         V - 1 classes.
-      label_smoothing_apply_for_eval: Whether to smooth labels in evaluation (without a key) as well.
+      label_smoothing_apply_for_eval: Whether to smooth labels also in evaluation (without a key).
       scale_before_logits: Whether to divide the inputs by sqrt(D).
       chunk_size: Number of logits per token that a device computes at a time. `compute_loss` then
         returns no logits. If None, all logits are stored. In Pax, this is the size of chunks of the
@@ -85,7 +85,7 @@ class FullSoftmax(BaseLayer):
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
             f"{name}.label_smoothing_prob",
             label_smoothing_prob,
-            f"0, or a number from 0 to 1 with at least 2 classes (num_classes is {num_classes})",
+            f"0, or between 0 and 1 with at least 2 classes (num_classes is {num_classes})",
         )
         self.num_classes, self.input_dims = num_classes, input_dims
         self.soft_cap_logits, self.z_loss_weight = soft_cap_logits, z_loss_weight

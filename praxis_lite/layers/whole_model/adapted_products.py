@@ -1,4 +1,4 @@
-"""Matmuls of dense layers with LoRA or DoRA."""
+"""Matmuls of dense layers that have LoRA or DoRA adapters."""
 
 import dataclasses
 import string
@@ -83,12 +83,12 @@ def form_of(layer: Dense) -> DenseForm:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A matmul with its bias, plus a matmul with two low-rank matrices.
+    """The product of a dense layer, plus the product with two low-rank matrices.
 
     Attributes:
       base: The product with `w`.
-      scale: The factor that multiplies the low-rank product.
-      weights: The names of the adapter's weights in the layer.
+      scale: Factor that multiplies the low-rank product.
+      weights: Names of the adapter's weights in the layer.
     """
 
     base: Product
@@ -103,7 +103,7 @@ class AdaptedProduct(Product):
         return self.merge(layer, self.base.kernel(layer), *adapters)
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Merges an adapter into its weight, in the weight's dtype; also supports stacks.
+        """Returns a weight or a stack of weights with the adapter merged in, in its dtype.
 
         Args:
           layer: The layer of the weight.
@@ -154,7 +154,7 @@ class AdaptedProduct(Product):
 class DecomposedProduct(AdaptedProduct):
     """DoRA's matmul, which learns the length of each column of the adapted weight.
 
-    It stores no array of the weight's size except `w`: the squared lengths are computed as sums of
+    The current lengths are computed without storing w + a @ b: the squared lengths are sums of
     products of w, a and b.
     """
 
