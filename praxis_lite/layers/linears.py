@@ -212,7 +212,7 @@ class Einsum(Dense):
     Args:
       equation: Einsum equation for inputs and weight. "..." stands for any leading dims of the
         inputs, which are preserved in the outputs.
-      weight_shape: A size for each letter of the weight.
+      weight_shape: The size of each letter of the weight in the equation.
       has_bias: Whether to add b. Its dims are the output dims that come from the weight, in the
         order of the outputs, and are sharded as in the weight.
       weight_init: Initializer of the weight. If None, Pax's default (Xavier) with the fans of the

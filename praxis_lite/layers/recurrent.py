@@ -301,9 +301,10 @@ class RgLruBlock(BaseLayer):
 def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns where segments start, and the segment ids with those of `before` earlier tokens.
+    """Returns the starts of segments, bool [B, T], and the segment ids, int [B, before + T].
 
-    The earlier tokens have the first token's segment, because a cache continues its row.
+    The `before` tokens in the cache get the first token's segment, because a call with a cache
+    continues its sequence.
     """
     if segment_ids is None:
         return None, None

@@ -55,7 +55,8 @@ class StochasticResidual(BaseLayer):
             0.0 < survival_prob <= 1.0,
             "StochasticResidual.survival_prob",
             survival_prob,
-            "0 < p <= 1 (as 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)",
+            "0 < p <= 1",
+            "It is 1 - residual_droppath_prob: set 0 <= residual_droppath_prob < 1.",
         )
         self.residual_weight, self.survival_prob = residual_weight, survival_prob
 

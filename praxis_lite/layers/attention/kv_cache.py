@@ -52,7 +52,7 @@ def empty_cache(
     if is_cross and encoded_length is None:
         raise ConfigError(
             f"{name}.init_cache requires encoded_length in cross-attention. Pass the length of the "
-            "longest `encoded` that will be round_to_cache."
+            "longest `encoded` that will be stored."
         )
     if not layer.is_causal and not is_cross:
         raise ConfigError(

@@ -59,7 +59,7 @@ class Product:
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Renames the contracted letters of an equation, so that they are sorted in the weight.
+    """Renames the contracted subscripts of an equation, so that they are sorted in the weight.
 
     `jnp.einsum` contracts several dims in alphabetical order. If the weight has a different order,
     XLA copies the weight, in decoding even for each token.
@@ -79,7 +79,7 @@ class StoredWeight(abc.ABC):
         """Dtype of the represented weight."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns `self` for `...`, as variables read it; otherwise the indexed array."""
+        """Returns `self` for `[...]`, with which variables are read; otherwise an indexed array."""
         return self if index is ... else self.astype(self.dtype)[index]
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class Dense(BaseLayer):
     Attributes:
       equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
         that the weight contributes to the outputs.
-      kernel_shape: Size of each letter of the weight; -1 for a dim that may be sharded.
+      kernel_shape: Sizes of the weight's dims in the equation; -1 for a dim that may be sharded.
       product: The matmul of inputs and weight.
     """
 
@@ -124,12 +124,11 @@ class Dense(BaseLayer):
         """Creates `w`, and `b` if `bias_init` is given.
 
         Args:
-          dims: Size of each letter of the weight in `equation`, in order, or the results of
-            `self.dims`.
+          dims: Sizes of the weight's dims in `equation`, or the results of `self.dims`.
           init: Initializer of `w`.
           bias_init: Initializer of `b`.
-          merged: Consecutive letters that form one dim of `w` and of `b`.
-          in_parts: Letter of the dim that tensor parallelism may shard.
+          merged: Consecutive subscripts that form one dim of `w` and of `b`.
+          in_parts: Subscript of the dim that tensor parallelism may shard.
           rngs: The random streams for initialization.
         """
         operands, outputs = self.equation.split("->")
@@ -140,7 +139,7 @@ class Dense(BaseLayer):
         dim_of_group = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
         if isinstance(init, EinsumXavier):
-            leading = outputs.rpartition("...")[0]  # Letters that stack separate outputs.
+            leading = outputs.rpartition("...")[0]  # Subscripts that stack separate outputs.
             output_dims = [i for i in matrix.made if groups[i] not in leading]
             init = init.for_dims(matrix.summed, output_dims)
         self.w = self.weight(tuple(dim_of_group.values()), init=init, matrix=matrix, rngs=rngs)
@@ -156,7 +155,7 @@ class Dense(BaseLayer):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The equation's letters for each dim of `w`; several for a merged dim.
+        """The equation's subscripts for each dim of `w`; several for a merged dim.
 
         Stacked dims are omitted.
         """

@@ -102,7 +102,7 @@ def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
 
     Args:
       equation: Einsum equation of inputs and weight, such as "...d,dnk->...nk".
-      letters: Letters of each dim of the weight, such as ("d", "n", "k").
+      letters: Subscripts of each dim of the weight, such as ("d", "n", "k").
     """
     operands, outputs = equation.split("->")
     inputs = operands.split(",")[0]

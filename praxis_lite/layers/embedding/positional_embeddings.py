@@ -22,7 +22,7 @@ def _check_timescales(layer: object, min_timescale: float, max_timescale: float)
         0 < min_timescale <= max_timescale,
         f"{type(layer).__name__}.min_timescale",
         min_timescale,
-        f"a positive number of at most max_timescale {max_timescale}",
+        f"a positive number, at most max_timescale {max_timescale}",
     )
 
 
@@ -173,7 +173,7 @@ class RotaryPositionalEmbedding(BaseLayer):
             rotary_dims % 2 == 0 and 0 < rotary_dims <= embedding_dims,
             f"{name}.rotary_dims",
             rotary_dims,
-            f"an even number up to the {embedding_dims} dims of a head",
+            f"a positive even number, at most {embedding_dims}, the size of a head",
         )
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims, self.rotary_dims = embedding_dims, rotary_dims

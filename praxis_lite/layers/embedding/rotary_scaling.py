@@ -18,7 +18,7 @@ from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalE
 
 
 def _check_factor(layer: object, factor: float) -> None:
-    require(factor > 0, f"{type(layer).__name__}.factor", factor, "a number above 0")
+    require(factor > 0, f"{type(layer).__name__}.factor", factor, "a positive number")
 
 
 class LinearScaledRotary(RotaryPositionalEmbedding):
@@ -58,7 +58,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
             0.0 < share <= 1.0,
             "ProportionalRotary.share",
             share,
-            "a number above 0 and at most 1",
+            "a positive number, at most 1",
         )
         self.factor, self.share = factor, share
 
@@ -89,7 +89,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
         require_positive(self, original_max_positions=original_max_positions)
-        require(self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "4 or more")
+        require(self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "at least 4")
         self.factor, self.original_max_positions = factor, original_max_positions
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ class Llama3Rotary(RotaryPositionalEmbedding):
             0 < low_freq_factor < high_freq_factor,
             "Llama3Rotary.low_freq_factor",
             low_freq_factor,
-            f"a number above 0 and below high_freq_factor, {high_freq_factor}",
+            f"a positive number, less than high_freq_factor {high_freq_factor}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
@@ -178,7 +178,7 @@ class YarnRotary(RotaryPositionalEmbedding):
             0 < beta_slow < beta_fast,
             "YarnRotary.beta_slow",
             beta_slow,
-            f"a number above 0 and below beta_fast, {beta_fast}",
+            f"a positive number, less than beta_fast {beta_fast}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
         self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate

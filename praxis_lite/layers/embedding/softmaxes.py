@@ -79,8 +79,10 @@ class FullSoftmax(BaseLayer):
             require_positive(self, chunk_size=chunk_size)
         name = type(self).__name__
         cap = soft_cap_logits or 0.0
-        require(cap >= 0.0, f"{name}.soft_cap_logits", cap, "0 (none) or more")
-        require(z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 (none) or more")
+        require(cap >= 0.0, f"{name}.soft_cap_logits", cap, "a positive cap, or 0 for none")
+        require(
+            z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 or a positive number"
+        )
         require(
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
             f"{name}.label_smoothing_prob",

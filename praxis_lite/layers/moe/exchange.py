@@ -90,9 +90,9 @@ def exchange_in_rounds(
     num_rows = over.num_shards * num_slots
 
     def plan_rounds(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
-        """Returns a function from the index of a round to slots, and the number of rounds.
+        """Returns a function that maps a round's index to slots [n, K], and the number of rounds.
 
-        The slots are [n, K]; a choice that is not sent in the round has slot N.
+        A choice that is not sent in the round has slot N.
         """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
         position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], over.num_shards)[0]

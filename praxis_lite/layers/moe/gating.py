@@ -263,7 +263,7 @@ class Gating:
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
     def expert_choice(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
-        """Lets each expert choose the tokens with the highest scores; returns [G, S, D]."""
+        """Sends each expert the tokens with its highest scores; returns outputs [G, S, D]."""
         group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
         probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":

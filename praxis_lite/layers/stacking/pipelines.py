@@ -233,7 +233,11 @@ class Pipeline(BaseLayer):
     def _run_sequentially(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Passes all microbatches through one block after another; returns like `run_ticks`."""
+        """Passes all microbatches through one block after another.
+
+        Returns:
+          The same as `_run_in_ticks`.
+        """
         num_microbatches = x_M.shape[0]
 
         def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:

@@ -221,10 +221,11 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the softmax's inputs [B, T, D] and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
+            state = "missing" if inputs_indicator is None else "passed"
             raise ConfigError(
-                f"TransformerLm.model_type is {self.model_type!r}, but inputs_indicator is "
-                f"{'missing' if inputs_indicator is None else 'passed'}. It marks the tokens of "
-                'the prefix: model_type "prefix" requires it, and other types do not accept it.'
+                f"TransformerLm.model_type is {self.model_type!r}, but inputs_indicator, which "
+                f"marks the tokens of a prefix, is {state}. Pass inputs_indicator if and only if "
+                'model_type is "prefix".'
             )
         self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)

@@ -167,7 +167,7 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns an empty cache: that of attention, or a dict if several sublayers have one.
+        """Returns attention's empty cache, or a dict of caches if several sublayers have a cache.
 
         The keys of the dict are the names of the sublayers' attributes.
         """

@@ -14,14 +14,14 @@ from praxis_lite.layers.base.result_types import einsum
 
 @dataclasses.dataclass(frozen=True)
 class DenseForm:
-    """The letters of a dense layer's equation, without leading dims.
+    """The subscripts of a dense layer's einsum equation, without leading dims.
 
     Attributes:
-      inputs: The letters of the inputs.
-      weight: The letters of the weight.
-      leading: The letters that index the outputs of a layer with several outputs.
-      outputs: The remaining letters of the outputs.
-      stack: The letters of the weight that index independent layers, each with an adapter.
+      inputs: Subscripts of the inputs.
+      weight: Subscripts of the weight.
+      leading: Subscripts that index the outputs of a layer with several outputs.
+      outputs: Remaining subscripts of the outputs.
+      stack: Subscripts of the weight that index independent layers, each with an adapter.
     """
 
     inputs: str
@@ -32,12 +32,12 @@ class DenseForm:
 
     @property
     def rank(self) -> str:
-        """The letter of the rank, which does not occur in the equation."""
+        """The subscript of the rank, which does not occur in the equation."""
         return self._free()[0]
 
     @property
     def other_rank(self) -> str:
-        """A second letter for the rank."""
+        """A second subscript for the rank."""
         return self._free()[1]
 
     def _free(self) -> list[str]:
@@ -46,34 +46,34 @@ class DenseForm:
 
     @property
     def summed(self) -> str:
-        """The contracted letters."""
+        """The contracted subscripts."""
         return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
 
     @property
     def a(self) -> str:
-        """The letters of lora_a."""
+        """The subscripts of lora_a."""
         return self.stack + self.summed + self.rank
 
     @property
     def b(self) -> str:
-        """The letters of lora_b."""
+        """The subscripts of lora_b."""
         taken = self.stack + self.summed
         return self.stack + self.rank + "".join(x for x in self.weight if x not in taken)
 
     @property
     def kept(self) -> str:
-        """The letters of the outputs that come from the weight, in the order of the outputs."""
+        """The subscripts of the outputs that come from the weight, in the order of the outputs."""
         return "".join(x for x in self.leading + self.outputs if x in self.weight)
 
     @property
     def between(self) -> str:
-        """The letters of `inputs @ a`."""
+        """The subscripts of `inputs @ a`."""
         kept = "".join(x for x in self.inputs if x not in self.summed)
         return kept + "".join(x for x in self.stack if x not in kept) + self.rank
 
 
 def form_of(layer: Dense) -> DenseForm:
-    """Returns the letters of a dense layer's equation."""
+    """Returns the subscripts of a dense layer's equation."""
     operands, outputs = layer.equation.split("->")
     inputs, weight = operands.replace("...", "").split(",")
     leading, _, outputs = outputs.rpartition("...")

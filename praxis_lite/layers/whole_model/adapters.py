@@ -97,8 +97,8 @@ def adapted(
     already = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if already:
         raise ConfigError(
-            f"lora: {few(already)} of {type(layer).__name__} already has an adapter. Remove one of "
-            "the two adapters, or select other layers with `only`."
+            f"lora: there is already an adapter in {few(already)} of {type(layer).__name__}. "
+            "Remove one of the two adapters, or select other layers with `only`."
         )
     # Draw the key from a copy, so that layers created later get the same keys as without adapters.
     key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)

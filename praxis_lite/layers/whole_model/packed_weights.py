@@ -126,8 +126,8 @@ def check_frozen(model: PackedModel, learner: Learner) -> None:
     ]
     if trained:
         raise ConfigError(
-            f"Learner: {few(sorted(trained))} would be trained, but is stored as "
-            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze the 4-bit weights: "
-            "set bprop_variable_inclusion to the weights to train, such as '.*/lora_[abm]', or "
+            f"Learner: {few(sorted(trained))} would be trained, but weights that are stored "
+            f"as {specs[sorted(trained)[0]].dtype} have no gradient. Freeze the 4-bit weights: set "
+            "bprop_variable_inclusion to the weights to train, such as '.*/lora_[abm]', or "
             "bprop_variable_exclusion to the weights to freeze."
         )

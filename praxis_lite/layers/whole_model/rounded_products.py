@@ -24,7 +24,7 @@ from praxis_lite.layers.whole_model.four_bit_weights import to_4_bits
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # The scales of an operand: one per index that is not contracted, or a single scale.
 SCALES = ("channel", "tensor")
-# Pairs of a letter in an equation and the number of devices that sum over it.
+# Pairs of a subscript in an equation and the number of devices that sum over its dim.
 Counts = tuple[tuple[str, int], ...]
 # The largest int8 is 127. With Qwix's default bound of 127.5, each row's largest element would be
 # halfway between two integers, so that the last bit of a float, which may differ between meshes,
@@ -46,8 +46,8 @@ def quantized_einsum(
     """Computes `einsum(equation, x, w)` with rounded operands, in x's dtype.
 
     Args:
-      equation: An equation with two operands, such as "bd,df->bf". Each letter occurs in two of the
-        three arrays.
+      equation: An equation with two operands, such as "bd,df->bf". Each subscript occurs in two of
+        the three arrays.
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       x: The inputs.
@@ -215,9 +215,10 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
 
 
 def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
-    """Splits some dims of an array into parts and the size of a part; a dim of size 1 has one part.
+    """Reshapes some dims of an array to [number of parts, size of a part].
 
-    Over Explicit axes, the dim of parts is sharded like the original dim.
+    A dim of size 1, as scales have, becomes [1, 1]. Over Explicit axes, the dim of parts is sharded
+    like the original dim.
     """
     shape: list[int] = []
     split: list[Any] = []
@@ -331,16 +332,16 @@ class RoundedWeight(Product):
 
 
 def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
-    """Returns the number of devices that sum together, for each contracted letter.
+    """Returns the number of devices that sum together, for each contracted dim.
 
-    The matmuls for outputs and input gradients contract letters of the weight; the matmul for
-    weight gradients contracts letters of batch and time. A letter without an entry is not sharded,
-    or is gathered before the matmul: a weight is gathered over the axes of the batch, and its model
-    dims also over the axes of time.
+    The matmuls for outputs and input gradients contract dims of the weight; the matmul for weight
+    gradients contracts batch and time. A dim without an entry is not sharded, or is gathered before
+    the matmul: a weight is gathered over the axes of the batch, and its model dims also over the
+    axes of time.
 
     Args:
       layer: The dense layer.
-      rows: The letters of the inputs' batch and time.
+      rows: The subscripts of the inputs' batch and time.
       rows_split: Sharding of batch and time, or None if unknown.
     """
     mesh, metadata = jax.sharding.get_abstract_mesh(), layer.w.get_metadata()

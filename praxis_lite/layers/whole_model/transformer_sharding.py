@@ -85,7 +85,9 @@ def _resolve(preset: str | Preset) -> Preset:
                 require_choice(f"{setting}[{name!r}]", axes, PRESET_SETTINGS[name])
             continue
         is_valid = isinstance(axes, str | int | list | tuple | None)
-        require(is_valid, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
+        require(
+            is_valid, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of mesh axes, or None"
+        )
     return {"residual_batch": preset.get("batch"), **preset}
 
 

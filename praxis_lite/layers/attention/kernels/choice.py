@@ -149,15 +149,15 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks that a kernel's name is valid, and that it is installed and supports the options.
+    """Checks that a kernel exists, is installed and supports the options in use.
 
     Args:
       setting: A name in KERNELS, or "auto".
       needs: Whether each option is in use.
 
     Raises:
-      ConfigError: The name is not valid, or the kernel is not installed, or does not support an
-        option on any platform. The message lists other kernels.
+      ConfigError: The kernel does not exist, is not installed, or does not support an option on any
+        platform. The message lists other kernels.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":

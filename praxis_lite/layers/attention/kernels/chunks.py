@@ -286,7 +286,7 @@ def gradients_in_chunks(
     d_encoded: jax.Array,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients with respect to q, k and v; those of k and v are float32.
+    """Returns the gradients with respect to q, k and v; the latter two are float32.
 
     Args:
       q: Queries [B, T, G, R, K].

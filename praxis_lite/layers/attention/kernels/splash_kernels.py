@@ -75,7 +75,7 @@ class RowSplash(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, *, save_residuals: bool = False) -> Any:
-        """Returns the library's kernel; with save_residuals, it is not differentiable."""
+        """Returns the library's kernel, which is not differentiable with save_residuals."""
 
     @abc.abstractmethod
     def segments(self, ids: Ids) -> Any:

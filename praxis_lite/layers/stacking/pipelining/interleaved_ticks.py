@@ -313,7 +313,7 @@ class InterleavedTicks:
         return jax.lax.cond(is_any, function, zeros, *args)
 
     def at_stage(self, number: int, condition: jax.Array, x_S: jax.Array) -> jax.Array:
-        """Returns a mask [S, 1, ...] that is the condition at one stage and False at others."""
+        """Returns a mask [S, 1, ...]: the condition at one stage, False at all other stages."""
         is_at_stage = (self.work.stages == number) & condition
         return is_at_stage.reshape(-1, *[1] * (x_S.ndim - 1))
 
