@@ -53,7 +53,7 @@ def head_sizes(
             f"{name}.input_dim has the keys {sorted(input_dim)}; expected 'query', 'key' and "
             "'value', or a single integer."
         )
-    require_positive(layer, **{f"input_dim[{which!r}]": dim for which, dim in input_dim.items()})
+    require_positive(layer, **{f"input_dim[{key!r}]": dim for key, dim in input_dim.items()})
     hidden = input_dim["query"] if hidden_dim is None else hidden_dim
     require_positive(layer, num_heads=num_heads, hidden_dim=hidden)
     if dim_per_head is None and hidden % num_heads:
@@ -156,12 +156,12 @@ def check_call(
             "bools, use jnp.where(is_visible, 0.0, LARGE_NEGATIVE), with LARGE_NEGATIVE from "
             "praxis_lite.layers.attention.masks."
         )
-    how = layer.tensor_parallel
-    if atten_mask is not None and atten_mask.shape[1] > 1 and how is not None and cache is None:
+    setting = layer.tensor_parallel
+    if atten_mask is not None and atten_mask.shape[1] > 1 and setting is not None and cache is None:
         raise ConfigError(
-            f"{name}.tensor_parallel is {how!r}, which does not support a different atten_mask per "
-            f"head (its shape is {atten_mask.shape}). Pass a mask [B or 1, 1, 1 or T, S], or set "
-            "tensor_parallel=None."
+            f"{name}.tensor_parallel is {setting!r}, which does not support a different atten_mask "
+            f"per head (its shape is {atten_mask.shape}). Pass a mask [B or 1, 1, 1 or T, S], or "
+            "set tensor_parallel=None."
         )
     require_one_segment(layer, cache, segment_ids)
     attends_to_itself = not layer.is_cross_attention and encoded is None

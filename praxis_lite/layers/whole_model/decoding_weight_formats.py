@@ -79,7 +79,7 @@ class TransposedWeight(StoredWeight):
 
     @staticmethod
     def supports(equation: str) -> bool:
-        """Returns whether inputs and outputs have the weight's letters in the weight's order."""
+        """Returns whether inputs and outputs have the weight's subscripts in the weight's order."""
         operands, results = equation.split("->")
         input_letters, weight_letters = operands.split(",")
         kept = "".join(letter for letter in weight_letters if letter in results)

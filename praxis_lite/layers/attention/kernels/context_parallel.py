@@ -86,23 +86,25 @@ def check_context_parallel(
         _check_kernel(type(layer).__name__, setting, atten_kernel, "")
 
 
-def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
-    able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
+def _check_kernel(
+    name: str, method: str, atten_kernel: str, context: str, cannot: str = ""
+) -> None:
+    able = ["chunked", "auto"] if method == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
         cannot = "it"
     able = [name for name in able if name != atten_kernel]
     if cannot:
         raise ConfigError(
-            f"{name}.context_parallel is {how!r}{why}, but atten_kernel is {atten_kernel!r}, which "
-            f"does not support {cannot}. Set atten_kernel to one of {able}, or "
-            "context_parallel='all_to_all', which supports any kernel."
+            f"{name}.context_parallel is {method!r}{context}, but atten_kernel is "
+            f"{atten_kernel!r}, which does not support {cannot}. Set atten_kernel to one of "
+            f"{able}, or context_parallel='all_to_all', which supports any kernel."
         )
 
 
 def _block_attention(
-    how: str,
+    method: str,
     atten_kernel: str,
-    why: str,
+    context: str,
     mask: AttentionMask,
     options: LogitOptions,
     chunk_size: int,
@@ -116,12 +118,12 @@ def _block_attention(
       ConfigError: atten_kernel selects splash, which does not support the mask.
     """
     in_chunks = ChunkedBlocks(options, chunk_size)
-    if how == "gather" or atten_kernel == "chunked":
+    if method == "gather" or atten_kernel == "chunked":
         return in_chunks
     cannot = unsupported_feature(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
     if atten_kernel in SPLASHES:
-        _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
+        _check_kernel("DotProductAttention", method, atten_kernel, context, cannot)
         return SplashBlocks(options, not is_tpu, splash_of(atten_kernel))
     is_short = min(num_queries, num_keys) < length_multiple(ring.num_groups)
     if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
@@ -129,18 +131,18 @@ def _block_attention(
     return SplashBlocks(options, not is_tpu, splash_of("splash"))
 
 
-def is_context_parallel(how: str | None, split: SplitDims) -> bool:
-    """Returns whether `how` is set and time is sharded over several devices.
+def is_context_parallel(method: str | None, split: SplitDims) -> bool:
+    """Returns whether `method` is set and time is sharded over several devices.
 
     Args:
-      how: A name in CONTEXT_PARALLEL, or None.
+      method: A name in CONTEXT_PARALLEL, or None.
       split: Sharding of queries [B, T, N, K].
     """
-    return how is not None and split is not None and num_shards_of((*split, None)[1]) > 1
+    return method is not None and split is not None and num_shards_of((*split, None)[1]) > 1
 
 
 def context_parallel_attention(
-    how: str,
+    method: str,
     q_BTNK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
@@ -162,7 +164,7 @@ def context_parallel_attention(
     `jax.shard_map`, to the complete outputs and their logsumexp.
 
     Args:
-      how: A name in CONTEXT_PARALLEL.
+      method: A name in CONTEXT_PARALLEL.
       q_BTNK: See `einsum_attention`.
       k_BSGK: See `einsum_attention`.
       v_BSGK: See `einsum_attention`.
@@ -186,15 +188,15 @@ def context_parallel_attention(
         math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in (rows, time, heads)
     )
     (B, T, N, K), (S, G) = q_BTNK.shape, k_BSGK.shape[1:3]
-    ring = _ring_of(how, axes_of(time), num, -(-N // num_shards), mask)
-    is_by_time = how == "gather" or ring.num_groups > 1
+    ring = _ring_of(method, axes_of(time), num, -(-N // num_shards), mask)
+    is_by_time = method == "gather" or ring.num_groups > 1
     multiple = 2 * num
     if is_by_time:
         is_grouped = ring.group_size > 1
-        why = f" and {N} heads require a ring of {ring.num_groups} groups" if is_grouped else ""
-        _check_kernel("DotProductAttention", how, atten_kernel, why)
+        context = f" and {N} heads require a ring of {ring.num_groups} groups" if is_grouped else ""
+        _check_kernel("DotProductAttention", method, atten_kernel, context)
         block_attention = _block_attention(
-            how, atten_kernel, why, mask, options, chunk_size, ring, T, S
+            method, atten_kernel, context, mask, options, chunk_size, ring, T, S
         )
         if isinstance(block_attention, SplashBlocks):
             multiple = math.lcm(multiple, length_multiple(ring.num_groups))
@@ -228,7 +230,7 @@ def context_parallel_attention(
             return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
         b, t, n, _ = q.shape
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
-        if how == "gather":
+        if method == "gather":
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             local_mask = mask_of_queries(local_mask, ring, t)
             encoded, log_sums = attention_with_log_sums(
@@ -260,10 +262,10 @@ def context_parallel_attention(
 
 
 def _ring_of(
-    how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
+    method: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the ring of device groups for `how`, where each device has `num_heads` heads."""
-    size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
+    """Returns the ring of device groups for `method`, where each device has `num_heads` heads."""
+    size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(method, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
 
