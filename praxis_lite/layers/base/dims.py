@@ -181,8 +181,8 @@ def dims_of(
         )
     if mapping is not None and len(mapping) > len(sizes):
         raise ConfigError(
-            f"{setting} is {mapping}, which has {len(mapping)} entries, but the number of dims of "
-            f"the array is {len(sizes)}. Remove {len(mapping) - len(sizes)} of the entries."
+            f"{setting} is {mapping}, which has {len(mapping)} entries, but the array's rank is "
+            f"{len(sizes)}. Specify one entry per dim."
         )
     names = names or (None,) * len(sizes)
     entries = (*(mapping or ()), *(None,) * len(sizes))
