@@ -1,7 +1,7 @@
-"""Layers: single-device computations, and declarations of how their arrays are split.
+"""Layers: single-device computations, with declarations of how their arrays are sharded.
 
-Start reading at `base/base_layer.py` and `linears.py`. Layers do not depend on devices, padding,
-tasks or optimizers.
+To read the code, begin with `base/base_layer.py` and `linears.py`. Layers do not depend on devices,
+padding, tasks or optimizers.
 """
 
 from praxis_lite.public_names import public_names

@@ -22,7 +22,7 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _truncated_gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # Not rescaled, so its standard deviation is 0.8796.
+    # This is not rescaled, so its standard deviation is 0.8796.
     return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
 
@@ -66,7 +66,7 @@ def fans(
     fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """Returns (fan in, fan out), the numbers of inputs per output and of outputs per input.
+    """Returns (fan in, fan out): the number of inputs per output, and of outputs per input.
 
     The last two dims are inputs and outputs. Other dims, such as a convolution's window, multiply
     both fans. For a vector, both fans are its size. If axes are passed, the fans are the products
@@ -216,21 +216,22 @@ class WeightInit:
 class EinsumXavier:
     """Xavier's uniform initializer with the fans of the einsum that uses the weight.
 
-    The layer that creates the weight knows its dims and calls `for_dims`.
+    `BaseLayer.weight` and `Dense.make` call `for_dims` with the weight's dims.
     """
 
-    def for_dims(self, summed: Sequence[int], made: Sequence[int]) -> Draw:
+    def for_dims(self, input_dims: Sequence[int], output_dims: Sequence[int]) -> Draw:
         """Returns the initializer of a weight.
 
         Args:
-          summed: Input dims.
-          made: Output dims. The remaining dims stack independent weights and belong to neither fan,
-            as in Pax with explicit fan axes.
+          input_dims: Indices of the weight's input dims.
+          output_dims: Indices of its output dims. The remaining dims stack independent weights and
+            belong to neither fan, as in Pax with explicit fan axes.
         """
-        axes = {"in_axis": tuple(summed), "out_axis": tuple(made)}
+        axes = {"in_axis": tuple(input_dims), "out_axis": tuple(output_dims)}
 
         def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-            others = tuple(dim for dim in range(len(shape)) if dim not in (*summed, *made))
+            fan_dims = {*input_dims, *output_dims}
+            others = tuple(dim for dim in range(len(shape)) if dim not in fan_dims)
             init = jax.nn.initializers.variance_scaling(
                 1.0, "fan_avg", "uniform", batch_axis=others, **axes
             )

@@ -51,8 +51,8 @@ class Linear(Dense):
     def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
         """Returns pairs ([F, d], [d, D]) whose products add up to the transpose of w.
 
-        If the second factor is None, it is the identity. A softmax that embeds ids reads rows of
-        the first factors.
+        A second factor of None is the identity. A softmax that embeds ids reads rows of the first
+        factors.
         """
         return self.product.column_factors(self)
 
@@ -91,7 +91,7 @@ class Bias(BaseLayer):
 class FeedForward(BaseLayer):
     """Computes `activation(inputs @ w + b)`: [..., input_dims] -> [..., output_dims].
 
-    The bias is split like the weight's output dim.
+    The bias is sharded like the weight's output dim.
 
     Args:
       input_dims: Size of the last input dim.
@@ -101,10 +101,10 @@ class FeedForward(BaseLayer):
       weight_init: Initializer of the weight.
       bias_init: Initial value of all elements of the bias.
       checkpoint_str: Checkpoint name of `inputs @ w`, for remat policies.
-      linear_tpl: Template of the linear layer; called with the sizes, `weight_init`, the split of
-        its outputs and `rngs`.
+      linear_tpl: Template of the linear layer; called with the sizes, `weight_init`, the sharding
+        of its outputs and `rngs`.
       bias_tpl: Template of the bias; called with output_dims, `bias_init` and `rngs`.
-      weight_split_dims_mapping: Split of the weight, [input_dims, output_dims].
+      weight_split_dims_mapping: Sharding of the weight, [input_dims, output_dims].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -153,12 +153,12 @@ class Mlp(BaseLayer):
     """Computes class logits from flattened inputs: [B, ...] -> [B, output_dims].
 
     Args:
-      input_dims: Product of the input's dims except the first.
+      input_dims: Product of the input dims except the first.
       hidden_dims: Width of each hidden layer.
       output_dims: Number of classes.
       activation: Activation of the hidden layers.
-      weight_split_dims_mapping: Split of each layer's weight, [input, output].
-      activation_split_dims_mapping: Split of each hidden activation, [batch, hidden].
+      weight_split_dims_mapping: Sharding of each layer's weight, [input, output].
+      activation_split_dims_mapping: Sharding of each hidden activation, [batch, hidden].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -212,15 +212,15 @@ class Einsum(Dense):
     Args:
       equation: Einsum equation for inputs and weight. "..." stands for any leading dims of the
         inputs, which are preserved in the outputs.
-      weight_shape: A size for each letter of the weight.
+      weight_shape: The size of each letter of the weight in the equation.
       has_bias: Whether to add b. Its dims are the output dims that come from the weight, in the
-        order of the outputs, and are split like the weight's.
+        order of the outputs, and are sharded as in the weight.
       weight_init: Initializer of the weight. If None, Pax's default (Xavier) with the fans of the
         equation: contracted letters are inputs, letters that only the weight has are outputs, and
         letters shared by inputs, weight and outputs stack independent layers.
       bias_init: Initializer of the bias.
-      weight_split_dims_mapping: Split of the weight.
-      activation_split_dims_mapping: Split of the outputs.
+      weight_split_dims_mapping: Sharding of the weight.
+      activation_split_dims_mapping: Sharding of the outputs.
 
     Raises:
       ConfigError: The equation is invalid, or does not match the weight's shape.
@@ -251,8 +251,8 @@ class Einsum(Dense):
             )
         weight_shape = tuple(weight_shape)
         if weight_init is None:
-            summed, made = matrix_of(equation, weight)
-            weight_init = WeightInit("xavier", fan_in_axes=summed, fan_out_axes=made)
+            input_dims, output_dims = matrix_of(equation, weight)
+            weight_init = WeightInit("xavier", fan_in_axes=input_dims, fan_out_axes=output_dims)
         self.equation = equation.replace(" ", "")
         self.make(
             *self.dims(*weight_shape),
@@ -273,7 +273,10 @@ def _weight_letters(equation: str) -> str:
     inputs, weight, outputs = match[2], match[3], match[5]
     for letters in (inputs, weight, outputs):
         if len(set(letters)) != len(letters):
-            raise ConfigError(f"Einsum.equation {equation!r} repeats a letter in {letters!r}.")
+            raise ConfigError(
+                f"Einsum.equation {equation!r} repeats a letter in {letters!r}. Use different "
+                "letters for different dims."
+            )
     if set(outputs) - set(inputs + weight) or not set(inputs) & set(weight):
         raise ConfigError(
             f"Einsum.equation is {equation!r}; expected inputs and weight to share a letter, and "

@@ -25,7 +25,7 @@ def check_epsilon(layer: object, epsilon: float) -> None:
 
 
 class Norm(BaseLayer):
-    """Base class of norms; all norms take the same arguments, so that they are interchangeable."""
+    """Base class of norms, which all take the same arguments and are therefore interchangeable."""
 
     def __call__(
         self,
@@ -34,12 +34,13 @@ class Norm(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns normalized inputs; norms over only the last dim ignore paddings and key.
+        """Returns the normalized inputs.
 
         Args:
           inputs: [..., dim].
-          paddings: [...], or only its leading dims; 1.0 for padding.
-          key: Random key, passed only in training.
+          paddings: [...], or only its leading dims; 1.0 for padding. Norms over only the last dim
+            ignore it.
+          key: Random key, passed only in training, for norms with batch statistics.
         """
         raise NotImplementedError
 
@@ -78,7 +79,7 @@ class LayerNorm(_LastDimNorm):
       epsilon: Added to the variance.
       use_scale: Whether to multiply by a learned scale.
       use_bias: Whether to add a learned bias.
-      weight_split_dims_mapping: Split of scale and bias, [dim].
+      weight_split_dims_mapping: Sharding of scale and bias, [dim].
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class RmsNorm(_LastDimNorm):
       epsilon: Added to the mean of squares.
       direct_scale: Whether the stored weight is the scale. If False, the scale is 1 + the stored
         weight, as in Gemma.
-      weight_split_dims_mapping: Split of the scale, [dim].
+      weight_split_dims_mapping: Sharding of the scale, [dim].
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class IdentityNorm(Norm):
 class WeightNormL2(BaseLayer):
     """Rescales the columns of a weight [..., dim] to length 1 + g, for `Conv2D.weight_norm_tpl`.
 
-    Salimans and Kingma 2016, arXiv:1602.07868. For weights, not for activations.
+    Salimans and Kingma 2016, arXiv:1602.07868.
     """
 
     splits = splits(weight=(None,))

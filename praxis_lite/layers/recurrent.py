@@ -34,17 +34,16 @@ def _init_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
 
 
 class RgLru(BaseLayer):
-    """Computes h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t) for x [B, T, N, K].
+    """Computes h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t) for x [B, T, N, K], in float32.
 
-    The gates i_t and r_t are sigmoids of x_t multiplied by block-diagonal weights, a_t is
-    sigmoid(Lambda)^(C r_t), and C is 8 (De et al. 2024, arXiv:2402.19427, section 2.4). Computed in
-    float32.
+    The gates i_t and r_t are sigmoids of x_t multiplied by block-diagonal weights. The decay a_t is
+    sigmoid(Lambda)^(C r_t), where C is 8 (De et al. 2024, arXiv:2402.19427, section 2.4).
 
     Args:
       num_heads: N, the number of weight blocks.
       dim_per_head: K, the size of a block.
-      weight_split_dims_mapping: Split of the gates' weights, [N, K, K]. Lambda and the biases are
-        split accordingly.
+      weight_split_dims_mapping: Sharding of the gates' weights, [N, K, K]. Lambda and the biases
+        are sharded accordingly.
     """
 
     splits = splits(weight=(None, None, None))
@@ -59,7 +58,7 @@ class RgLru(BaseLayer):
         weight_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_heads=num_heads, dim_per_head=dim_per_head)
-        # The input dim has no name or split, because two dims of a weight cannot share a split.
+        # The input dim has no name and is not sharded, because a mesh axis can shard only one dim.
         N, inner, K = self.dims(num_heads, int(dim_per_head), dim_per_head)
         init = jax.nn.initializers.variance_scaling(
             1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0
@@ -89,7 +88,7 @@ class RgLru(BaseLayer):
           inputs: [B, T, N, K].
           starts: Bool [B, T]; True for tokens before which h is reset.
           skipped: Bool [B, T]; True for tokens that do not change h.
-          h: Float32 [B, N, K]; the state after the preceding tokens.
+          h: Float32 [B, N, K]; the state after the preceding tokens, or None for zeros.
         """
         x = inputs.astype(jnp.float32)
         log_decay = -_C * jax.nn.softplus(-self.a_param[...])
@@ -118,7 +117,7 @@ def _compose(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 class CausalConv(BaseLayer):
-    """Computes sum over j of w_j x_{t-j}, plus a bias, per channel of [B, T, N, K]."""
+    """Computes, per channel of x [B, T, N, K], the sum of w_j x_{t-j} over taps j, plus a bias."""
 
     splits = splits(weight=(None, None, None))
     weight_split_dims_mapping: SplitDims
@@ -170,8 +169,8 @@ class RgLruBlock(BaseLayer):
     The inputs are projected twice. One projection passes through a causal convolution and an RgLru,
     the other through a GELU, and their product is projected back (De et al. 2024, arXiv:2402.19427,
     figure 2). The block takes the arguments of causal self-attention, so it can be used as
-    `Transformer.tr_atten_tpl`. The size of its state does not depend on the length. Time is not
-    split over devices.
+    `Transformer.tr_atten_tpl`. The size of its state does not depend on the sequence length. Time
+    must not be sharded.
 
     Args:
       input_dim: D.
@@ -179,10 +178,10 @@ class RgLruBlock(BaseLayer):
       dim_per_head: K. If None, input_dim / num_heads. The recurrence has N * K dims.
       conv_width: Width of the convolution, including the current token.
       use_bias: Whether the three projections have biases.
-      weight_split_dims_mapping: Split of the projections, [D, N, K]. The weights of the convolution
-        and the recurrence split N and K likewise.
-      activation_split_dims_mapping: Split of activations between the projections, [B, T, N, K].
-      output_split_dims_mapping: Split of the outputs, [B, T, D].
+      weight_split_dims_mapping: Sharding of the projections, [D, N, K]. In the weights of the
+        convolution and the recurrence, N and K are sharded likewise.
+      activation_split_dims_mapping: Sharding of activations between the projections, [B, T, N, K].
+      output_split_dims_mapping: Sharding of the outputs, [B, T, D].
     """
 
     cache_skips_padding = True
@@ -211,8 +210,8 @@ class RgLruBlock(BaseLayer):
                 input_dim % num_heads == 0,
                 "RgLruBlock.num_heads",
                 num_heads,
-                f"a divisor of input_dim, {input_dim}",
-                "Or set dim_per_head.",
+                f"a divisor of input_dim {input_dim}",
+                "Change num_heads, or set dim_per_head.",
             )
             dim_per_head = input_dim // num_heads
         require_positive(self, dim_per_head=dim_per_head)
@@ -252,8 +251,9 @@ class RgLruBlock(BaseLayer):
           inputs: [B, T, D].
           positions: Int [B or 1, T]. If None, 0 to T - 1. Only used with a cache: a row whose first
             position is 0 starts with an empty state.
-          segment_ids: Int [B, T]. The state is reset where they change; 0 is padding.
-          paddings: [B, T]; 1.0 for tokens at the ends of a row that do not change the state.
+          segment_ids: Int [B, T]. The state is reset where segments change; 0 marks padding.
+          paddings: [B, T]; 1.0 for padding at the ends of a sequence, which does not change the
+            state.
           atten_mask: Must be None; accepted for compatibility with attention layers.
           key: Unused; accepted for compatibility with attention layers.
           cache: State after the preceding tokens.
@@ -264,7 +264,7 @@ class RgLruBlock(BaseLayer):
         if atten_mask is not None:
             raise ConfigError(
                 "RgLruBlock does not support an atten_mask, because a recurrence sees all earlier "
-                "tokens."
+                "tokens. Omit it, or use attention."
             )
         batch, length = inputs.shape[:2]
         skipped = None if paddings is None else paddings > 0.5
@@ -279,31 +279,32 @@ class RgLruBlock(BaseLayer):
             state = jax.tree.map(
                 lambda x: jnp.where(continues.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), state
             )
-        x_BTNK = self._split(self.linear_x(inputs))
+        x_BTNK = self._constrain(self.linear_x(inputs))
         if skipped is not None:
             x_BTNK = jnp.where(skipped[:, :, None, None], 0, x_BTNK)
         starts, segments = _starts_and_segments(segment_ids, self.conv_width - 1)
-        convolved = self._split(self.conv(x_BTNK, state["window"], segments))
+        convolved = self._constrain(self.conv(x_BTNK, state["window"], segments))
         h_BTNK, last_h = self.rg_lru(
             convolved, starts=starts, skipped=skipped, h=None if cache is None else state["h"]
         )
-        gated_BTNK = self._split(h_BTNK) * jax.nn.gelu(self._split(self.linear_y(inputs)))
+        gated_BTNK = self._constrain(h_BTNK) * jax.nn.gelu(self._constrain(self.linear_y(inputs)))
         outputs = constrain(self.linear_out(gated_BTNK), self.output_split_dims_mapping)
         if cache is None:
             return outputs, None
         window = _window_after(state["window"], x_BTNK, skipped)
         return outputs, {"window": window, "h": last_h}
 
-    def _split(self, x_BTNK: jax.Array) -> jax.Array:
+    def _constrain(self, x_BTNK: jax.Array) -> jax.Array:
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
 
 def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns where segments start, and the segment ids with those of `before` earlier tokens.
+    """Returns the starts of segments, bool [B, T], and the segment ids, int [B, before + T].
 
-    The earlier tokens have the first token's segment, because a cache continues its row.
+    The `before` tokens in the cache get the first token's segment, because a call with a cache
+    continues its sequence.
     """
     if segment_ids is None:
         return None, None

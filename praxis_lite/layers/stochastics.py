@@ -10,13 +10,13 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):
-    """Sets a fraction of the inputs to zero and scales up the rest; without a key, does nothing.
+    """Sets a random fraction of the inputs to zero and scales up the rest.
 
-    Srivastava et al. 2014. The mask depends only on the key and the shape, not on the mesh
-    (partitionable threefry).
+    Without a key, the inputs are returned unchanged. Srivastava et al. 2014. The mask depends only
+    on the key and the shape, not on the mesh (partitionable threefry).
 
     Args:
-      dropout_prob: Fraction to drop; Pax's `1 - keep_prob`.
+      dropout_prob: Probability that an element is dropped; Pax's `1 - keep_prob`.
       noise_shape_broadcast_dims: Dims along which elements are dropped together.
     """
 
@@ -39,15 +39,15 @@ class Dropout(BaseLayer):
 
 
 class StochasticResidual(BaseLayer):
-    """Computes `inputs + residual_weight * residual`, dropping the residual of some rows.
+    """Computes `inputs + residual_weight * residual`, and randomly drops residuals of examples.
 
-    With a key, the residual of a row [T, D] is kept with probability `survival_prob`, and then
-    divided by it. Without a key, all rows are kept. Stochastic depth, Huang et al. 2016,
+    With a key, an example's residual is kept with probability `survival_prob` and then divided by
+    `survival_prob`. Without a key, all residuals are kept. Stochastic depth, Huang et al. 2016,
     arXiv:1603.09382.
 
     Args:
       residual_weight: Factor that multiplies the residual.
-      survival_prob: Probability of keeping a row's residual.
+      survival_prob: Probability that an example's residual is kept.
     """
 
     def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):
@@ -55,12 +55,19 @@ class StochasticResidual(BaseLayer):
             0.0 < survival_prob <= 1.0,
             "StochasticResidual.survival_prob",
             survival_prob,
-            "0 < p <= 1 (as 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)",
+            "0 < p <= 1",
+            "It is 1 - residual_droppath_prob: set 0 <= residual_droppath_prob < 1.",
         )
         self.residual_weight, self.survival_prob = residual_weight, survival_prob
 
     def __call__(self, inputs: jax.Array, residual: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Takes inputs and residual [B, ...], and a key in training."""
+        """Returns the sum, [B, ...].
+
+        Args:
+          inputs: [B, ...].
+          residual: [B, ...].
+          key: Random key in training, otherwise None.
+        """
         if key is not None and self.survival_prob < 1.0:
             shape = (residual.shape[0], *(1,) * (residual.ndim - 1))
             keep = jax.random.bernoulli(key, self.survival_prob, shape)

@@ -129,7 +129,7 @@ def test_heads_of_keys_split_as_heads_and_one_head_stays_whole():
     [
         ({"mpl": "mdl"}, ["weight_split_dims_mapping", "'mpl'", "Did you mean mlp?"]),
         ("mdl", ["weight_split_dims_mapping", "must be a sequence", "('mdl',)"]),
-        ((None, "mdl", None), ["3 entries", "2 dimensions", "Remove 1"]),
+        ((None, "mdl", None), ["3 entries", "rank is 2", "one entry per dim"]),
     ],
     ids=["name", "text", "length"],
 )

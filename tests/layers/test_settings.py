@@ -80,7 +80,7 @@ WRONG = {
     "embedding_dims.*3.*dim_per_head": lambda r: layers.DotProductAttention(
         8, 2, dim_per_head=3, use_rotary_position_emb=True, rngs=r
     ),
-    r"combine_qkv requires .*num_kv_heads": lambda r: layers.DotProductAttention(
+    r"combine_qkv .*num_kv_heads": lambda r: layers.DotProductAttention(
         8, 4, combine_qkv=True, num_kv_heads=2, rngs=r
     ),
     "is_cross_attention=True": lambda r: layers.DotProductAttention(

@@ -15,9 +15,9 @@ from praxis_lite.layers.attention.kernels.context_parallel import check_context_
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kv_cache import (
     Cache,
+    constrain_cache,
     empty_cache,
-    laid_out,
-    stored,
+    round_to_cache,
     update_cache,
 )
 from praxis_lite.layers.attention.masks import (
@@ -43,8 +43,7 @@ from praxis_lite.layers.stochastics import Dropout
 class DotProductAttention(AttentionHeads):
     """Attention of [B, T, D] to itself or to `encoded` [B, S, D]; returns outputs and the cache.
 
-    Vaswani et al. 2017, arXiv:1706.03762, with Pax's names, defaults and numerics. By default, the
-    softmax is computed in float32.
+    Vaswani et al. 2017, arXiv:1706.03762, with Pax's names, defaults and numerics.
 
     Args:
       input_dim: D, or a mapping from "query", "key" and "value" to dims if inputs and `encoded`
@@ -59,8 +58,8 @@ class DotProductAttention(AttentionHeads):
         sees all tokens. None means True, unless the call passes an atten_mask: as in Pax, that mask
         then replaces the causal mask, but not a window.
       is_cross_attention: Whether keys and values come from `encoded`.
-      window: A token sees itself and the window - 1 preceding tokens (Pax's left_context). The
-        cache stores window + SPARE_PLACES tokens.
+      window: Number of tokens that a token sees to its left, including itself (Pax's
+        left_context). The cache stores window + SPARE_PLACES tokens.
       right_context: Number of later tokens that a token sees if is_causal is False. If None, all
         later tokens, or window - 1 with a window.
       use_bias: Whether the projections have biases.
@@ -93,16 +92,16 @@ class DotProductAttention(AttentionHeads):
         "blocked"; see `choose_kernel`. The choice and its reason are logged once.
       atten_chunk_size: Number of queries and keys per chunk of the chunked kernel, or of queries
         per block of the blocked kernel.
-      weight_split_dims_mapping: Split of the projections' weights, as [D, N, K].
-      activation_split_dims_mapping: Split of queries, keys, values and the cache, [B, T, N, K].
-      kv_split_dims_mapping: Split of keys, values and the cache, [B, S, G, K]. If None,
+      weight_split_dims_mapping: Sharding of the projections' weights, [D, N, K].
+      activation_split_dims_mapping: Sharding of queries, keys, values and the cache, [B, T, N, K].
+      kv_split_dims_mapping: Sharding of keys, values and the cache, [B, S, G, K]. If None,
         activation_split_dims_mapping is used, except that a single head is replicated, and that the
-        cache is split along time if it has fewer heads than devices.
-      output_split_dims_mapping: Split of the outputs, [B, T, D].
-      context_parallel: Name in CONTEXT_PARALLEL of the explicit collectives to use if time is split
-        over devices. If None, and in calls with a cache, the compiler inserts collectives.
+        cache is sharded along time if it has fewer heads than devices.
+      output_split_dims_mapping: Sharding of the outputs, [B, T, D].
+      context_parallel: Name in CONTEXT_PARALLEL of the explicit collectives to use if time is
+        sharded. If None, and in calls with a cache, the compiler inserts collectives.
       tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use along the mesh
-        axis that splits N. If None, and in calls with a cache, the compiler inserts collectives.
+        axis of N. If None, and in calls with a cache, the compiler inserts collectives.
     """
 
     cache_skips_padding = True
@@ -140,7 +139,7 @@ class DotProductAttention(AttentionHeads):
         is_valid = atten_logit_cap >= 0.0
         cap_setting = f"{type(self).__name__}.atten_logit_cap"
         require(is_valid, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
-        # Whether a mask that the caller passes replaces the causal mask, and whether it is refused.
+        # Whether an atten_mask replaces the causal mask, and whether passing one is an error.
         self.mask_is_all = is_causal is None and window is None
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False
@@ -205,9 +204,9 @@ class DotProductAttention(AttentionHeads):
         *,
         encoded_length: int | None = None,
     ) -> Cache:
-        """Returns an empty cache (see `empty_cache`), split like keys and values."""
+        """Returns an empty cache (see `empty_cache`), sharded like keys and values."""
         cache = empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
-        return laid_out(cache, self._split_of_cache())
+        return constrain_cache(cache, self._split_of_cache())
 
     def __call__(
         self,
@@ -226,9 +225,10 @@ class DotProductAttention(AttentionHeads):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs [B, T, D] and the updated cache.
 
-        With a cache, tokens are stored at their positions and attend to all positions up to their
-        own. Rows may be at different positions, and each row is one segment. Cross-attention stores
-        the keys and values of `encoded` in the cache, so that later calls do not need `encoded`.
+        With a cache, tokens are stored at their positions, and attend to these and all earlier
+        positions. Sequences may be at different positions, and each sequence is one segment.
+        Cross-attention stores the keys and values of `encoded` in the cache, so that later calls do
+        not need `encoded`.
 
         Args:
           inputs: [B, T, D].
@@ -238,8 +238,8 @@ class DotProductAttention(AttentionHeads):
           segment_ids: Int [B, T]. Tokens see only tokens of their segment.
           paddings: [B, T]; 1.0 for padding, which no token sees.
           encoded_paddings: Paddings of `encoded`, [B, S].
-          encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens whose segment it does not
-            contain output zeros, except padding (segment 0).
+          encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens whose segment does not occur in
+            `encoded` output zeros, except padding (segment 0).
           encoded_positions: Positions of `encoded`, [B, S].
           atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are hidden where it is below
             LARGE_NEGATIVE / 2. It is not added to the logits.
@@ -279,11 +279,11 @@ class DotProductAttention(AttentionHeads):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache; with a shard of the heads, the outputs are a partial sum.
+        """Returns outputs and cache. With a shard of the heads, the outputs are a partial sum.
 
         Args:
           inputs: [B, T, D].
-          rows: The arguments of `__call__` that have a row dim, by name.
+          rows: The arguments of `__call__` that have a batch dim, by name.
           key: Random key for dropout, or None.
           cache: Cache of the preceding tokens, or None.
         """
@@ -301,10 +301,10 @@ class DotProductAttention(AttentionHeads):
             )
         else:
             encoded, kv_positions = inputs, positions
-            is_all = atten_mask is not None and self.mask_is_all
+            replaces_causal = atten_mask is not None and self.mask_is_all
             mask = AttentionMask(
                 self.left_context,
-                None if is_all else self.right_context,
+                None if replaces_causal else self.right_context,
                 q_segments_BT=segment_ids,
                 kv_segments_BS=segment_ids,
                 kv_visible_BS=not_padding(rows.get("paddings")),
@@ -312,12 +312,12 @@ class DotProductAttention(AttentionHeads):
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
-            kv = None if kv is None else stored(kv, inputs.dtype)
+            kv = None if kv is None else round_to_cache(kv, inputs.dtype)
             cache, kv, kv_positions, mask = update_cache(
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)
-            # Convert the query, because the cache may have a wider dtype and converting it for each
+            # Convert the query: the cache may have a wider dtype, and converting the cache for each
             # token would be slow.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
             if self.split_of_time() is not None:  # Each device has some of the keys for all heads.
@@ -344,7 +344,7 @@ class DotProductAttention(AttentionHeads):
             dtype=inputs.dtype,  # Rotary embeddings may return float32.
         )
         if is_cross:
-            encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])
+            encoded_BTNK = mask.zero_fully_masked(encoded_BTNK, kv["key"].shape[1])
         return constrain(self.post(encoded_BTNK), self.output_split_dims_mapping), cache
 
 

@@ -16,7 +16,8 @@ class HeadSizes(NamedTuple):
 
     Attributes:
       input_dims: D of "query", "key" and "value".
-      hidden_dim: Pax's hidden_dim; without a learned scale, queries are scaled by hidden_dim / N.
+      hidden_dim: Pax's hidden_dim. Without a learned scale, queries are scaled for hidden_dim / N
+        dims per head.
       N: Number of query heads.
       G: Number of key/value heads.
       K: Dims per head.
@@ -52,7 +53,7 @@ def head_sizes(
             f"{name}.input_dim has the keys {sorted(input_dim)}; expected 'query', 'key' and "
             "'value', or a single integer."
         )
-    require_positive(layer, **{f"input_dim[{which!r}]": dim for which, dim in input_dim.items()})
+    require_positive(layer, **{f"input_dim[{key!r}]": dim for key, dim in input_dim.items()})
     hidden = input_dim["query"] if hidden_dim is None else hidden_dim
     require_positive(layer, num_heads=num_heads, hidden_dim=hidden)
     if dim_per_head is None and hidden % num_heads:
@@ -67,23 +68,23 @@ def head_sizes(
     if num_heads % G:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
-            f"{name}.num_kv_heads is {G}; expected a divisor of num_heads {num_heads}: one of "
-            f"{divisors}."
+            f"{name}.num_kv_heads is {G}, which does not divide num_heads {num_heads}. Choose one "
+            f"of {divisors}."
         )
     return HeadSizes(dict(input_dim), hidden, num_heads, G, K)
 
 
-def require_one_source(layer: object, is_one: bool) -> None:
+def require_one_source(layer: object, has_one_source: bool) -> None:
     """Checks that a single matmul can compute queries, keys and values.
 
     Raises:
-      ConfigError: They require separate matmuls.
+      ConfigError: Queries, keys and values require separate matmuls.
     """
-    if not is_one:
+    if not has_one_source:
         raise ConfigError(
-            f"{type(layer).__name__}.combine_qkv requires queries, keys and values of the same "
-            "shape from one input. It cannot be combined with cross-attention, num_kv_heads or an "
-            "input_dim per input. Set combine_qkv=False."
+            f"{type(layer).__name__}.combine_qkv computes queries, keys and values of the same "
+            "shape from the same input. It cannot be combined with cross-attention, num_kv_heads "
+            "or a separate input_dim per input. Set combine_qkv=False."
         )
 
 
@@ -104,27 +105,27 @@ def check_contexts(
         require_positive(layer, window=window)
     if is_cross_attention and (window is not None or right_context is not None):
         raise ConfigError(
-            f"{name}.window and right_context are limits for self-attention, and cannot be "
-            "combined with is_cross_attention=True. Omit them."
+            f"{name}.window and right_context limit self-attention, and cannot be combined with "
+            "is_cross_attention=True. Omit them."
         )
     require(
         right_context is None or (right_context >= 0 and not is_causal),
         f"{name}.right_context",
         right_context,
-        "a non-negative integer, and is_causal=False",
+        "a non-negative integer, together with is_causal=False",
     )
 
 
 def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None) -> None:
-    """Checks that a call with a cache passes no segment ids, because the cache stores none.
+    """Checks that a call with a cache passes no segment ids, which the cache does not store.
 
     Raises:
-      ConfigError: It passes segment ids.
+      ConfigError: Segment ids are passed together with a cache.
     """
     if cache is not None and segment_ids is not None:
         raise ConfigError(
             f"{type(layer).__name__}: a cache cannot be combined with segment_ids, because each "
-            "row of the cache is one segment. Put each sequence in a separate row, and omit "
+            "row of the cache is a single segment. Put each sequence in a separate row and omit "
             "segment_ids."
         )
 
@@ -137,10 +138,10 @@ def check_call(
     atten_mask: jax.Array | None,
     segment_ids: jax.Array | None,
 ) -> None:
-    """Checks that a call has keys to attend to, and a valid cache and mask.
+    """Checks the arguments of a call: the keys to attend to, the cache and the mask.
 
     Raises:
-      ConfigError: One of them is missing or invalid.
+      ConfigError: An argument is missing or invalid.
     """
     name = type(layer).__name__
     if layer.is_cross_attention and encoded is None and cache is None:
@@ -155,12 +156,12 @@ def check_call(
             "bools, use jnp.where(is_visible, 0.0, LARGE_NEGATIVE), with LARGE_NEGATIVE from "
             "praxis_lite.layers.attention.masks."
         )
-    how = layer.tensor_parallel
-    if atten_mask is not None and atten_mask.shape[1] > 1 and how is not None and cache is None:
+    setting = layer.tensor_parallel
+    if atten_mask is not None and atten_mask.shape[1] > 1 and setting is not None and cache is None:
         raise ConfigError(
-            f"{name}.tensor_parallel is {how!r}, which does not support a different atten_mask per "
-            f"head (its shape is {atten_mask.shape}). Pass a mask [B or 1, 1, 1 or T, S], or set "
-            "tensor_parallel=None."
+            f"{name}.tensor_parallel is {setting!r}, which does not support a different atten_mask "
+            f"per head (its shape is {atten_mask.shape}). Pass a mask [B or 1, 1, 1 or T, S], or "
+            "set tensor_parallel=None."
         )
     require_one_segment(layer, cache, segment_ids)
     attends_to_itself = not layer.is_cross_attention and encoded is None
@@ -178,8 +179,8 @@ def check_call(
         )
     if encoded.shape[0] != inputs.shape[0]:
         raise ConfigError(
-            f"{name}: encoded has {encoded.shape[0]} rows but inputs have {inputs.shape[0]}; "
-            "they must match."
+            f"{name}: encoded has batch size {encoded.shape[0]} but inputs have batch size "
+            f"{inputs.shape[0]}. Pass arrays with the same batch size."
         )
     if cache is not None and "encoded_visible" not in cache:
         raise ConfigError(

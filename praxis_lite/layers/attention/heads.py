@@ -119,7 +119,7 @@ class AttentionHeads(BaseLayer):
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
         self.features_split = N.split
-        # Mesh axes that split the cache along time if there are fewer heads than devices.
+        # Mesh axes over which the cache is sharded along time if it has fewer heads than devices.
         self.cache_split = None
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
@@ -136,7 +136,7 @@ class AttentionHeads(BaseLayer):
         positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Projects inputs to queries, and `encoded` to keys and values (None if it is None)."""
+        """Projects inputs to queries, and `encoded` (unless it is None) to keys and values."""
 
         def normalize(heads: jax.Array, norm: Any) -> jax.Array:
             if norm is None or not self.ln_over_heads:
@@ -155,8 +155,8 @@ class AttentionHeads(BaseLayer):
         else:
             assert self.query is not None
             q_BTNK = self.query(inputs)
-        # Also constrain the projections' outputs. If the inputs are split along time, XLA then
-        # gathers the inputs; otherwise it may gather the weights.
+        # Constrain the projections' outputs as well. If the inputs are sharded along time, XLA then
+        # gathers the inputs; otherwise it might gather the weights.
         q_BTNK = named(self._constrain(q_BTNK), "query_proj")
         q_BTNK = rotate(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
@@ -180,7 +180,10 @@ class AttentionHeads(BaseLayer):
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes that split the cache along time, used with fewer heads than devices."""
+        """Returns the mesh axes that shard the cache along time, or None.
+
+        They are used if the cache has fewer heads than devices.
+        """
         return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
     def _split_of_cache(self) -> SplitDims:
@@ -192,14 +195,13 @@ class AttentionHeads(BaseLayer):
         return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
-        """Pads a weight with zero heads so that its heads can be split over `num_parts` devices.
+        """Pads a weight with zero heads, so that its heads can be sharded over `num_parts` devices.
 
-        Heads are padded as in `padded_num_heads`; a single key/value head is replicated.
+        The number of heads is that of `padded_num_heads`; a single key/value head is replicated.
 
         Args:
           path: Path of the weight in this layer.
-          weight: A weight whose dim `dim` contains the heads, or the concatenated dims of all
-            heads.
+          weight: A weight whose dim `dim` contains the heads, or all heads' dims concatenated.
           dim: Index of the heads dim.
           num_parts: Number of devices.
         """

@@ -1,4 +1,4 @@
-"""The key/value cache for decoding, which stores all tokens or a ring buffer of the last ones."""
+"""The key/value cache for decoding, which stores all tokens or the last tokens in a ring buffer."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from praxis_lite.layers.base.base_layer import pad_to
 # B batch, T new tokens, S cached tokens, G key/value heads, K dims per head.
 Cache = dict[str, jax.Array]
 
-# The ring buffer of a layer with a window is larger than the window by this number of tokens. Up to
-# this many of a row's latest tokens can be discarded and overwritten (speculative decoding) without
-# losing a visible token.
+# The ring buffer of a layer with a window is larger than the window by this number of tokens. In
+# speculative decoding, this number of a row's latest tokens can therefore be discarded and
+# overwritten without losing a visible token.
 SPARE_PLACES = 16
 
 
@@ -40,7 +40,7 @@ def empty_cache(
     Args:
       layer: An attention layer.
       batch_size: B.
-      max_seq_length: Maximum number of tokens per row.
+      max_seq_length: Maximum number of tokens per sequence.
       dtype: Dtype of the activations.
       encoded_length: Maximum length of `encoded`, for cross-attention.
 
@@ -51,8 +51,8 @@ def empty_cache(
     name, is_cross = type(layer).__name__, layer.is_cross_attention
     if is_cross and encoded_length is None:
         raise ConfigError(
-            f"{name}.init_cache requires encoded_length in cross-attention: the length of the "
-            "longest `encoded` to store."
+            f"{name}.init_cache requires encoded_length in cross-attention. Pass the length of the "
+            "longest `encoded` that will be stored."
         )
     if not layer.is_causal and not is_cross:
         raise ConfigError(
@@ -72,16 +72,17 @@ def empty_cache(
 def stored_dtype(dtype: Any) -> jnp.dtype:
     """Returns the cache's dtype for activations of `dtype`: at least float32 on CPU.
 
-    XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token it would
-    convert the array to float32 and back. `stored` still rounds values to the precision of `dtype`.
+    XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token, it would
+    convert the array to float32 and back. `round_to_cache` still rounds values to the precision of
+    `dtype`.
     """
     return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
 
 
-def stored(new: Cache, dtype: Any) -> Cache:
+def round_to_cache(new: Cache, dtype: Any) -> Cache:
     """Rounds new cache entries to the activations' dtype, and casts them to the cache's dtype.
 
-    `reduce_precision` rounds them, because XLA removes pairs of casts in some programs.
+    Uses `reduce_precision`, because XLA sometimes removes pairs of casts.
     """
     if stored_dtype(dtype) == dtype:
         return new
@@ -97,8 +98,8 @@ def by_heads(kv: Cache) -> Cache:
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
-def laid_out(cache: Cache, split: SplitDims) -> Cache:
-    """Constrains a cache's sharding, given the split of its keys and values, [B, ..., S, K]."""
+def constrain_cache(cache: Cache, split: SplitDims) -> Cache:
+    """Constrains a cache's sharding; `split` is that of its keys and values, [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -112,12 +113,12 @@ def append(cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = No
       cache: The cache.
       new: New entries by name.
       positions: Int [B or 1, T], consecutive.
-      split: Split of the cache, see `written`.
+      split: Sharding of the cache, or None if unknown.
     """
-    return {name: written(cache[name], x, positions[:, 0], split) for name, x in new.items()}
+    return {name: write_entries(cache[name], x, positions[:, 0], split) for name, x in new.items()}
 
 
-def written(
+def write_entries(
     old: jax.Array, new: jax.Array, start_B: jax.Array, split: SplitDims = None
 ) -> jax.Array:
     """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] written at each row's `start_B`.
@@ -126,13 +127,13 @@ def written(
       old: Cached entries.
       new: New entries.
       start_B: Index of the first new entry in each row, [B or 1].
-      split: Split of `old`, or None if unknown.
+      split: Sharding of `old`, or None if unknown.
     """
     new = new.astype(old.dtype)
     if start_B.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start_B[0], axis=old.ndim - 2)
     if new.shape[-2] == 1 and compiled_platform() == "tpu":
-        return _scattered(old, new[..., 0, :], start_B, split)
+        return _scatter_entries(old, new[..., 0, :], start_B, split)
     write = jax.vmap(
         lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
             old, new, start, axis=old.ndim - 2
@@ -141,22 +142,26 @@ def written(
     return write(old, new, start_B)
 
 
-def _scattered(old: jax.Array, new: jax.Array, place_B: jax.Array, split: SplitDims) -> jax.Array:
+def _scatter_entries(
+    old: jax.Array, new: jax.Array, place_B: jax.Array, split: SplitDims
+) -> jax.Array:
     """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] written at each row's index.
 
-    On TPU, slice updates at different indices compile to a loop over the rows, which makes decoding
-    32 rows 3.5 times slower. A scatter works in place, but preserves the array's memory layout only
-    if it writes rows of a matrix. Therefore each device reshapes its shard to a matrix.
+    On TPU, slice updates at different indices compile to a loop over the batch, which makes
+    decoding 32 sequences 3.5 times slower. A scatter works in place, but preserves the array's
+    memory layout only if it writes rows of a matrix. Therefore each device reshapes its shard to a
+    matrix.
     """
 
     def scatter(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
         *rows, length, dims = old.shape
         num_rows = math.prod(rows)
         place = place_B.reshape(-1, *[1] * (len(rows) - 1))
-        # Move an index beyond a row's end beyond the end of all rows, so that it is dropped.
+        # An index beyond a row's end must not write to the next row: move it beyond the last row,
+        # so that it is dropped.
         place = jnp.where(place < length, place, num_rows * length)
         index = jnp.arange(num_rows).reshape(rows) * length + place
-        # Heads first, as in the outputs of the preceding matmuls; other orders add a copy.
+        # Put heads first, as in the outputs of the preceding matmuls; other orders add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
         flat = (
             old.reshape(-1, dims)
@@ -187,8 +192,8 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
     length, room = new["key"].shape[2], cache["key"].shape[2]
     if length > room:
         raise ConfigError(
-            f"encoded has {length} positions, but the cache has room for {room}. Call init_cache "
-            f"with an encoded_length of at least {length}."
+            f"encoded has length {length}, but the cache has room for {room} positions. Call "
+            f"init_cache with an encoded_length of at least {length}."
         )
     if visible_BS is None:
         visible_BS = jnp.ones((new["key"].shape[0], length), bool)
@@ -233,7 +238,7 @@ def update_cache(
       kv: New keys and values, [B, T or S, G, K]; None if `encoded` is already in the cache.
       positions: Int [B or 1, T], consecutive.
       mask: The mask of a call without a cache; only its window and padding are used.
-      split: Split of the cache, [B, G, S, K].
+      split: Sharding of the cache, [B, G, S, K].
       is_cross: Whether the keys belong to `encoded`.
 
     Raises:
@@ -244,7 +249,7 @@ def update_cache(
     if is_cross:
         cache = cache if new is None else keep_encoded(cache, new, mask.kv_visible_BS)
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-        cache = laid_out(cache, split)
+        cache = constrain_cache(cache, split)
         return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
     assert new is not None, "Only cross-attention can be called without new keys."
     if window is not None and length >= window + SPARE_PLACES:
@@ -253,18 +258,18 @@ def update_cache(
         return update(cache, new, positions, mask, split)
     cache = append(cache, new, positions, split)
     mask = AttentionMask(window, 0, q_index_BT=positions)
-    cache = laid_out(cache, split)
+    cache = constrain_cache(cache, split)
     return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
 
 
 def _update_ring(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Implements `update_cache` for a few tokens, which cannot overwrite visible ones.
+    """Implements `update_cache` for a few tokens, which cannot overwrite visible tokens.
 
-    A token is stored at its position modulo the ring's length S. The position of an entry is
-    therefore the latest position, not after the newest token, that equals its index modulo S. For a
-    discarded token, this gives a position that is S earlier, which is outside the window.
+    A token is stored at its position modulo the ring's length S. Positions are not stored: an
+    entry's position is the latest position, up to that of the newest token, that equals the entry's
+    index modulo S. For a discarded token, this position is S too early, outside the window.
     """
     length = cache["key"].shape[2]
     updated = cache
@@ -277,8 +282,8 @@ def _update_ring(
                 name: jnp.where(is_real, x, _entry_at(updated[name], index_B))
                 for name, x in row.items()
             }
-        updated = {name: written(updated[name], x, index_B, split) for name, x in row.items()}
-    updated = laid_out(updated, split)
+        updated = {name: write_entries(updated[name], x, index_B, split) for name, x in row.items()}
+    updated = constrain_cache(updated, split)
     newest = positions[:, -1:]
     kv_positions = newest - (newest - jnp.arange(length, dtype=jnp.int32)[None]) % length
     mask = AttentionMask(
@@ -302,8 +307,8 @@ def _update_ring_by_block(
 ) -> CacheUpdate:
     """Implements `update_cache` for any number of tokens, padded on the right.
 
-    The new tokens attend to the old entries, in the order of their positions, and to each other.
-    Afterwards the ring contains the last S real tokens of the row.
+    The new tokens attend to the old entries, which are put in the order of their positions, and to
+    each other. Afterwards the ring contains the last S tokens of each row that are not padding.
     """
     (num_rows, _, length, _), num_new = cache["key"].shape, positions.shape[1]
     start_B = jnp.broadcast_to(positions[:, 0], (num_rows,))
@@ -328,4 +333,4 @@ def _update_ring_by_block(
     mask = AttentionMask(
         mask.left_context, 0, q_index_BT=index[:, length:], kv_visible_BS=kv_positions >= 0
     )
-    return CacheUpdate(laid_out(updated, split), by_heads(both), kv_positions, mask)
+    return CacheUpdate(constrain_cache(updated, split), by_heads(both), kv_positions, mask)

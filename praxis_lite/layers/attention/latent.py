@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are computed from a narrow latent."""
+"""Multi-head latent attention, which computes the keys and values of all heads from a latent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,13 @@ from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
 from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kv_cache import Cache, append, laid_out, stored, stored_dtype
+from praxis_lite.layers.attention.kv_cache import (
+    Cache,
+    append,
+    constrain_cache,
+    round_to_cache,
+    stored_dtype,
+)
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.activation_names import named
@@ -34,10 +40,11 @@ from praxis_lite.layers.stochastics import Dropout
 class MultiHeadLatentAttention(BaseLayer):
     """Causal self-attention of [B, T, D] via latents; returns outputs and the cache.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token, the cache stores a latent [L] and a
-    positional key [R] that all heads share: S (L + R) numbers per row. With a cache, queries are
-    projected to the latent space, where all heads read the same keys. Without a cache, the keys and
-    values of each head are computed from the latent. The results are equal up to rounding.
+    See DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token, the cache stores a latent [L]
+    and a positional key [R] that all heads share: S (L + R) numbers per sequence. With a cache,
+    queries are projected to the latent space, where all heads read the same keys. Without a cache,
+    the keys and values of each head are computed from the latents. The results are equal up to
+    rounding.
 
     Args:
       input_dim: D.
@@ -58,11 +65,11 @@ class MultiHeadLatentAttention(BaseLayer):
       atten_kernel: See DotProductAttention.
       atten_chunk_size: See DotProductAttention.
       context_parallel: See DotProductAttention.
-      weight_split_dims_mapping: Split of the projections to and from heads, [D or L, N, K]. The
+      weight_split_dims_mapping: Sharding of the projections to and from heads, [D or L, N, K]. The
         projections to latents use its first entry.
-      activation_split_dims_mapping: Split of queries, keys and values, [B, T, N, K]. The cache has
-        no heads dim; its time dim is split like N.
-      output_split_dims_mapping: Split of the outputs, [B, T, D].
+      activation_split_dims_mapping: Sharding of queries, keys and values, [B, T, N, K]. The cache
+        has no heads dim; its time dim is sharded like N.
+      output_split_dims_mapping: Sharding of the outputs, [B, T, D].
 
     Raises:
       ConfigError: A size is not positive. When called: an atten_mask is passed, or segment_ids
@@ -116,7 +123,7 @@ class MultiHeadLatentAttention(BaseLayer):
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
-        # Latents are replicated; the heads computed from them are split.
+        # Latents are replicated; the heads that are computed from them are sharded.
         def latent_projection(dims: int) -> Linear:
             return Linear(D, dims, rngs=rngs)
 
@@ -153,7 +160,7 @@ class MultiHeadLatentAttention(BaseLayer):
         """Returns an empty cache of latents followed by positional keys, [B, S, L + R]."""
         _, _, R, _, L = self.sizes
         cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), stored_dtype(dtype))}
-        return laid_out(cache, self._split_of_cache())
+        return constrain_cache(cache, self._split_of_cache())
 
     def __call__(
         self,
@@ -172,8 +179,8 @@ class MultiHeadLatentAttention(BaseLayer):
         """
         if atten_mask is not None:
             raise ConfigError(
-                "MultiHeadLatentAttention does not support an atten_mask, because it is causal. "
-                "Pass segment_ids or paddings, or use DotProductAttention."
+                "MultiHeadLatentAttention is always causal and does not support an atten_mask. "
+                "Pass segment_ids or paddings instead, or use DotProductAttention."
             )
         require_one_segment(self, cache, segment_ids)
         if positions is None:
@@ -183,7 +190,7 @@ class MultiHeadLatentAttention(BaseLayer):
         _, _, _, _, L = self.sizes
         new = {
             "latent": self.key_value_latent_norm(latents[..., :L]),
-            "key": self._rotated(latents[..., None, L:], positions)[:, :, 0],
+            "key": self._rotate(latents[..., None, L:], positions)[:, :, 0],
         }
         if cache is None:
             mask = AttentionMask(
@@ -196,9 +203,11 @@ class MultiHeadLatentAttention(BaseLayer):
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
-            new = stored({"key": jnp.concatenate([new["latent"], new["key"]], -1)}, inputs.dtype)
+            new = round_to_cache(
+                {"key": jnp.concatenate([new["latent"], new["key"]], -1)}, inputs.dtype
+            )
             split = self._split_of_cache()
-            cache = laid_out(append(cache, new, positions, split), split)
+            cache = constrain_cache(append(cache, new, positions, split), split)
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
         encoded_BTNV = self._constrain(encoded_BTNV.astype(inputs.dtype))
@@ -216,7 +225,7 @@ class MultiHeadLatentAttention(BaseLayer):
             q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
         q = named(self._constrain(q), "query_proj") * self.query_scale
-        return q[..., :K], self._rotated(q[..., K:], positions)
+        return q[..., :K], self._rotate(q[..., K:], positions)
 
     def _over_heads(
         self,
@@ -226,7 +235,7 @@ class MultiHeadLatentAttention(BaseLayer):
         mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns outputs [B, T, N, V], computed with separate keys and values per head."""
+        """Returns outputs [B, T, N, V], with keys and values computed for each head."""
         N, K, R, V, _ = self.sizes
         kv = named(self._constrain(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
@@ -251,14 +260,14 @@ class MultiHeadLatentAttention(BaseLayer):
         mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns outputs [B, T, N, V], using the latents as keys and values of all heads."""
+        """Returns outputs [B, T, N, V], with the latents as keys and values of all heads."""
         _, K, _, _, L = self.sizes
         w = self.key_value.kernel(q_BTNK.dtype)
         if self.key_value.product != Product():  # The weight has an adapter or is quantized.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
-        # Convert the query, because the cache may have a wider dtype and converting it for each
+        # Convert the query: the cache may have a wider dtype, and converting the cache for each
         # token would be slow.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
@@ -266,8 +275,8 @@ class MultiHeadLatentAttention(BaseLayer):
             q = constrain(q, (self.activation_split_dims_mapping or ())[:2])
         # Positional keys are also values; `value_dims` slices off their outputs.
         kv = cache["key"].astype(q.dtype)[:, :, None]
-        seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)
-        return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
+        outputs_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)
+        return jnp.einsum("btnl,lnv->btnv", outputs_BTNL, w_LNV)
 
     def _attend(
         self,
@@ -295,7 +304,7 @@ class MultiHeadLatentAttention(BaseLayer):
             value_dims=value_dims,
         )
 
-    def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
+    def _rotate(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
         if self.rotates_neighbours:  # Logits do not depend on the order of dims within a head.
             pairs = heads.reshape(*heads.shape[:-1], -1, 2)
             heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
@@ -305,7 +314,7 @@ class MultiHeadLatentAttention(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def split_of_time(self) -> DimSplit:
-        """Returns the mesh axes of the heads dim, which split the cache along time, or None."""
+        """Returns the mesh axes of the heads dim, which shard the cache along time, or None."""
         _, S, N = (*(self.activation_split_dims_mapping or ()), None, None, None)[:3]
         return N if S is None and num_shards_of(N) > 1 else None
 

@@ -1,4 +1,4 @@
-"""Attention masks: a structured description that all kernels accept, and Pax's additive masks."""
+"""Attention masks: a structured mask, which all kernels accept, and Pax's additive masks."""
 
 import dataclasses
 import functools
@@ -33,8 +33,8 @@ class AttentionMask:
       kv_visible_BS: Bool [B, S]. False hides a key from every query.
       kv_index_BS: Indices of the keys, int [B or 1, S]. If None, 0 to S - 1. Only the chunked,
         dot_product and einsum kernels support it.
-      is_to_itself: Whether queries and keys belong to the same tokens in the same order, so that
-        each query that is not padding sees at least its own key.
+      is_to_itself: Whether queries and keys belong to the same tokens in the same order. Each query
+        that is not padding then sees at least its own key.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -68,7 +68,7 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` for a block with only the queries and keys at these indices."""
+        """Returns `visible` for a block of the queries and keys at these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
@@ -84,11 +84,11 @@ class AttentionMask:
             return None
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
-    def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
+    def zero_fully_masked(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
         """Replaces the outputs of queries that see no key with zeros.
 
-        For such queries, kernels return the mean of all values, including other segments. As in
-        Pax, queries in segment 0 (padding) keep this mean.
+        For such queries, kernels return the mean of all values, including those of other segments.
+        As in Pax, queries in segment 0 (padding) keep this mean.
         """
         visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
         if visible_BTS is None:
@@ -129,10 +129,10 @@ def not_padding(paddings: jax.Array | None) -> jax.Array | None:
 
 
 def mask_of_keys(atten_mask: jax.Array | None, index_BS: jax.Array) -> jax.Array | None:
-    """Selects the columns of a mask [B or 1, 1 or N, 1 or T, positions] for the cached keys.
+    """Selects the columns of an atten_mask for the cached keys; returns None for None.
 
     Args:
-      atten_mask: The mask that the caller passed, or None.
+      atten_mask: [B or 1, 1 or N, 1 or T, number of positions], or None.
       index_BS: Positions of the keys, int [B or 1, S]; negative for missing keys.
     """
     if atten_mask is None:

@@ -1,4 +1,4 @@
-"""Projections between model dims and heads, and a learned query scale, named as in Pax."""
+"""Projections between model dims and heads, and a learned query scale, with Pax's names."""
 
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,8 @@ class AttentionProjection(Dense):
         its matmul. If False, [D, N, K] is initialized like a convolution, as in Pax: about
         sqrt((N + K) / 2) times smaller.
       params_init: Initializer of the weight; overrides explicit_fan_in_fan_out_axes.
-      weight_split_dims_mapping: Split of [D, N, K], regardless of the stored shape.
-      activation_split_dims_mapping: Split of the outputs.
+      weight_split_dims_mapping: Sharding of [D, N, K], regardless of the stored shape.
+      activation_split_dims_mapping: Sharding of the outputs.
     """
 
     splits = splits(weight=(None, None, None), activation=())
@@ -86,7 +86,7 @@ class OneHeadedAttentionProjection(Dense):
       output_dim: K.
       use_bias: Whether to add a bias.
       params_init: Initializer of the weight.
-      weight_split_dims_mapping: Split of [D, K].
+      weight_split_dims_mapping: Sharding of [D, K].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -128,7 +128,7 @@ class CombinedQKVProjectionLayer(Dense):
       attention_combine_dims: Whether to store the weight as [3, D, N * K] and the bias as
         [3, N * K].
       explicit_fan_in_fan_out_axes: See AttentionProjection.
-      weight_split_dims_mapping: Split of [D, N, K]; the leading dim of size 3 is not split.
+      weight_split_dims_mapping: Sharding of [D, N, K]; the leading dim of size 3 is replicated.
     """
 
     splits = splits(weight=(None, None, None))
@@ -174,7 +174,7 @@ class CombinedQKVProjectionLayer(Dense):
 class PerDimScale(BaseLayer):
     """Multiplies [..., K] by softplus(scale) / (softplus(0) sqrt(K)); the scale [K] starts at 0.
 
-    The scale thus starts as the usual 1 / sqrt(K) and learns a factor per dim.
+    Inputs are thus first scaled by the usual 1 / sqrt(K), and a factor per dim is learned.
     """
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs):
@@ -183,6 +183,6 @@ class PerDimScale(BaseLayer):
         self.dim = dim
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        # 1 / softplus(0), with the digits of Pax.
+        # 1 / softplus(0), with the same digits as in Pax.
         scale = 1.442695041 / np.sqrt(self.dim) * jax.nn.softplus(self.per_dim_scale[...])
         return inputs * broadcast_as(scale, inputs)

@@ -16,9 +16,9 @@ from praxis_lite.layers.base.dims import NONE, SplitSetting, splits
 class RelativeBias(BaseLayer):
     """Computes a bias [B, N, T, S] from positions of queries [B, T] and keys [B, S].
 
-    arXiv:1910.10683. Half of the buckets cover a single distance each. The other half cover ranges
-    of distances that grow exponentially up to the maximum; larger distances share the last bucket.
-    The weight is [N, X].
+    See arXiv:1910.10683. Half of the buckets cover a single distance each. The other half cover
+    ranges of distances that grow exponentially up to the maximum. Larger distances share the last
+    bucket. The weight is [N, X].
 
     Args:
       num_heads: N.
@@ -61,7 +61,7 @@ class RelativeBias(BaseLayer):
             relative_attention_max_distance > max_exact,
             "RelativeBias.relative_attention_max_distance",
             relative_attention_max_distance,
-            f"more than the {max_exact} distances that have separate buckets",
+            f"more than {max_exact}, the number of distances with separate buckets",
         )
         normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
         self.wrb = self.weight(
@@ -75,7 +75,7 @@ class RelativeBias(BaseLayer):
         self.bidirectional = bidirectional
 
     def __call__(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """Takes int [B or 1, T] and [B or 1, S], and returns float32 [B or 1, N, T, S]."""
+        """Maps int positions [B or 1, T] and [B or 1, S] to a float32 bias [B or 1, N, T, S]."""
         bucket_BTS = self._bucket(query_positions[:, :, None] - key_positions[:, None, :])
         bias_NBTS = jnp.take(self.wrb[...], bucket_BTS, axis=1)
         return bias_NBTS.transpose(1, 0, 2, 3)
@@ -89,8 +89,8 @@ class RelativeBias(BaseLayer):
             distance = jnp.abs(distance)
         distance = jnp.maximum(distance, 0)
         max_exact = num_buckets // 2
-        # The log of distances below max_exact is not used, but must be finite. As in Pax, JAX
-        # computes both logs, because the last digit matters at the edge of a bucket.
+        # For distances below max_exact, the log is not used, but must be finite. Compute both logs
+        # with JAX, as in Pax, because the last digit matters at the edge of a bucket.
         ratio = jnp.maximum(distance, max_exact).astype(jnp.float32) / max_exact
         share = jnp.log(ratio) / jnp.log(jnp.float32(self.max_distance) / max_exact)
         far = max_exact + (share * (num_buckets - max_exact)).astype(distance.dtype)

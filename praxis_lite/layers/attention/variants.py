@@ -9,7 +9,7 @@ from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.calls import inherit_params
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
-# Settings that neither class has in Pax.
+# Settings that do not exist in either of the two classes in Pax.
 _ABSENT = (
     "right_context",
     "internal_gshard_gaussian_init",
@@ -24,7 +24,7 @@ _ABSENT = (
 
 
 class MultiQueryDotProductAttention(DotProductAttention):
-    """DotProductAttention with one or few key/value heads, and without a learned query scale.
+    """DotProductAttention with few key/value heads and without a learned query scale.
 
     Shazeer 2019, arXiv:1911.02150; with 1 < num_kv_heads < num_heads, arXiv:2305.13245. For the
     settings, see DotProductAttention.

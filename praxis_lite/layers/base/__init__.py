@@ -1,1 +1,1 @@
-"""Base classes for layers: weights, their dims and splits, and dense matmuls."""
+"""Base classes for layers: weights, their dims and sharding, and dense matmuls."""

@@ -1,4 +1,4 @@
-"""Checkpoint names, with which a policy decides whether and where activations are saved."""
+"""Checkpoint names, by which remat policies select whether and where activations are saved."""
 
 import contextlib
 from collections.abc import Iterator, Set
@@ -33,9 +33,9 @@ def goes_to_host(name: str) -> bool:
 def named(x: PyTree, name: str) -> PyTree:
     """Names activations for checkpoint policies (`jax.ad_checkpoint.checkpoint_name`).
 
-    On TPU, offloaded arrays get a fixed memory layout. Otherwise XLA may choose different layouts
-    in the forward and backward pass, and would then copy the stacked activations of all layers to
-    the device and back (libtpu 0.0.51).
+    On TPU, offloaded arrays get a fixed memory layout. Otherwise XLA (libtpu 0.0.51) may choose
+    different layouts in the forward and backward pass, and then copies the stacked activations of
+    all layers to the device and back.
     """
     if not goes_to_host(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)

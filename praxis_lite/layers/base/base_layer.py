@@ -1,4 +1,4 @@
-"""BaseLayer, the base class of layers, which declares weights and their splits."""
+"""BaseLayer, the base class of layers, which declare weights and how these are sharded."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -33,34 +33,35 @@ ones = jax.nn.initializers.ones
 
 
 class BaseLayer(nnx.Module):
-    """A Flax NNX module, used as a pytree, whose weights declare how they are split.
+    """A Flax NNX module, used as a pytree, whose weights declare how they are sharded.
 
     Subclasses create weights (with `self.weight`) and sublayers in the constructor, and compute in
-    `__call__`. Keys and caches are arguments and results; nothing is mutated. In the compiled
-    program, the operations of `__call__` and of public methods have the layer's path as name scope.
+    `__call__`. Keys and caches are arguments and results; nothing is mutated. In HLO, operations of
+    `__call__` and of public methods have the layer's path as their name scope.
 
     Raises:
       ConfigError: A setting is out of range or conflicts with another setting, which is checked
-        before anything compiles, or a method received an unknown keyword.
+        before anything compiles; or a method received an unknown keyword.
     """
 
     __signature__ = ConstructorSignature()
-    # Split settings of the layer, as returned by `splits`. They become keyword arguments of the
-    # constructor, and attributes before it runs. Constructors and classes declare them only for
-    # type checkers.
+    # Sharding settings of the layer, as returned by `splits`. They become keyword arguments of the
+    # constructor, and are set as attributes before it runs. Constructors and classes declare them
+    # only for type checkers.
     splits: Mapping[str, tuple[str | None, ...]] = {}
     # Maps settings that a sharding preset sets to the name of the value in the preset.
     preset_settings: Mapping[str, str] = {}
-    # Maps templates, such as "softmax_tpl", to splits that override those of the layers they build.
+    # Maps templates, such as "softmax_tpl", to settings that override those of the layers that the
+    # templates build.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
-    # The mechanism that couples the rows of a batch, such as "batch statistics"; for --mode=check.
+    # The mechanism that couples examples of a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
     # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
     # for". None if there is none, or if it is attention, which has masks.
     couples_tokens: str | None = None
-    # Whether calls with a cache can skip any number of tokens marked by `paddings`. If False,
-    # decoding reads prompts one token at a time, and restores the cache of finished rows. A
-    # subclass that overrides `__call__` or `init_cache` must declare it again.
+    # Whether calls with a cache can skip any number of tokens that `paddings` marks. If False,
+    # decoding reads prompts one token at a time, and restores the cache of finished sequences. A
+    # subclass that overrides `__call__` or `init_cache` must declare this again.
     cache_skips_padding: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,15 +74,15 @@ class BaseLayer(nnx.Module):
         if changes_init and isinstance(cls.__init__, FunctionType):
             # Replaces a method of a class that is being created.
             cls.__init__ = with_settings(  # type: ignore[method-assign]
-                cls.__init__, cls.splits, _take
+                cls.__init__, cls.splits, _set_sharding_settings
             )
 
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
-        """Converts sizes to `Dim`s with the names and the split of a setting.
+        """Converts sizes to `Dim`s with the names and sharding of a setting.
 
         The names are those declared in `splits`, unless a parent has named the dims. If the setting
-        is None, the parent's split applies. Weights created from these dims, here or in sublayers,
-        are split accordingly.
+        is None, the parent's sharding applies. Weights created from these dims, here or in
+        sublayers, are sharded accordingly.
 
         Args:
           sizes: Sizes, or `Dim`s from a parent.
@@ -110,7 +111,7 @@ class BaseLayer(nnx.Module):
 
         Args:
           shape: Sizes, or results of `self.dims`.
-          split_dims_mapping: Split of the weight. If None, the splits of its dims apply.
+          split_dims_mapping: Sharding of the weight. If None, it is sharded like its dims.
           init: Initializer.
           dtype: Dtype of the stored weight.
           matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE. If
@@ -132,8 +133,8 @@ class BaseLayer(nnx.Module):
         )
 
 
-def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
-    """Sets the split settings of a layer as attributes, unless a base class has already done so."""
+def _set_sharding_settings(layer: BaseLayer, given: Mapping[str, Any]) -> None:
+    """Sets the sharding settings of a layer as attributes, unless a base class has done so."""
     for name, dims in layer.splits.items():
         if name in given or not hasattr(layer, name):
             setting = f"{type(layer).__name__}.{name}"
@@ -142,18 +143,18 @@ def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts `weight` (float32) to the shape of `like` and casts it to the dtype of `like`."""
-    # Cast after the broadcast, so that gradients, such as a bias's sum over all tokens, are summed
-    # in float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
+    # Cast after the broadcast, so that gradients, such as the sum over all tokens for a bias, are
+    # summed in float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
     return broadcast_beside(weight, like).astype(like.dtype)
 
 
 def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Pads a dim of `x` at its end to `length`; passes `settings` to `jnp.pad`."""
+    """Pads the end of a dim of `x` to `length`; passes `settings` to `jnp.pad`."""
     missing = length - x.shape[dim]
     widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
     return jnp.pad(x, widths, **settings) if missing else x
 
 
 def pad_to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Pads a dim of `x` at its end to the next multiple of `size`."""
+    """Pads the end of a dim of `x` to the next multiple of `size`."""
     return pad_to(x, -(-x.shape[dim] // size) * size, dim, **settings)

@@ -1,4 +1,4 @@
-"""Wraps layers' methods: signatures, argument checks, name scopes, and the untyped fallback."""
+"""Wrappers of layers' methods: signatures, argument checks, name scopes, fallback to Auto axes."""
 
 import contextlib
 import contextvars
@@ -121,22 +121,22 @@ def with_settings(
     )
 
     @functools.wraps(init)
-    def taking(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_with_settings(self: Any, *args: Any, **kwargs: Any) -> None:
         take(self, {name: kwargs[name] for name in names if name in kwargs})
         for name in names:
             if name not in local:
                 kwargs.pop(name, None)
         init(self, *args, **kwargs)
 
-    taking.__signature__ = signature  # type: ignore[attr-defined]  # For `inspect`.
+    init_with_settings.__signature__ = signature  # type: ignore[attr-defined]  # For `inspect`.
     # --set reads the types from here.
     inspect.unwrap(init).__annotations__ |= {name: SplitSetting for name in added}
-    return taking
+    return init_with_settings
 
 
 # The layer whose method is being traced.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
-# Its path in the model.
+# The path of this layer in the model.
 _path: contextvars.ContextVar[str] = contextvars.ContextVar("path", default="")
 
 
@@ -155,8 +155,8 @@ def _calling(layer: Any, name: str) -> Iterator[None]:
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer's method to reject unknown keywords and to add a name scope.
 
-    While tracing, the layer's name is looked up in the calling layer. If it were stored in the
-    layer, identical layers of a stack would be different pytrees.
+    While tracing, the layer's name is looked up in the calling layer. If layers stored their names,
+    identical layers of a stack would be different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -221,7 +221,7 @@ def check_way(
     setting: str | None,
     ways: Mapping[str, str],
     unable: Mapping[str, bool],
-    split: str,
+    sharded: str,
 ) -> None:
     """Checks a setting that selects explicit collectives; None leaves them to the compiler.
 
@@ -231,7 +231,7 @@ def check_way(
       setting: Value of the setting.
       ways: Valid values.
       unable: Settings that these collectives do not support, and whether each is used.
-      split: Name of what the compiler would split instead, such as "the layer".
+      sharded: What the compiler shards if the setting is None, such as "the layer".
 
     Raises:
       ConfigError: The value is unknown, or an unsupported setting is used.
@@ -243,8 +243,8 @@ def check_way(
     if used := [other for other, is_used in unable.items() if is_used]:
         raise ConfigError(
             f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit "
-            f"{'it' if len(used) == 1 else 'them'}, or set {field}=None, so that the compiler "
-            f"splits {split}."
+            f"{'it' if len(used) == 1 else 'them'}, or set {field}=None to let the compiler shard "
+            f"{sharded}."
         )
 
 
@@ -255,9 +255,9 @@ def with_auto_fallback(
     kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Calls `method`, falling back to Auto axes if JAX cannot type its results.
+    """Calls `method`, with Auto axes if JAX cannot infer the types of its results.
 
-    After the fallback, the leading dims of the results are typed like the first array among the
+    With Auto axes, the leading dims of the results are typed like the first array among the
     arguments, up to the first dim with a different size.
 
     Args:
@@ -281,8 +281,8 @@ def with_auto_fallback(
     like = next((x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)), None)
 
     def function(*arrays: jax.Array) -> Any:
-        given = iter(arrays)
-        merged = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        traced = iter(arrays)
+        merged = [next(traced) if a else x for x, a in zip(leaves, is_array, strict=True)]
         own, args, kwargs = jax.tree.unflatten(structure, merged)
         return method(own, *args, **kwargs), assigned_values(own)
 
@@ -294,7 +294,7 @@ def with_auto_fallback(
 
 
 def _type_like(x: jax.Array, like: jax.Array | None) -> PartitionSpec:
-    """Returns a spec that splits the leading dims of `x` like those of `like` with equal sizes."""
+    """Returns a spec in which leading dims of `x` are sharded like equal dims of `like`."""
     entries = [None] * x.ndim
     if like is not None:
         for dim, entry in enumerate(type_spec(like)[: x.ndim]):

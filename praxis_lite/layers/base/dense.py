@@ -1,4 +1,4 @@
-"""Dense, the base class of dense layers; adapters and quantization can replace its matmul."""
+"""Dense, the base class of dense layers, whose matmul adapters and quantization can replace."""
 
 import abc
 import dataclasses
@@ -18,11 +18,11 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The matmul of a dense layer: multiplies inputs and weight exactly, in the inputs' dtype.
+    """The matmul of a dense layer, by default exact and in the inputs' dtype.
 
     Subclasses multiply differently. A product has settings but no arrays; additional weights belong
-    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, the
-    one with `w`, and preserves adapters that were added before.
+    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, that
+    with `w`, and preserves adapters that have been added before.
     """
 
     def over(self, base: "Product") -> "Product":
@@ -30,7 +30,7 @@ class Product:
         return base
 
     def kernel(self, layer: "Dense") -> jax.Array:
-        """Returns the effective weight, in the equation's dims and the dtype of `w`."""
+        """Returns the effective weight, with the equation's dims and the dtype of `w`."""
         return layer.kernel(layer.w.dtype)
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
@@ -59,10 +59,10 @@ class Product:
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Renames the contracted letters of an equation so that they are sorted in weight order.
+    """Renames the contracted subscripts of an equation, so that they are sorted in the weight.
 
     `jnp.einsum` contracts several dims in alphabetical order. If the weight has a different order,
-    XLA copies the weight, in decoding for each token.
+    XLA copies the weight, in decoding even for each token.
     """
     operands, outputs = equation.split("->")
     weight = operands.split(",")[1]
@@ -71,7 +71,7 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """Base class for weights that are not stored as a plain array, in decoding or in the state."""
+    """Base class for weights that are not stored as a plain array."""
 
     @property
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class StoredWeight(abc.ABC):
         """Dtype of the represented weight."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns `self` for `...`, as variables read it; otherwise the indexed array."""
+        """Returns `self` for `[...]`, with which variables are read; otherwise an indexed array."""
         return self if index is ... else self.astype(self.dtype)[index]
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class Dense(BaseLayer):
     Attributes:
       equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
         that the weight contributes to the outputs.
-      kernel_shape: Sizes of the weight's letters; -1 for a dim that may be sharded.
+      kernel_shape: Sizes of the weight's dims in the equation; -1 for a dim that may be sharded.
       product: The matmul of inputs and weight.
     """
 
@@ -124,12 +124,11 @@ class Dense(BaseLayer):
         """Creates `w`, and `b` if `bias_init` is given.
 
         Args:
-          dims: Size of each letter of the weight in `equation`, in order, or the results of
-            `self.dims`.
+          dims: Sizes of the weight's dims in `equation`, or the results of `self.dims`.
           init: Initializer of `w`.
           bias_init: Initializer of `b`.
-          merged: Consecutive letters that form one dim of `w` and of `b`.
-          in_parts: Letter of the dim that tensor parallelism may shard.
+          merged: Consecutive subscripts that form one dim of `w` and of `b`.
+          in_parts: Subscript of the dim that tensor parallelism may shard.
           rngs: The random streams for initialization.
         """
         operands, outputs = self.equation.split("->")
@@ -140,7 +139,7 @@ class Dense(BaseLayer):
         dim_of_group = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
         if isinstance(init, EinsumXavier):
-            leading = outputs.rpartition("...")[0]  # Letters that stack separate outputs.
+            leading = outputs.rpartition("...")[0]  # Subscripts that stack separate outputs.
             output_dims = [i for i in matrix.made if groups[i] not in leading]
             init = init.for_dims(matrix.summed, output_dims)
         self.w = self.weight(tuple(dim_of_group.values()), init=init, matrix=matrix, rngs=rngs)
@@ -156,7 +155,10 @@ class Dense(BaseLayer):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters of each dim of `w` except stacked dims; a merged dim has several letters."""
+        """The equation's subscripts for each dim of `w`; several for a merged dim.
+
+        Stacked dims are omitted.
+        """
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
         shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
@@ -169,7 +171,7 @@ class Dense(BaseLayer):
 
     @property
     def summed_dims(self) -> tuple[int, ...]:
-        """Negative indices of the contracted dims of `w`; () if one is only partly contracted."""
+        """Negative indices of the contracted dims of `w`; () if a dim is only partly contracted."""
         outputs, groups = self.equation.split("->")[1], self.letters
         is_output = [{letter in outputs for letter in group} for group in groups]
         if any(len(flags) > 1 for flags in is_output):
@@ -183,7 +185,8 @@ class Dense(BaseLayer):
 
     def kernel(self, dtype: Any) -> jax.Array:
         """Returns the weight with the equation's dims."""
-        # Cast first, so that the gradient's cast is last and can move out of a scan (narrow_scans).
+        # Cast first, so that the cast of the gradient is last and can move out of a scan
+        # (narrow_scans).
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
@@ -198,7 +201,7 @@ class Dense(BaseLayer):
         return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
 
     def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Reshapes an array with the weight's output dims so that it broadcasts to the outputs."""
+        """Reshapes an array with the weight's output dims, so that it broadcasts to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))

@@ -1,4 +1,4 @@
-"""Dims of weights: sizes with a name, chosen by the layer or its parent, and a split."""
+"""Dims of weights: sizes with a name and a sharding, chosen by the layer or its parent."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
-# A split setting: an entry per dim, or a mapping from dim names to entries.
+# A setting for the sharding of an array: an entry per dim, or a mapping from dim names to entries.
 SplitSetting = SplitDims | Mapping[str, DimSplit]
-# Suffix of the names of split settings.
+# Suffix of the names of these settings.
 SPLIT = "_split_dims_mapping"
 
 
@@ -29,23 +29,23 @@ class Matrix(NamedTuple):
 
 # For weights that are not matrices, such as embedding tables.
 NONE = Matrix((), ())
-# Name of classes dims.
+# Name of the dim of classes, such as tokens.
 CLASSES = "vocab"
-# Name of model dims, the dims of the residual stream.
+# Name of the model dim, the last dim of the residual stream.
 MODEL_DIMS = "embed"
 # Names of the dims [B, T, D] of the residual stream between sublayers.
 RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 
 
 class Dim(int):
-    """The size of a weight's dim, with a name, such as "embed", and a split over mesh axes.
+    """The size of a weight's dim, with a name, such as "embed", and the mesh axes that shard it.
 
-    It is an int, but arithmetic returns plain ints.
+    Arithmetic with a Dim returns plain ints.
 
     Attributes:
       name: Name of the dim, or None.
-      split: Mesh axes that split the dim, or None.
-      is_explicit: Whether a setting chose the split (None then means "replicated").
+      split: Mesh axes over which the dim is sharded, or None.
+      is_explicit: Whether a setting chose `split`; None then means "replicated".
     """
 
     name: str | None
@@ -66,7 +66,7 @@ class Dim(int):
 
 
 def merged_dim(first: int, *others: int) -> int:
-    """Merges dims, outermost first, into one dim that is split over all of their axes."""
+    """Merges dims, outermost first, into one dim that is sharded over all of their axes."""
     dims = (first, *others)
     if not others:
         return first
@@ -80,14 +80,14 @@ def _axes(split: DimSplit) -> tuple[int | str, ...]:
 
 
 def sized(dim: int, size: int) -> int:
-    """Returns a dim with a new size and the name and split of `dim`."""
+    """Returns a copy of `dim` with a different size."""
     if not isinstance(dim, Dim):
         return size
     return Dim(size, dim.name, dim.split, is_explicit=dim.is_explicit)
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split of a weight with these dims, or None if no setting chose a split."""
+    """Returns the split mapping of a weight with these dims, or None if no setting chose it."""
     is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
     return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 
@@ -102,7 +102,7 @@ def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
 
     Args:
       equation: Einsum equation of inputs and weight, such as "...d,dnk->...nk".
-      letters: Letters of each dim of the weight, such as ("d", "n", "k").
+      letters: Subscripts of each dim of the weight, such as ("d", "n", "k").
     """
     operands, outputs = equation.split("->")
     inputs = operands.split(",")[0]
@@ -113,7 +113,7 @@ def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
 
 
 def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
-    """Returns a layer's split settings, with the name of each dim.
+    """Declares a layer's sharding settings: returns the names of the dims by setting.
 
     `splits(weight=("embed", "mlp"), activation=RESIDUAL)` declares `weight_split_dims_mapping` and
     `activation_split_dims_mapping`. Use () for any number of dims without names.
@@ -121,7 +121,7 @@ def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
     return {f"{name}{SPLIT}": tuple(names) for name, names in dims.items()}
 
 
-# Splits for weights [D, N, K], and for the heads that they compute from [B, T, D].
+# Settings for weights [D, N, K], and for the heads [B, T, N, K] that these weights compute.
 OF_HEADS = splits(
     weight=("embed", "heads", "head_dim"),
     activation=("batch", "length", "activation_heads", "activation_head_dim"),
@@ -129,7 +129,7 @@ OF_HEADS = splits(
 
 
 def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> SplitDims:
-    """Checks a split setting and converts it to one entry per dim.
+    """Checks a sharding setting, and converts it to one entry per dim.
 
     Args:
       setting: Name of the setting, for error messages.
@@ -161,13 +161,13 @@ def _entry(entry: DimSplit) -> DimSplit:
 def dims_of(
     sizes: Sequence[int], names: Sequence[str | None], mapping: SplitDims, setting: str
 ) -> tuple[Dim, ...]:
-    """Converts sizes to dims, with the layer's split or the split that its parent chose.
+    """Converts sizes to dims that are sharded as the layer's setting or its parent specifies.
 
     Args:
       sizes: Sizes, or dims from a parent.
       names: Names of the layer's dims, or () if they have none. The parent's names take precedence.
-      mapping: An entry per size (trailing entries may be missing). If None, the parent's splits
-        apply.
+      mapping: An entry per size (trailing entries may be missing). If None, the dims are sharded as
+        the parent chose.
       setting: Name of the setting, for error messages.
 
     Raises:
@@ -177,12 +177,12 @@ def dims_of(
     if names and len(names) != len(sizes):
         raise ConfigError(
             f"{setting}: the layer's `splits` declares the dims {tuple(names)}, but the sizes are "
-            f"{tuple(map(int, sizes))}. List a name for each dim, or None for dims without a name."
+            f"{tuple(map(int, sizes))}. List one name per dim, and None for dims without a name."
         )
     if mapping is not None and len(mapping) > len(sizes):
         raise ConfigError(
-            f"{setting}: split dims {mapping} have {len(mapping)} entries, but the array has "
-            f"{len(sizes)} dimensions. Remove {len(mapping) - len(sizes)} of them."
+            f"{setting} is {mapping}, which has {len(mapping)} entries, but the array's rank is "
+            f"{len(sizes)}. Specify one entry per dim."
         )
     names = names or (None,) * len(sizes)
     entries = (*(mapping or ()), *(None,) * len(sizes))

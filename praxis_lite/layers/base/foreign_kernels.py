@@ -1,4 +1,4 @@
-"""Maps custom kernels over devices, and annotates their cost.
+"""Runs custom kernels on each device, and annotates their cost.
 
 XLA can neither partition a custom kernel nor count its operations.
 """
@@ -40,15 +40,16 @@ def without_vma(
 ) -> Callable[..., PyTree]:
     """Maps `function` over `axes` with a `jax.shard_map` that has check_vma=False.
 
-    Pallas does not declare the axes over which results vary. Inside a `shard_map` that checks them,
-    JAX rejects the types of gradients through the unchecked `shard_map`. There, and in
-    `before_vmap`, the gradient is a separate mapped program, which recomputes the forward pass.
+    Pallas does not declare the axes over which results vary. Inside a `shard_map` that checks these
+    axes, JAX rejects the types of gradients through the unchecked `shard_map`. There, and in
+    `before_vmap`, the gradient is computed by a second `shard_map`, which recomputes the forward
+    pass.
 
     Args:
       function: A function of arrays with gradients, followed by arrays without gradients.
       specs: Specs of the arrays with gradients.
       other_specs: Specs of the arrays without gradients.
-      outs: Specs of the results, which must all be split over the same axes.
+      outs: Specs of the results, which must all be sharded over the same axes.
       axes: Manual mesh axes.
     """
     split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
@@ -86,7 +87,8 @@ def without_vma(
 
     compute_inside.defvjp(lambda *args: (compute_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
-    # The gradient of a replicated weight differs between devices; the cast to varying sums it.
+    # The gradient of a replicated weight differs between devices. In the backward pass, the cast to
+    # varying sums these gradients.
     return (lambda *args: compute_inside(*varying_alike(args))) if is_inside else compute
 
 

@@ -1,4 +1,4 @@
-"""Matmuls, lookups and reshapes with result types that JAX cannot infer over Explicit axes.
+"""Matmuls, lookups and reshapes whose result types JAX cannot infer over Explicit axes.
 
 Over Auto axes, these functions are equivalent to those of jax.numpy.
 """
@@ -34,13 +34,14 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
 
 
 def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
-    """Returns the spec for the type of `einsum(equation, x, y)`, from its operands' types.
+    """Returns the spec for the type of `einsum(equation, x, y)`, given the operands' types.
 
-    Contracted dims that both operands split over the same axes are summed over these axes. If two
-    dims of the result have an axis in common, only one of them keeps it. The first dim, the batch,
-    has the highest priority: a weight's dim that shares an axis with it is gathered over all of the
-    dim's axes (fully sharded data parallelism). The dims of `y`, the weight, come second. The other
-    dims of `x` come last: x is gathered over their shared axes (sequence parallelism).
+    Contracted dims that are sharded over the same axes in both operands are summed over these axes.
+    If two dims of the result have an axis in common, only one of them keeps the axis. The first
+    dim, the batch, has the highest priority: a weight's dim that shares an axis with the batch is
+    gathered over all of the dim's axes (fully sharded data parallelism). The dims of `y`, the
+    weight, come second. The other dims of `x` come last: x is gathered over their shared axes
+    (sequence parallelism).
 
     Args:
       equation: Einsum equation without "...", such as "abd,df->abf".
@@ -65,9 +66,9 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
 
 
 def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
-    """Computes `jax.lax.conv_general_dilated` with output channels split like the filter's.
+    """Calls `jax.lax.conv_general_dilated`, with output channels sharded like the filter's.
 
-    Batch and spatial dims keep the split of `x` if they are evenly divisible.
+    Batch and spatial dims are sharded like those of `x` if they are evenly divisible.
 
     Args:
       x: Inputs [batch, spatial ..., channels].
@@ -117,9 +118,9 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
 
 
 def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `x.reshape(shape)` with the first dim and equal trailing dims split as before.
+    """Returns `x.reshape(shape)` with the first dim and equal trailing dims sharded as before.
 
-    Over Explicit axes, the dims in between are not split, nor is a first dim that is not evenly
+    Over Explicit axes, the dims in between are replicated, as is a first dim that is not evenly
     divisible.
     """
     if not is_typed() or shape == x.shape:
@@ -149,7 +150,7 @@ def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed like `like`.
 
-    Its gradient is then summed with the sharding of `like`, without gathering an array of its size.
+    The gradient is then summed with the sharding of `like`, without gathering a large array.
     """
     if not is_typed():
         return jnp.broadcast_to(weight, like.shape)

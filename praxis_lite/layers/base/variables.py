@@ -1,4 +1,4 @@
-"""Layer variables other than weights, and functions that read and assign module variables."""
+"""Variables of layers other than weights, and functions that read or assign variables."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -29,7 +29,10 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns the values of all variables of a type by path; stacked layers add a leading dim."""
+    """Returns the values of all variables of a type, by path.
+
+    Values of stacked layers have a leading dim.
+    """
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.compat.iter_graph(module)
@@ -38,16 +41,17 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of a pass's AuxLoss variables, or None if there are none."""
+    """Returns the sum of the AuxLoss variables of a module, or None if there are none."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 
 
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
-    """Returns the values of all variables that a pass may assign (all but weights), by path.
+    """Returns the values of all variables that a forward pass may assign, by path.
 
-    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless they are returned. A layer
-    that calls other layers there returns these values from the body, and passes them to `assign`.
+    These are all variables except weights. Assignments inside `jax.lax.scan` or `jax.checkpoint`
+    are lost unless the values are returned. A layer that calls other layers there returns these
+    values from the body, and passes them to `assign`.
     """
     return {
         path: node.get_value()
@@ -57,7 +61,7 @@ def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
 
 
 def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
-    """Assigns the `values` of `assigned_values` to the variables of `module`."""
+    """Assigns values from `assigned_values` to the variables of `module`."""
     for path, node in nnx.compat.iter_graph(module):
         if path in values:
             node.set_value(values[path])
@@ -89,7 +93,10 @@ def put_on_host(module: nnx.Module) -> None:
 
 
 def num_stacked_dims(variable: nnx.Variable) -> int:
-    """Returns the number of leading dims of a weight that stack layers, including by `nnx.vmap`."""
+    """Returns the number of leading dims of a weight that stack layers.
+
+    Dims that `nnx.vmap` adds count as well.
+    """
     metadata = variable.get_metadata()
     if "dim_names" in metadata:  # Created by a BaseLayer, with a name for each unstacked dim.
         return variable.ndim - len(metadata["dim_names"])
@@ -107,22 +114,25 @@ def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
 
 
 def stacked(module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0) -> nnx.Module:
-    """Declares the leading dim that `jax.vmap` added to the arrays of `module`; returns `module`.
+    """Declares the leading dim that `jax.vmap` has added to the arrays of `module`.
 
     Args:
       module: The stack of layers.
-      stack_split: Split of the stacked dim.
+      stack_split: Sharding of the stacked dim.
       num_dims_apart: Number of stacked dims for which decoding may pass `UnstackedLayers`.
 
+    Returns:
+      `module`.
+
     Raises:
-      ConfigError: The dim is split, but an inner Repeat stores weights in host memory.
+      ConfigError: The dim is sharded, but an inner Repeat stores weights in host memory.
     """
     for variable in variables(module):
         require(
             stack_split is None or "memory_kind" not in variable.get_metadata(),
             "Repeat.offload_weights",
             True,
-            f"False in a stack that is split over {stack_split!r}, such as a Pipeline",
+            f"False in a stack that is sharded over {stack_split!r}, such as a Pipeline",
         )
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(

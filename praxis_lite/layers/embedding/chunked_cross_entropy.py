@@ -4,10 +4,10 @@ One pass over the classes maintains, per token, the maximum logit and the sum of
 relative to it (Milakov and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes the
 logits of each chunk. No array [..., V] is stored.
 
-If V is split over mesh axes, all shards process their classes in parallel: the classes form a
-matrix [N, S] of shards and classes within a shard, of which only N is split. Weights and logits
-stay on their devices. The forward pass communicates a few numbers per token; the backward pass
-communicates the input gradient once. If D is split, it is gathered chunk by chunk.
+If V is sharded over mesh axes, all shards process their classes in parallel: classes are reshaped
+to [N, S], shards and classes within a shard, and only N is sharded. Weights and logits stay on
+their devices. The forward pass communicates a few numbers per token, and the backward pass
+communicates the input gradient once. If D is sharded, the weights are gathered chunk by chunk.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def token_stats(
       chunk_size: C, the number of logits per token that a device stores at a time.
       class_dim: Index of the classes dim V in the weights.
       activation: Elementwise function of the logits.
-      weight_split_dims_mapping: Split of the first weight; the other weights split V likewise.
-      activation_split_dims_mapping: Split of the logits [..., V]; the entry for V is not used.
+      weight_split_dims_mapping: Sharding of the first weight; V is sharded likewise in the others.
+      activation_split_dims_mapping: Sharding of the logits [..., V]; the entry for V is not used.
     """
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
@@ -71,11 +71,11 @@ def token_stats(
         tokens_split=None if tokens is None else tuple(tokens)[:-1],
     )
     weights = [
-        chunks.lay_out_weight(chunks.by_shard(weight, class_dim), whole=i > 0)
+        chunks.lay_out_weight(chunks.by_shard(weight, class_dim), gather_D=i > 0)
         for i, (_, weight) in enumerate(factors)
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
-    # JAX cannot infer a type for the loop's gradient, which sums over split tokens.
+    # JAX cannot infer a type for the loop's gradient, which sums over sharded tokens.
     return untyped(
         functools.partial(_token_stats, chunks),
         [x for x, _ in factors],
@@ -109,16 +109,21 @@ class _ClassChunks:
         return jnp.arange(-(-self.shard_size // self.chunk_size)) * self.chunk_size
 
     def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
-        """Splits dim V of `x` into N, moved to the front, and S; pads the end of V with zeros."""
+        """Reshapes dim V of `x` to S, with N as a new first dim; pads V with zeros at the end."""
         x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
-        # In front, N (of size 1 on a device) does not change the memory layout; elsewhere XLA would
-        # copy.
+        # As the first dim, N (of size 1 on a device) does not change the memory layout. As another
+        # dim, XLA would copy the array.
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
-    def lay_out_weight(self, weight: jax.Array, *, whole: bool) -> jax.Array:
-        """Constrains the sharding of [N, D, ...] or [N, ..., D]; with `whole`, D is not split."""
-        input_split = None if whole else self.input_split
+    def lay_out_weight(self, weight: jax.Array, *, gather_D: bool) -> jax.Array:
+        """Constrains the sharding of [N, D, ...] or [N, ..., D].
+
+        Args:
+          weight: A weight, or a chunk of it.
+          gather_D: Whether to replicate D instead of sharding it over `input_split`.
+        """
+        input_split = None if gather_D else self.input_split
         rest = (input_split, None) if self.class_dim == 1 else (None, input_split)
         return constrain(weight, (self.class_split, *rest))
 
@@ -130,8 +135,8 @@ class _ClassChunks:
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk starts earlier instead of extending beyond the end; `classes` marks the
-        # classes that it repeats.
+        # The last chunk starts early enough not to extend beyond the end, so it repeats classes of
+        # the previous chunk. The mask of `classes` excludes these.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:
@@ -139,12 +144,12 @@ class _ClassChunks:
         return jax.lax.dynamic_slice_in_dim(x, self.first(start), self.chunk_size, axis=dim)
 
     def add(self, total: jax.Array, chunk: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-        """Adds `chunk` to `total` at `start`; in place if `total` is a loop carry."""
+        """Adds `chunk` to `total` at `start`, in place if `total` is a loop carry."""
         chunk += self.cut(total, start, dim)
         return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
 
     def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-        """Returns class ids [1, ..., N, C], and a mask of those that no earlier chunk contains."""
+        """Returns class ids [1, ..., N, C], and a mask of ids that are not in earlier chunks."""
         offsets_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
         firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
         ids_NC = firsts_N[:, None] + offsets_C[None, :]
@@ -153,13 +158,15 @@ class _ClassChunks:
         return ids_NC.reshape(shape), is_fresh_NC.reshape(shape)
 
     def weight_chunks(self, inputs: list, weights: list, start: jax.Array) -> list[jax.Array]:
-        """Returns the chunk of each weight in the inputs' dtype, with D gathered."""
+        """Returns a chunk of each weight, in the inputs' dtype and with D gathered."""
         chunks = []
         for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
             # Slice before gathering. Otherwise XLA would gather the complete weight outside the
             # loop.
             chunk = self.cut(weight, start, self.class_dim + 1).astype(x.dtype)
-            chunks.append(self.lay_out_weight(self.lay_out_weight(chunk, whole=i > 0), whole=True))
+            chunks.append(
+                self.lay_out_weight(self.lay_out_weight(chunk, gather_D=i > 0), gather_D=True)
+            )
         return chunks
 
     def products(
@@ -259,7 +266,7 @@ def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tupl
     state = (
         [zeros_by_shard(x) for x in inputs],
         [
-            chunks.lay_out_weight(jnp.zeros(weight.shape, jnp.float32), whole=i > 0)
+            chunks.lay_out_weight(jnp.zeros(weight.shape, jnp.float32), gather_D=i > 0)
             for i, weight in enumerate(weights)
         ],
         None if bias_NS is None else jnp.zeros(bias_NS.shape, jnp.float32),

@@ -30,10 +30,11 @@ def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStat
     if class_ids is None:
         label_logit = jnp.zeros(logits.shape[:-1], logits.dtype)
     else:
-        # Avoid one-hot matmuls and gathers, because the classes may be split.
+        # Avoid one-hot matmuls and gathers, because the classes may be sharded.
         label_logit = jnp.sum(jnp.where(classes == class_ids[..., None], logits, 0.0), axis=-1)
-    # Equivalent to jax.nn.logsumexp and jnp.argmax (NaN is the maximum), but in one pass after the
-    # pass for the maximum: XLA fuses sums over one array. A separate argmax would be a third pass.
+    # Equivalent to jax.nn.logsumexp and jnp.argmax (where NaN is the maximum), but with two passes
+    # over the logits: one for the maximum, and one for the reductions below, which XLA fuses. A
+    # separate argmax would be a third pass.
     fixed = jax.lax.stop_gradient(logits)
     highest = jnp.max(fixed, axis=-1, keepdims=True)
     is_highest = (fixed == highest) | (fixed != fixed)

@@ -35,8 +35,8 @@ class Embedding(BaseLayer):
       scale_sqrt_depth: Whether to multiply by sqrt(D), as in Vaswani et al. 2017.
       fprop_dtype: Dtype of the vectors and therefore of the following activations.
       weight_init: Initializer of the weight.
-      weight_split_dims_mapping: Split of [V, D].
-      activation_split_dims_mapping: Split of the vectors, [B, T, D].
+      weight_split_dims_mapping: Sharding of [V, D].
+      activation_split_dims_mapping: Sharding of the vectors, [B, T, D].
     """
 
     splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
@@ -87,23 +87,23 @@ def lookup(
     dtype: jnp.dtype,
     activation_split_dims_mapping: SplitDims,
 ) -> jax.Array:
-    """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
+    """Looks up the rows of a table at `ids`, [...] -> [..., D].
 
     Args:
       table_VD: The embedding table.
       ids: Int [...]. For an id outside the table, "index" returns NaN (in Pax, the last row), and
         "matmul" returns zeros.
-      weight_split_dims_mapping: Split of the table, [V, D].
+      weight_split_dims_mapping: Sharding of the table, [V, D].
       lookup_style: "index" gathers rows; "matmul" multiplies one-hot vectors [..., V] by the table.
       dtype: Dtype of the result.
-      activation_split_dims_mapping: Split of the embeddings, [..., D].
+      activation_split_dims_mapping: Sharding of the embeddings, [..., D].
     """
     table_split = (*(weight_split_dims_mapping or ()), None, None)[:2]
     if lookup_style == "index":
         split = _columns_split(table_VD, ids, table_split, activation_split_dims_mapping)
         if split is None:
-            # Gather the columns, because XLA would make complete copies to reshard from the split
-            # of the rows to the split of the batch.
+            # Gather the columns. Otherwise XLA would replicate the result before resharding it from
+            # columns to the batch.
             table_VD = constrain(table_VD, (table_split[0], None))
         else:
             ids = constrain(ids, split[:-1])
@@ -117,15 +117,15 @@ def lookup(
 def _columns_split(
     table_VD: jax.Array, ids: jax.Array, table_split: SplitDims, activation_split: SplitDims
 ) -> SplitDims:
-    """Returns the split of [..., D] in which each device reads its columns for all tokens, or None.
+    """Returns the sharding of [..., D] if each device should read its columns for all tokens.
 
-    All-to-alls then resplit the result by tokens. If a device has fewer tokens than table rows,
+    All-to-alls then reshard the result by tokens. If a device has fewer tokens than table rows,
     this is cheaper than gathering the table and scattering its gradient. Returns None if a device
-    has more tokens than rows, or if columns are not split.
+    has more tokens than rows, or if columns are not sharded.
     """
     mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split or (None, None)
     num_parts = num_shards_of(dim_split)
-    # In an exported program, the number of rows may be symbolic.
+    # In an exported function, the number of tokens may be symbolic.
     if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
@@ -147,8 +147,8 @@ def constrain_embeddings(
 
     Args:
       embs: Result of `lookup`.
-      activation_split_dims_mapping: Split of the embeddings.
-      weight_split_dims_mapping: Split of the table, [V, D].
+      activation_split_dims_mapping: Sharding of the embeddings.
+      weight_split_dims_mapping: Sharding of the table, [V, D].
     """
     split, mesh = activation_split_dims_mapping, jax.sharding.get_abstract_mesh()
     if split is None or mesh.empty:
@@ -157,13 +157,13 @@ def constrain_embeddings(
     table = (*(weight_split_dims_mapping or ()), None, None)[:2]
     classes, columns = to_partition_spec(table, mesh.axis_names)
     if classes is not None:
-        # First split only the batch, because time or rows may be split over the same axis as V.
+        # First shard only the batch, because batch or time may be sharded over the same axis as V.
         # XLA then implements the second constraint with a reduce-scatter instead of gathering the
         # table.
         embs = constrain(embs, tuple(without_axes(spec[:1], axes_of(classes))))
     elif embs.ndim == 3 and set(axes_of(columns)) & set(axes_of(spec[1])):
-        # Resplit rows first, then swap the split of columns for that of time. Otherwise XLA would
-        # gather the vectors of all tokens.
-        (left,) = without_axes((columns,), axes_of(spec[0]))
-        embs = constrain(embs, (spec[0], None, left))
+        # Reshard the batch first, then move axes from columns to time. Otherwise XLA would gather
+        # the vectors of all tokens.
+        (remaining,) = without_axes((columns,), axes_of(spec[0]))
+        embs = constrain(embs, (spec[0], None, remaining))
     return constrain(embs, split)

@@ -22,11 +22,11 @@ def _check_timescales(layer: object, min_timescale: float, max_timescale: float)
         0 < min_timescale <= max_timescale,
         f"{type(layer).__name__}.min_timescale",
         min_timescale,
-        f"a positive number of at most max_timescale {max_timescale}",
+        f"a positive number, at most max_timescale {max_timescale}",
     )
 
 
-def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
+def _positions_or_default(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
     """Returns positions [B or 1, T]; by default 0 to `seq_length - 1`."""
     if positions is not None:
         return positions
@@ -67,11 +67,16 @@ class PositionalEmbedding(BaseLayer):
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Takes positions, int [B or 1, T], or a seq_length for positions 0 to seq_length - 1."""
+        """Returns the embeddings, [B or 1, T, D].
+
+        Args:
+          positions: Int [B or 1, T]. If None, 0 to seq_length - 1.
+          seq_length: T; only used if positions is None.
+        """
         num = self.embedding_dims // 2
         step = math.log(self.max_timescale / self.min_timescale) / max(num - 1, 1)
         frequency_K = self.min_timescale * jnp.exp(jnp.arange(num, dtype=jnp.float32) * -step)
-        time_BT = _rows(positions, seq_length).astype(jnp.float32)
+        time_BT = _positions_or_default(positions, seq_length).astype(jnp.float32)
         angle = time_BT[:, :, None] * frequency_K[None, None, :]
         signal = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
         signal = jnp.pad(signal, ((0, 0), (0, 0), (0, self.embedding_dims % 2)))
@@ -86,8 +91,8 @@ class TrainablePositionalEmbedding(Embedding):
       embedding_dims: D.
       lookup_style: See `embeddings.lookup`. Pax's default is "matmul"; "index" gives the same
         numbers without a one-hot array [B, T, max].
-      weight_split_dims_mapping: Split of [max, D].
-      activation_split_dims_mapping: Split of [B, T, D].
+      weight_split_dims_mapping: Sharding of [max, D].
+      activation_split_dims_mapping: Sharding of [B, T, D].
     """
 
     splits = splits(weight=(None, "embed"), activation=())
@@ -102,20 +107,25 @@ class TrainablePositionalEmbedding(Embedding):
         """Checks that sequences of this length do not exceed max_seq_length.
 
         Raises:
-          ConfigError: They do; a lookup beyond the last position would return NaN.
+          ConfigError: The length exceeds max_seq_length. A lookup would return NaN.
         """
         if length > self.max_seq_length:
             raise ConfigError(
                 f"{type(self).__name__}.max_seq_length is {self.max_seq_length}, but a sequence "
-                f"has up to {length} tokens, including decoded ones. Increase the model's "
-                "max_seq_length, or shorten seq_len, the prompts or max_decode_steps."
+                f"has up to {length} tokens (including decoded tokens). Increase the model's "
+                "max_seq_length, or reduce seq_len, max_decode_steps or the length of the prompts."
             )
 
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Takes positions below max_seq_length, int [B or 1, T], or a seq_length (0, 1, ...)."""
-        positions = _rows(positions, seq_length)
+        """Returns the embeddings, [B or 1, T, D].
+
+        Args:
+          positions: Int [B or 1, T], below max_seq_length. If None, 0 to seq_length - 1.
+          seq_length: T; only used if positions is None.
+        """
+        positions = _positions_or_default(positions, seq_length)
         self.check_length(positions.shape[-1])
         table = self.emb_var[...]
         split = self.activation_split_dims_mapping
@@ -128,7 +138,7 @@ class TrainablePositionalEmbedding(Embedding):
 class RotaryPositionalEmbedding(BaseLayer):
     """Rotates heads by their positions: [B, T, N, K] -> [B, T, N, K] (arXiv:2104.09864).
 
-    As in Pax, the first and the second half of the rotary dims rotate together, in float32.
+    As in Pax, each dim of the first half rotates with the same dim of the second half, in float32.
 
     Args:
       embedding_dims: K.
@@ -163,7 +173,7 @@ class RotaryPositionalEmbedding(BaseLayer):
             rotary_dims % 2 == 0 and 0 < rotary_dims <= embedding_dims,
             f"{name}.rotary_dims",
             rotary_dims,
-            f"an even number up to the {embedding_dims} dims of a head",
+            f"a positive even number, at most {embedding_dims}, the size of a head",
         )
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims, self.rotary_dims = embedding_dims, rotary_dims
@@ -171,8 +181,13 @@ class RotaryPositionalEmbedding(BaseLayer):
         self.cast_as_fprop_dtype = cast_as_fprop_dtype
 
     def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Takes inputs [B, T, N, K] and positions int [B or 1, T] (by default, 0 to T - 1)."""
-        positions = _rows(positions, inputs.shape[1])
+        """Returns the rotated heads, [B, T, N, K].
+
+        Args:
+          inputs: [B, T, N, K].
+          positions: Int [B or 1, T]. If None, 0 to T - 1.
+        """
+        positions = _positions_or_default(positions, inputs.shape[1])
         angle = self._angles(positions)[:, :, None, :]
         sin, cos = jnp.sin(angle) * self._amplitude, jnp.cos(angle) * self._amplitude
         rotating = inputs[..., : self.rotary_dims].astype(jnp.float32)

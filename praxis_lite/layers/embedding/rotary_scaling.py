@@ -1,6 +1,6 @@
-"""Rotary positions scaled for longer texts: the variants of Hugging Face's `rope_scaling`.
+"""Rotary positions that are scaled for longer texts, as in Hugging Face's `rope_scaling`.
 
-Each variant slows down the pairs that rotate slowly.
+Each variant makes the slowly rotating pairs rotate even more slowly.
 """
 
 import math
@@ -18,11 +18,14 @@ from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalE
 
 
 def _check_factor(layer: object, factor: float) -> None:
-    require(factor > 0, f"{type(layer).__name__}.factor", factor, "a number above 0")
+    require(factor > 0, f"{type(layer).__name__}.factor", factor, "a positive number")
 
 
 class LinearScaledRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding whose pairs all rotate `factor` times slower (arXiv:2306.15595)."""
+    """RotaryPositionalEmbedding in which all pairs rotate `factor` times slower.
+
+    See arXiv:2306.15595.
+    """
 
     @inherit_params(RotaryPositionalEmbedding)
     def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
@@ -41,7 +44,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which all pairs rotate slower.
+      factor: Factor by which all rotating pairs rotate slower.
       share: Fraction of the pairs that rotate.
     """
 
@@ -55,7 +58,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
             0.0 < share <= 1.0,
             "ProportionalRotary.share",
             share,
-            "a number above 0 and at most 1",
+            "a positive number, at most 1",
         )
         self.factor, self.share = factor, share
 
@@ -86,7 +89,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
         require_positive(self, original_max_positions=original_max_positions)
-        require(self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "4 or more")
+        require(self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "at least 4")
         self.factor, self.original_max_positions = factor, original_max_positions
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:
@@ -128,7 +131,7 @@ class Llama3Rotary(RotaryPositionalEmbedding):
             0 < low_freq_factor < high_freq_factor,
             "Llama3Rotary.low_freq_factor",
             low_freq_factor,
-            f"a number above 0 and below high_freq_factor, {high_freq_factor}",
+            f"a positive number, less than high_freq_factor {high_freq_factor}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
@@ -175,7 +178,7 @@ class YarnRotary(RotaryPositionalEmbedding):
             0 < beta_slow < beta_fast,
             "YarnRotary.beta_slow",
             beta_slow,
-            f"a number above 0 and below beta_fast, {beta_fast}",
+            f"a positive number, less than beta_fast {beta_fast}",
         )
         self.factor, self.original_max_positions = factor, original_max_positions
         self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
@@ -192,7 +195,7 @@ class YarnRotary(RotaryPositionalEmbedding):
         return 1.0 / (slowed / (unscaled * self.factor) + (1.0 - slowed) / unscaled)
 
     def _pair(self, num_rotations: float) -> float:
-        """Returns the fractional index of the pair with this many rotations."""
+        """Returns the fractional index of the pair with this number of rotations."""
         timescale = self.original_max_positions / (2.0 * math.pi * num_rotations)
         theta = self.max_timescale / self.min_timescale
         return self.rotary_dims / 2 * math.log(timescale / self.min_timescale) / math.log(theta)
@@ -204,11 +207,11 @@ def yarn_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 class LongRope(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding with LongRoPE: a factor per pair (arXiv:2402.13753).
+    """RotaryPositionalEmbedding with LongRoPE, a factor per pair (arXiv:2402.13753).
 
     A call with a position beyond `original_max_positions` uses `long_factor`; all other calls use
-    `short_factor`. The cache of a text decoded beyond it therefore contains keys with both factors,
-    as in Hugging Face's models.
+    `short_factor`. If a text is decoded beyond this limit, the cache therefore contains keys with
+    both factors, as in Hugging Face's models.
 
     Args:
       embedding_dims: Size K of a head.
@@ -236,7 +239,7 @@ class LongRope(RotaryPositionalEmbedding):
                 len(factors) == self.rotary_dims // 2,
                 f"LongRope.{name}",
                 len(factors),
-                f"a number for each of the {self.rotary_dims // 2} pairs",
+                f"{self.rotary_dims // 2} numbers, one per pair of rotary dims",
             )
         self.short_factor, self.long_factor = tuple(short_factor), tuple(long_factor)
         self.original_max_positions, self._amplitude = original_max_positions, attention_factor

@@ -33,21 +33,22 @@ class FullSoftmax(BaseLayer):
     Args:
       num_classes: V.
       input_dims: D.
-      has_bias: Whether there is a bias [V], split like V (Pax's feed_forward_tpl.has_bias).
+      has_bias: Whether to add a bias [V] (Pax's feed_forward_tpl.has_bias).
       bias_init: Initial value of the bias.
       soft_cap_logits: cap in cap * tanh(logits / cap). If 0 or None, logits are not capped.
-      z_loss_weight: Weight with which mean(log_z^2) is added to the auxiliary losses.
+      z_loss_weight: Weight of mean(log_z^2), which is added to the auxiliary losses.
       label_smoothing_prob: Fraction of a label's probability that is distributed over the other
         V - 1 classes.
-      label_smoothing_apply_for_eval: Whether to smooth labels in evaluation (without a key), too.
+      label_smoothing_apply_for_eval: Whether to smooth labels also in evaluation (without a key).
       scale_before_logits: Whether to divide the inputs by sqrt(D).
-      chunk_size: Number of logits per token that a device computes at a time, including in
-        training. `compute_loss` then returns no logits. Pax's setting divides the sequence instead.
+      chunk_size: Number of logits per token that a device computes at a time. `compute_loss` then
+        returns no logits. If None, all logits are stored. In Pax, this is the size of chunks of the
+        sequence.
       weight_init: Initializer of the weight.
       feed_forward_tpl: Template of the projection; called with the sizes, `has_bias`, `activation`,
-        the initial values, the splits and `rngs`.
-      weight_split_dims_mapping: Split of [D, V].
-      activation_split_dims_mapping: Split of the logits, [..., V].
+        the initializers, the sharding and `rngs`.
+      weight_split_dims_mapping: Sharding of [D, V].
+      activation_split_dims_mapping: Sharding of the logits, [..., V].
     """
 
     splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
@@ -78,13 +79,15 @@ class FullSoftmax(BaseLayer):
             require_positive(self, chunk_size=chunk_size)
         name = type(self).__name__
         cap = soft_cap_logits or 0.0
-        require(cap >= 0.0, f"{name}.soft_cap_logits", cap, "0 (none) or more")
-        require(z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 (none) or more")
+        require(cap >= 0.0, f"{name}.soft_cap_logits", cap, "a positive cap, or 0 for none")
+        require(
+            z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 or a positive number"
+        )
         require(
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
             f"{name}.label_smoothing_prob",
             label_smoothing_prob,
-            f"0, or less than 1 with at least two classes; there are {num_classes}",
+            f"0, or between 0 and 1 with at least 2 classes (num_classes is {num_classes})",
         )
         self.num_classes, self.input_dims = num_classes, input_dims
         self.soft_cap_logits, self.z_loss_weight = soft_cap_logits, z_loss_weight
@@ -142,10 +145,10 @@ class FullSoftmax(BaseLayer):
         )
 
     def _gathered(self, inputs: jax.Array) -> jax.Array:
-        """Constrains inputs to the split of the logits, except for the classes.
+        """Constrains the inputs to the sharding of the logits, except for the last dim.
 
-        Inputs that are split over more axes are then gathered before the matmul, and their gradient
-        is scattered. Otherwise XLA may gather the gradient of the logits.
+        Inputs that are sharded over more axes are then gathered before the matmul, and their
+        gradient is scattered. Otherwise XLA might gather the gradient of the logits.
         """
         split = self.activation_split_dims_mapping
         return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
@@ -174,21 +177,21 @@ class FullSoftmax(BaseLayer):
           inputs: [..., D].
           class_ids: Labels, int [...] or (as in Pax) [..., 1]. May be None if class_probabilities
             is passed.
-          class_weights: Weight of each token, in the shape of class_ids.
+          class_weights: Weight of each token, with the shape of class_ids.
           class_probabilities: Target distribution [..., V]; requires storing all logits.
-          key: Random key; None outside training. See label_smoothing_apply_for_eval.
+          key: Random key in training, otherwise None. See label_smoothing_apply_for_eval.
 
         Returns:
           A dict with per_example_xent [...] in nats, per_example_argmax int [...], total_xent,
-          total_weight and avg_xent. With class_ids, also accuracy. With a z_loss_weight, also the
-          weighted z_loss, which is stored in `aux_loss` as well. Without chunks, also logits and
-          log_probs, float32 [..., V].
+          total_weight and avg_xent. It also contains accuracy if class_ids are passed; the weighted
+          z_loss, which is also assigned to `aux_loss`, if z_loss_weight is set; and logits and
+          log_probs, float32 [..., V], if chunk_size is None.
 
         Raises:
           ValueError: Both class_ids and class_probabilities are None.
         """
         if class_ids is None and class_probabilities is None:
-            raise ValueError("compute_loss got neither class_ids nor class_probabilities.")
+            raise ValueError("compute_loss requires class_ids or class_probabilities.")
         if class_ids is not None and class_ids.ndim == inputs.ndim:
             class_ids = jnp.squeeze(class_ids, axis=-1)
         if class_weights.ndim == inputs.ndim:
@@ -238,7 +241,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
       lookup_style: "index" or "matmul"; see `embeddings.lookup`.
       scale_sqrt_depth: Whether to multiply the embeddings by sqrt(D).
       fprop_dtype: Dtype of the embeddings.
-      lookup_split_dims_mapping: Split of the embeddings, [B, T, D]; Pax's
+      lookup_split_dims_mapping: Sharding of the embeddings, [B, T, D]; Pax's
         emb_out_split_dims_mapping.
       settings: Settings of FullSoftmax.
     """
@@ -273,7 +276,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         embs: float | jax.Array = 0.0
         dim_split, class_split = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
         for table, into_D in self._tables():
-            # The rank of a low-rank adapter is not split.
+            # The rank of a low-rank adapter is not sharded.
             table_split = (class_split, dim_split if into_D is None else None)
             rows = lookup(
                 table,
@@ -295,8 +298,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
     """A SharedEmbeddingSoftmax whose weight `w` is [V, D].
 
-    As in Pax, `weight_split_dims_mapping` is still the split of [D, V], so that the two softmaxes
-    are interchangeable.
+    As in Pax, `weight_split_dims_mapping` is still for [D, V], so that the two softmaxes are
+    interchangeable.
 
     Args:
       num_classes: V.

@@ -1,11 +1,11 @@
 """Experts without a capacity: each token reaches all of its experts, regardless of their load.
 
-Rows are sorted by expert and multiplied group by group (`grouped_matmul`; MegaBlocks,
-arXiv:2211.15841). If experts are split over mesh axes, all-to-alls send tokens to them
+Tokens are sorted by expert and multiplied in groups (`grouped_matmul`; MegaBlocks,
+arXiv:2211.15841). If experts are sharded over mesh axes, all-to-alls send the tokens to them
 (`exchange`).
 
-If experts are replicated, n tokens on a device need memory for n min(K, E) rows of size D and of
-size F.
+If experts are replicated, n tokens on a device need memory for n min(K, E) rows of D inputs and F
+hidden activations.
 """
 
 import functools
@@ -26,7 +26,7 @@ from praxis_lite.layers.moe.experts import Glu, Weights, expert_ffn, first_axes
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts per device, K experts per
-# token, n tokens, X devices that the experts are split over, R rows for experts.
+# token, n tokens, X devices over which the experts are sharded, R rows for experts, P shards of F.
 
 
 def dropless(
@@ -48,41 +48,41 @@ def dropless(
       gates_BTK: Their gates, float32; choices with a gate of 0 are not computed.
       weights: See `experts.expert_ffn`.
       activation: See `experts.expert_ffn`.
-      tokens_split: Split of the tokens; only the first entry, the split of B, is used.
-      weights_split: Split of [E, D, F].
+      tokens_split: Sharding of the tokens, [B, T, D]; only its first entry is used.
+      weights_split: Sharding of wi_0, [E, D, F].
       kernel: Kernel for the matmuls, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    roles = _AxisRoles.of(free, tokens_split, weights_split, is_long=x_BTD.shape[1] > 1)
-    num = {
+    roles = _AxisRoles.of(free, tokens_split, weights_split, shard_time=x_BTD.shape[1] > 1)
+    num_shards = {
         name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in roles._asdict().items()
     }
     names, arrays = tuple(weights), tuple(weights.values())
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
         weights, experts = dict(zip(names, rest[:-1], strict=True)), rest[-1]
-        if num["hidden"] > 1 and "bo_0" in weights:  # Add it once, not for each shard of F.
+        if num_shards["hidden"] > 1 and "bo_0" in weights:  # Add it once, not per shard of F.
             is_first = jax.lax.axis_index(roles.hidden) == 0
             weights["bo_0"] = jnp.where(is_first, weights["bo_0"], 0)
         x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, experts))
         local_experts = functools.partial(
             _gated_sums, activation=activation, kernel=kernel, expected_rows=experts_nK.size
         )
-        if num["expert"] == 1:
+        if num_shards["expert"] == 1:
             outputs = local_experts(x_nD, experts_nK, gates_nK, weights)
         else:
-            over = Exchange(roles.expert, num["expert"], free)
+            over = Exchange(roles.expert, num_shards["expert"], free)
             outputs = exchange_in_rounds(local_experts, over, x_nD, gates_nK, weights, experts_nK)
         return outputs.reshape(1, *x.shape)
 
-    if not free or math.prod(num.values()) == 1:
+    if not free or math.prod(num_shards.values()) == 1:
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
     def pad(x: jax.Array, *parts: str) -> jax.Array:
-        """Pads rows, experts and hidden dims with zeros to multiples of the number of shards."""
+        """Pads each dim that is sharded to a multiple of its number of shards."""
         for dim, part in enumerate(parts):
-            x = pad_to_multiple(x, num[part], dim) if part else x
+            x = pad_to_multiple(x, num_shards[part], dim) if part else x
         return x
 
     token_spec = PartitionSpec(roles.rows or None, roles.time or None)
@@ -104,11 +104,11 @@ def dropless(
         PartitionSpec(roles.hidden or None, *token_spec),
         set(free),
     )(*tokens[:2], *arrays, tokens[2])
-    # The compiler sums over shards of F, possibly with a reduce-scatter.
+    # Leave the sum over shards of F to the compiler, which may use a reduce-scatter.
     return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
 
 
-# For each weight, the fields of `_AxisRoles` that split its dims.
+# For each dim of each weight, the field of `_AxisRoles` with the mesh axes that shard it.
 _DIMS = {
     "wi_0": ("expert", "", "hidden"),
     "wi_gate_0": ("expert", "", "hidden"),
@@ -120,7 +120,7 @@ _DIMS = {
 
 
 class _AxisRoles(NamedTuple):
-    """The mesh axes that split the rows of the batch, time, hidden dims and experts."""
+    """The mesh axes over which the batch, time, hidden dims and experts are sharded."""
 
     rows: tuple[str, ...]
     time: tuple[str, ...]
@@ -134,20 +134,20 @@ class _AxisRoles(NamedTuple):
         tokens_split: SplitDims,
         weights_split: SplitDims,
         *,
-        is_long: bool,
+        shard_time: bool,
     ) -> "_AxisRoles":
         """Assigns roles to `free`, the axes that are not manual."""
         expert = first_axes(weights_split)
-        # Tokens must be split over the experts' axes. Otherwise several devices would send the same
-        # tokens.
+        # Tokens must be sharded over the experts' axes. Otherwise several devices would send the
+        # same tokens.
         rows = first_axes(tokens_split)
         rows += tuple(axis for axis in expert if axis not in rows)
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
-        # Time is split over unused axes, so that no two devices compute the same tokens. In
-        # decoding, it is cheaper to compute the single token on every device.
+        # Shard time over unused axes, so that no two devices compute the same tokens. In decoding,
+        # it is cheaper to compute the single token on every device.
         taken = {*rows, *hidden, *vmapped_axes()}
-        time = tuple(axis for axis in free if axis not in taken) if is_long else ()
+        time = tuple(axis for axis in free if axis not in taken) if shard_time else ()
         return cls(rows, time, hidden, expert)
 
 
@@ -165,23 +165,25 @@ def _gated_sums(
 
     Args:
       x_nD: Tokens.
-      experts_nK: Indices of this device's experts; L or a gate of 0 marks other choices.
+      experts_nK: Indices among this device's experts. Choices of other experts have index L or a
+        gate of 0.
       gates_nK: Gates.
       weights: Weights of this device's experts.
       activation: See `experts.expert_ffn`.
       kernel: Kernel for the matmuls.
-      expected_rows: Number of choices on this device if loads are even.
+      expected_rows: Number of choices on this device if all loads are equal.
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token chooses an expert at most once, so at most L of its choices are on this device.
     num_rows = num_tokens * min(num_chosen, num_local)
-    row = jnp.argsort(jnp.argsort(expert, stable=True))  # Row of each choice, sorted by expert.
+    # The inverse permutation of the sort by expert: the row of each choice.
+    row = jnp.argsort(jnp.argsort(expert, stable=True))
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
         return grouped_matmul(kernel, x, w, rows_of_expert_L, expected_rows)
 
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
@@ -190,5 +192,5 @@ def _gated_sums(
         # Rows are sorted by expert; the last rows have no expert.
         return jnp.take(bias_LF, jnp.sort(expert)[:num_rows], axis=0, mode="clip")
 
-    y_RD = expert_ffn(product, x_RD, weights, activation, at_rows=at_rows)
+    y_RD = expert_ffn(matmul, x_RD, weights, activation, at_rows=at_rows)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]

@@ -1,4 +1,4 @@
-"""Sends tokens to the devices of their experts with all-to-alls, in as many rounds as needed.
+"""Sends tokens to the devices of their experts with all-to-alls, in one or more rounds.
 
 Loads are unknown at compile time, but array sizes are static. Arrays for the worst load, in which
 one device receives all tokens, would be X times larger than arrays for even loads. Instead, each
@@ -6,9 +6,10 @@ device has C slots for each other device, slightly more than even loads need, an
 rounds: one round for even loads, X / SLACK rounds for the worst load. No choice is dropped. The
 first round is outside the loop over rounds, so that its communication can overlap with other work.
 
-A round sends X C rows of size D, each with an integer, and returns as many rows. The backward pass
-sends the rows again, together with the gradients of their outputs, and returns the gradients of the
-rows. Rounds save no residuals: the backward pass recomputes the experts' matmuls.
+Each round sends X C tokens of size D with the indices of their experts, and returns the same number
+of outputs. The backward pass sends the tokens again, together with the gradients of their outputs,
+and returns the gradients of the tokens. Rounds save no residuals: the backward pass recomputes the
+experts' matmuls.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,10 @@ from praxis_lite.layers.moe.experts import Weights
 
 __all__ = ("SLACK",)
 
-# n tokens per device, K experts per token, X devices that experts are split over, C slots per pair
-# of devices, N = X x C, D model dims, L experts per device.
+# n tokens per device, K experts per token, X devices over which experts are sharded, C slots per
+# pair of devices, N = X x C, D model dims, L experts per device.
 PyTree = Any
-SLACK = 1.25  # Ratio of slots to choices if loads are even.
+SLACK = 1.25  # Ratio of slots to choices if all loads are equal.
 # Takes (rows [N, D], experts [N, 1], gates [N, 1], weights), and returns the gated outputs of this
 # device's experts.
 LocalExperts = Callable[[jax.Array, jax.Array, jax.Array, Weights], jax.Array]
@@ -36,9 +37,10 @@ class Exchange(NamedTuple):
     """The group of devices that send tokens to each other.
 
     Attributes:
-      axes: Mesh axes that split the experts.
+      axes: Mesh axes over which the experts are sharded.
       num_shards: X.
-      all_axes: All manual axes of the `jax.shard_map`. All their devices run equally many rounds.
+      all_axes: All manual axes of the `jax.shard_map`. All devices along them run the same number
+        of rounds.
     """
 
     axes: tuple[str, ...]
@@ -46,12 +48,17 @@ class Exchange(NamedTuple):
     all_axes: tuple[str, ...]
 
     def swap(self, x_NM: jax.Array) -> jax.Array:
-        """Sends the rows [N, M] to the other devices, and returns the rows that they send."""
+        """Exchanges rows [N, M] with the other devices, C rows with each."""
         x_XCM = x_NM.reshape(self.num_shards, -1, *x_NM.shape[1:])
         return jax.lax.all_to_all(x_XCM, self.axes, 0, 0).reshape(x_NM.shape)
 
     def num_slots(self, num_choices: int, max_slots: int) -> int:
-        """Returns C, given a device's number of choices and the most that one device can get."""
+        """Returns C, the number of slots per pair of devices.
+
+        Args:
+          num_choices: Number of choices on a device.
+          max_slots: Maximum number of these choices that can go to the same device.
+        """
         even = -(-num_choices // self.num_shards)
         return max(1, min(max_slots, -(-int(even * SLACK) // 8) * 8))
 
@@ -66,25 +73,26 @@ def exchange_in_rounds(
 ) -> jax.Array:
     """Computes the gated sum of each token's expert outputs, [n, D].
 
-    Must be called inside a `jax.shard_map` with check_vma=False.
+    Must be called inside a `jax.shard_map` with check_vma=False. The choices that a device sends to
+    the same device are numbered; round r sends those from r C to (r + 1) C - 1.
 
     Args:
       local_experts: Computes the outputs of this device's experts; 0 for rows with a gate of 0.
-      over: The group of devices.
+      over: The group of devices that exchange tokens.
       x_nD: Tokens.
       gates_nK: Gates; choices with a gate of 0 are not sent.
       weights: Weights of this device's experts.
-      experts_nK: Indices among the experts of all devices.
+      experts_nK: Indices of the chosen experts, counted over all devices.
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
     num_slots = over.num_slots(experts_nK.size, num_tokens * min(num_chosen, num_local))
     num_rows = over.num_shards * num_slots
 
-    def rounds_of(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
-        """Returns a function that maps a round to each choice's slot, and the number of rounds.
+    def plan_rounds(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
+        """Returns a function that maps a round's index to slots [n, K], and the number of rounds.
 
-        The slot of a choice that is not sent in a round is N.
+        A choice that is not sent in the round has slot N.
         """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
         position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], over.num_shards)[0]
@@ -120,7 +128,7 @@ def exchange_in_rounds(
 
     @jax.custom_vjp
     def run(x_nD, gates_nK, weights, experts_nK):
-        slots_of_round, num_rounds = rounds_of(gates_nK, experts_nK)
+        slots_of_round, num_rounds = plan_rounds(gates_nK, experts_nK)
 
         def one_round(index: jax.Array) -> jax.Array:
             slots_nK = slots_of_round(index)
@@ -137,7 +145,7 @@ def exchange_in_rounds(
         x_nD, gates_nK, weights, experts_nK = args
         # Prevent XLA from saving the tokens received in the first round of the forward pass.
         x_nD, experts_nK = jax.lax.optimization_barrier((x_nD, experts_nK))
-        slots_of_round, num_rounds = rounds_of(gates_nK, experts_nK)
+        slots_of_round, num_rounds = plan_rounds(gates_nK, experts_nK)
 
         def one_round(index: jax.Array) -> tuple:
             slots_nK = slots_of_round(index)

@@ -1,4 +1,4 @@
-"""The experts' feed-forward computation, and the initializers and splits of their weights."""
+"""The experts' feed-forward computation, with the initializers and sharding of their weights."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -28,7 +28,13 @@ Glu = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
-    """Returns Pax's initializer for an expert weight."""
+    """Returns Pax's initializer for an expert weight [E, in, out].
+
+    Args:
+      is_uniform: Whether to initialize uniformly in +-sqrt(3 / fan_in).
+      has_explicit_fans: Whether Xavier's fans exclude E.
+      fan_in: Number of inputs of an expert.
+    """
     if is_uniform:
         limit = (3.0 / fan_in) ** 0.5
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -44,7 +50,7 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
       activate: Activation function of the gate, or of the hidden activations if there is no gate.
       limit: If set, the activation is (hidden + 1) gate sigmoid(alpha gate), as in GPT-OSS, with
         hidden clipped to +-limit and the gate clipped to at most limit.
-      alpha: Factor that multiplies the gate if limit is set.
+      alpha: Factor that multiplies the gate inside the sigmoid, if limit is set.
     """
 
     def gated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -59,7 +65,7 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
 
 
 def expert_ffn(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
+    matmul: Callable[[jax.Array, jax.Array], jax.Array],
     x: jax.Array,
     weights: Weights,
     activation: Glu,
@@ -67,23 +73,23 @@ def expert_ffn(
     *,
     at_rows: Function,
 ) -> jax.Array:
-    """Computes the experts' feed-forward outputs, in the shape of `x`.
+    """Returns the experts' feed-forward outputs, with the shape of `x`.
 
     The matmul outputs have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and
     "expert_ffn2".
 
     Args:
-      product: Multiplies tokens by the weight [E, in, out] of their expert.
+      matmul: Multiplies tokens by the weight [E, in, out] of their expert.
       x: Tokens by expert, [..., D].
       weights: Weights by name: wi_0 [E, D, F], wo_0 [E, F, D], wi_gate_0 if there is a gate, and if
         there are biases, bi_0, bi_gate_0 [E, F] and bo_0 [E, D].
       activation: Takes the hidden activations and the gate activations (or None).
       on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
-      at_rows: Broadcasts a bias [E, dims] to a result of `product`.
+      at_rows: Broadcasts a bias [E, dims] to a result of `matmul`.
     """
 
     def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
-        y = named(product(x, weights[f"w{name}"]), activation_name)
+        y = named(matmul(x, weights[f"w{name}"]), activation_name)
         if f"b{name}" not in weights:
             return y
         return y + broadcast_beside(at_rows(weights[f"b{name}"]), y)
@@ -104,18 +110,18 @@ def apply_experts(
     dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Computes the experts' outputs for the tokens in their slots, [G, E, C, D].
+    """Returns the experts' outputs for the tokens in their slots, [G, E, C, D].
 
     Args:
       x_GECD: Tokens in slots.
       weights: See `expert_ffn`.
       activation: See `expert_ffn`.
       dropout: Applied to the hidden activations.
-      tokens_split: Split of the tokens; its first entry is the split of G outside the experts.
-      weights_split: Split of wi_0, [E, D, F].
-      dispatch_split: Split of [G, E, C, D] inside the experts. If None, E is split like the
+      tokens_split: Sharding of the tokens; its first entry applies to G outside the experts.
+      weights_split: Sharding of wi_0, [E, D, F].
+      dispatch_split: Sharding of [G, E, C, D] inside the experts. If None, E is sharded like the
         weights, and G over its remaining axes.
-      hidden_split: Split of [G, E, C, F] inside the experts. If None, G and E are split as in
+      hidden_split: Sharding of [G, E, C, F] inside the experts. If None, G and E are sharded as in
         dispatch_split, and F like the weights.
     """
     assert weights_split is not None
@@ -140,14 +146,14 @@ def apply_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns a split mapping with only its first entry, or None if it is None."""
+    """Returns a split mapping that keeps only the first entry of `split`, or None for None."""
     return None if split is None else tuple(split)[:1]
 
 
 def first_axes(split: SplitDims) -> tuple[str, ...]:
-    """Returns the axes of the current mesh that split the first dim of a mapping.
+    """Returns the mesh axes over which a split mapping shards the first dim.
 
-    Manual axes of an enclosing `jax.shard_map` are omitted.
+    Axes that are manual in an enclosing `jax.shard_map` are omitted.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
@@ -157,9 +163,9 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
-    """Returns the split of [G, E, ...] inside the experts: shared axes move from G to E.
+    """Returns the sharding of [G, E, ...] inside the experts.
 
-    XLA implements this move with an all-to-all.
+    Axes that outside shard both G and E move to E; XLA implements this with an all-to-all.
     """
     expert_axes = first_axes((split_E,))
     rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)

@@ -1,4 +1,4 @@
-"""Pax's gating functions, which route tokens to experts by a router's logits."""
+"""Pax's gating functions, which use a router's logits to choose experts for tokens."""
 
 import dataclasses
 from collections.abc import Callable
@@ -89,40 +89,37 @@ class Gating:
             "2 with gating_func 'top2'",
             "Set gating_func='top_k'.",
         )
-        fewest = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
+        min_experts = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
         check(
-            self.num_experts >= fewest,
+            self.num_experts >= min_experts,
             "num_experts",
-            f"{fewest} or more, because each token goes to {fewest}",
+            f"at least {min_experts}, the number of experts per token",
             "Add experts, or lower num_experts_per_token (gating_func='top_k').",
         )
         factor, capacity_dim = self.unadjusted_expert_capacity_factor, self.expert_capacity_dim
         has_none = factor <= 0 and (capacity_dim <= 0 or gating == "expert_choice")
         if factor < 0 or capacity_dim < 0 or (has_none and not self.dropless):
+            needed = "the factor" if gating == "expert_choice" else "one of them"
             raise ConfigError(
                 f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim is "
-                f"{capacity_dim}, so experts would process no tokens. Make one of them positive"
-                f"{' (the factor for expert_choice)' if gating == 'expert_choice' else ''}, or set "
-                "dropless=True."
+                f"{capacity_dim}. Neither may be negative, and with a capacity of 0, experts would "
+                f"process no tokens. Make {needed} positive, or set dropless=True."
             )
-        check(
-            self.is_top_k or not self.dropless,
-            "dropless",
-            f"False with gating_func {gating!r}, whose experts have a capacity",
-            "Or set gating_func='top2' or 'top_k'.",
-        )
-        check(
-            self.is_top_k or self.normalize_gates,
-            "normalize_gates",
-            f"True with gating_func {gating!r}",
-            "Or set gating_func='top2' or 'top_k'.",
-        )
-        check(
-            policy == "all" or gating == "top2",
-            "second_expert_policy",
-            f"'all' with gating_func {gating!r}",
-            "Or set gating_func='top2'.",
-        )
+        if self.dropless and not self.is_top_k:
+            raise ConfigError(
+                f"{layer}.dropless=True cannot be combined with gating_func {gating!r}. Set "
+                "dropless=False, or gating_func='top2' or 'top_k'."
+            )
+        if not self.normalize_gates and not self.is_top_k:
+            raise ConfigError(
+                f"{layer}.normalize_gates=False cannot be combined with gating_func {gating!r}. "
+                "Set normalize_gates=True, or gating_func='top2' or 'top_k'."
+            )
+        if policy != "all" and gating != "top2":
+            raise ConfigError(
+                f"{layer}.second_expert_policy {policy!r} cannot be combined with gating_func "
+                f"{gating!r}. Set second_expert_policy='all' or gating_func='top2'."
+            )
         for name in ("load_balance_loss_weight", "router_z_loss_weight"):
             check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")
         check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
@@ -137,17 +134,18 @@ class Gating:
         ):
             expected = f"{default} unless score_func is 'sigmoid'"
             check(is_sigmoid or getattr(self, name) == default, name, expected)
-        per_group, rest = divmod(self.num_experts, max(groups, 1))
+        per_group, remainder = divmod(self.num_experts, max(groups, 1))
         check(
-            groups == 1 or (groups > 1 and not rest and per_group >= 2),
+            groups == 1 or (groups > 1 and not remainder and per_group >= 2),
             "num_expert_groups",
             f"a divisor of the {self.num_experts} experts that gives groups of at least two",
         )
-        taken = self.num_expert_groups_per_token
+        num_selected = self.num_expert_groups_per_token
+        has_enough = num_selected * per_group >= num_chosen
         check(
-            not is_sigmoid or (1 <= taken <= groups and taken * per_group >= num_chosen),
+            not is_sigmoid or (1 <= num_selected <= groups and has_enough),
             "num_expert_groups_per_token",
-            f"1 to {groups}, such that the groups contain at least {num_chosen} experts",
+            f"1 to {groups}, enough for the selected groups to contain {num_chosen} experts",
         )
 
     @property
@@ -155,7 +153,7 @@ class Gating:
         return self.gating_func in ("top2", "top_k")
 
     def groups_of(self, batch_size: int, length: int) -> tuple[int, int]:
-        """Returns the number of groups, G, and the tokens per group, S, for a batch.
+        """Returns (number of groups G, tokens per group S) for a batch.
 
         Raises:
           ConfigError: The number of tokens is not divisible by the number of groups.
@@ -167,9 +165,9 @@ class Gating:
         if num_tokens % num_groups:
             raise ConfigError(
                 f"TransformerFeedForwardMoe needs {num_groups} groups of equal size, but the batch "
-                f"has {num_tokens} tokens ({batch_size} rows of {length}), which is not divisible "
-                f"by {num_groups}. Change num_groups ({self.num_groups}) or min_group_size "
-                f"({smallest}). With num_groups=0, each row is a group."
+                f"has {num_tokens} tokens ({batch_size} sequences of {length}), which is not "
+                f"divisible by {num_groups}. Change num_groups ({self.num_groups}) or "
+                f"min_group_size ({smallest}). With num_groups=0, each sequence is a group."
             )
         return num_groups, num_tokens // num_groups
 
@@ -183,16 +181,19 @@ class Gating:
         is_capped: bool,
         correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Routes each token to its best experts; returns outputs [G, S, D] and reported values.
+        """Routes each token to its best experts.
 
         Args:
           tokens: Tokens and router logits.
-          key: Random key of the pass, for `second_expert_policy`.
+          key: Random key for `second_expert_policy` in training, otherwise None.
           dropless: Computes outputs without a capacity.
           apply_experts: Computes the experts' outputs for tokens in slots.
           is_capped: Whether experts have a capacity. If False, they have slots for all tokens of a
             group.
           correction_E: Correction for score_func "sigmoid"; see `routing.experts_by_group`.
+
+        Returns:
+          (outputs [G, S, D], values for the layer's variables by name).
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
@@ -254,7 +255,7 @@ class Gating:
         return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)
 
     def dense_top2(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
-        """Computes all experts for all tokens, and combines each token's two best, [G, S, D]."""
+        """Runs all experts on all tokens, and combines the two best per token, [G, S, D]."""
         num_groups, *rest = tokens.x.shape
         gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
         shape_GESD = (num_groups, self.num_experts, *rest)
@@ -262,7 +263,7 @@ class Gating:
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
     def expert_choice(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
-        """Routes to each expert the tokens that it scores highest; returns outputs [G, S, D]."""
+        """Sends each expert the tokens with its highest scores; returns outputs [G, S, D]."""
         group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
         probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":

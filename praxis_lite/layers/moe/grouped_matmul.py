@@ -1,4 +1,4 @@
-"""Grouped matmuls, which multiply each row by the matrix of its expert, and their kernels."""
+"""Grouped matmuls, which multiply each row by its expert's matrix, and the choice of a kernel."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ __all__ = ("tiling",)
 # R rows, L experts, K input dims, N output dims.
 EXPERT_KERNELS = ("auto", "ragged_dot", "megablox", "tokamax")
 _SETTING = "TransformerFeedForwardMoe.expert_kernel"
-_SUBLANES = 16  # Rows of a tile of 16-bit values.
+_SUBLANES = 16  # Rows per tile for 16-bit dtypes.
 
 
 class Workload(NamedTuple):
@@ -30,7 +30,7 @@ class Workload(NamedTuple):
     Attributes:
       platform: Platform to compile for.
       dtype: Dtype of the operands.
-      varying: Manual axes over which the arrays vary; Pallas kernels do not support such types.
+      varying: Manual axes over which the arrays vary; Pallas kernels do not support varying arrays.
     """
 
     platform: str
@@ -39,10 +39,10 @@ class Workload(NamedTuple):
 
 
 def check_kernel(setting: str) -> None:
-    """Checks that a kernel exists and is installed.
+    """Checks that the name of a kernel is valid and that the kernel is installed.
 
     Raises:
-      ConfigError: It does not exist, or is not installed.
+      ConfigError: The name is not valid, or the kernel is not installed.
     """
     require_choice(_SETTING, setting, EXPERT_KERNELS)
     if setting == "tokamax":
@@ -50,7 +50,7 @@ def check_kernel(setting: str) -> None:
 
 
 def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
-    """Returns the name of a kernel, and the reason for the choice.
+    """Returns the name of the kernel to use, and the reason for the choice.
 
     "auto" selects JAX's megablox on TPU if it supports the matmul, and `jax.lax.ragged_dot`
     otherwise. On other platforms, megablox and tokamax's kernel are interpreted, which is slow.
@@ -78,7 +78,7 @@ def _obstacle(name: str, work: Workload) -> str | None:
         return f"{name} supports bfloat16 and float32, not {dtype}"
     if work.varying:
         axes = ", ".join(sorted(work.varying))
-        return f"{name} does not support jax.shard_map with check_vma=True, here over {axes}"
+        return f"{name} does not support a jax.shard_map (over {axes}) with check_vma=True"
     return None
 
 
@@ -92,7 +92,7 @@ def grouped_matmul(
       x_RK: Rows sorted by expert, followed by rows without an expert.
       w_LKN: The experts' matrices.
       rows_of_expert_L: Number of rows per expert, int32.
-      expected_rows: Expected number of rows with an expert, for --mode=plan.
+      expected_rows: Expected number of rows with an expert, for the cost in --mode=plan.
     """
     work = Workload(compiled_platform(), x_RK.dtype, varying_axes((x_RK, w_LKN)))
     name, reason = choose_kernel(setting, work)
@@ -104,10 +104,10 @@ def grouped_matmul(
 
 
 class _Call(NamedTuple):
-    """A call of a megablox kernel.
+    """Static arguments of a call to a megablox kernel.
 
     Attributes:
-      name: Library of the kernel.
+      name: Library that provides the kernel: "megablox" or "tokamax".
       share: Fraction of rows that have an expert.
       interpret: Whether Pallas interprets the kernel.
     """
@@ -120,7 +120,7 @@ class _Call(NamedTuple):
         """Returns a module with `gmm` and `tgmm`."""
         if self.name == "tokamax":
             return grouped_tokamax
-        # Imported here, because importing Pallas takes a while and only TPUs need it.
+        # Imported here, because importing Pallas is slow and only TPUs need it.
         return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
@@ -203,4 +203,4 @@ def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
     """Logs the chosen kernel and the reason, once per process for each choice."""
-    logging.getLogger("praxis_lite").info("experts by the %s kernel: %s", name, reason)
+    logging.getLogger("praxis_lite").info("experts use the %s kernel: %s", name, reason)

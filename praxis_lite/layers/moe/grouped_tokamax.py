@@ -23,9 +23,9 @@ def gmm(
     transpose_rhs: bool,
     interpret: bool,
 ) -> jax.Array:
-    """Returns [R, N], like JAX's gmm."""
+    """Multiplies each row by its expert's matrix, [R, N], like JAX's gmm."""
     dims = w_LKN.shape[:0:-1] if transpose_rhs else w_LKN.shape[1:]
-    return _called(
+    return _run(
         "gmm",
         x_RK,
         w_LKN,
@@ -47,12 +47,12 @@ def tgmm(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Returns [L, K, N], like JAX's tgmm."""
+    """Returns the gradients of the experts' matrices, [L, K, N], like JAX's tgmm."""
     dims = x_KR.shape[0], grad_RN.shape[1]
-    return _called("tgmm", x_KR, grad_RN, rows_of_expert_L, dtype, tile, dims, interpret)
+    return _run("tgmm", x_KR, grad_RN, rows_of_expert_L, dtype, tile, dims, interpret)
 
 
-def _called(
+def _run(
     kernel: str,
     left: jax.Array,
     right: jax.Array,
@@ -63,7 +63,7 @@ def _called(
     interpret: bool,
     **settings: Any,
 ) -> jax.Array:
-    # For partial tiles, the kernel copies slices of dynamic size, which the interpreter does not
+    # The kernel handles partial tiles with slices of dynamic size, which the interpreter does not
     # support.
     tiling = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():

@@ -28,7 +28,7 @@ from praxis_lite.layers.stochastics import Dropout
 
 # B batch, T time, D model dims, F hidden dims, G groups, S tokens per group, E experts, K experts
 # per token, C slots per expert and group.
-_OF_EXPERTS = ("wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
+_EXPERT_WEIGHTS = ("wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
 EMBEDDING_LEVELS = ("token", "sentence")
 
 
@@ -42,18 +42,18 @@ class TransformerFeedForwardMoe(ResidualBranch):
     padding do not affect the reported values:
 
       aux_moe_load_balance_loss, aux_moe_router_z_loss: terms that are added to the training loss.
-      over_capacity_ratio: fraction of choices that were dropped.
+      over_capacity_ratio: fraction of the tokens' choices that were dropped.
       max_expert_load, min_expert_load: number of choices of the most and the least chosen expert,
         before dropping, relative to the mean.
 
-    Decoding processes one token per row at a time, and drops no choices. A model with a capacity
-    therefore decodes with choices that a pass over complete rows would drop, and the log-probs of
-    the two differ (by 0.3 in a small model that drops many choices). They are equal with
+    Decoding processes one token per sequence at a time and drops no choices. With a capacity,
+    decoding therefore uses experts that a pass over the complete sequence would drop, and the
+    log-probs differ (by 0.3 in a small model that drops many choices). They are equal with
     dropless=True, or with unadjusted_expert_capacity_factor=num_experts, which drops nothing.
 
-    On a mesh, groups are split like the first dim of the outputs. Experts can be split over other
-    axes or over some of the same axes. In the second case, such as with activations split
-    (("data", "expert"), None, None) and weights split ("expert", None, "mdl"), one all-to-all sends
+    On a mesh, groups are sharded like the first dim of the outputs. Experts can be sharded over
+    other axes or over some of the same axes. In the second case, such as with activations sharded
+    as (("data", "expert"), None, None) and weights as ("expert", None, "mdl"), one all-to-all sends
     tokens to the experts and a second returns their outputs. Gradients need two more all-to-alls,
     and remat repeats the first one.
 
@@ -66,7 +66,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
       gating_func: "top2" or "top_k"; "expert_choice" or "expert_choice_v2", in which experts choose
         tokens (arXiv:2202.09368), including later tokens, but "expert_choice_v2" never chooses
         padding; or "dense_top2", which computes all experts for each token but uses only two.
-      num_groups: G, as in Pax. If 0, which Pax rejects, each row of the batch is a group.
+      num_groups: G, as in Pax. If 0, which Pax does not allow, each sequence is a group.
       min_group_size: Minimum number of tokens per group; if necessary, fewer groups are used.
       expert_capacity_dim: See `routing.expert_capacity`.
       unadjusted_expert_capacity_factor: See `routing.expert_capacity`.
@@ -103,17 +103,20 @@ class TransformerFeedForwardMoe(ResidualBranch):
         +-sqrt(3 / fan in). If False, Xavier initialization is used, which treats E as a receptive
         field unless explicit_fan_in_fan_out_axes is set.
       explicit_fan_in_fan_out_axes: Whether Xavier's fans exclude E.
-      activation, use_gated_activation, apply_padding_first, relu_dropout_prob: See
-        TransformerFeedForward.
-      settings: Settings of norm, dropout and skip connection; see ResidualBranch.
-      weight_split_dims_mapping: Split of the experts' input weights, [E, D, F]. Output weights are
-        split like their transpose.
-      gate_split_dims_mapping: Split of the router's weight, [D, E].
-      activation_split_dims_mapping: Split of the outputs, [B, T, D].
-      dispatch_split_dims_mapping: Split of the experts' inputs and outputs, [G, E, C, D]. If None,
-        E is split like the weights, and G like the first dim of the outputs over the other axes.
-      hidden_split_dims_mapping: Split of the hidden activations, [G, E, C, F]. If None, G and E are
-        split as in dispatch_split_dims_mapping, and F like the last dim of the weights.
+      activation: See TransformerFeedForward.
+      use_gated_activation: See TransformerFeedForward.
+      apply_padding_first: See TransformerFeedForward.
+      relu_dropout_prob: See TransformerFeedForward.
+      settings: Settings of the norm, dropout and skip connection; see ResidualBranch.
+      weight_split_dims_mapping: Sharding of the experts' input weights, [E, D, F]. Output weights
+        are sharded like their transpose.
+      gate_split_dims_mapping: Sharding of the router's weight, [D, E].
+      activation_split_dims_mapping: Sharding of the outputs, [B, T, D].
+      dispatch_split_dims_mapping: Sharding of the experts' inputs and outputs, [G, E, C, D]. If
+        None, E is sharded like the weights, and G like the first dim of the outputs, without the
+        axes of E.
+      hidden_split_dims_mapping: Sharding of the hidden activations, [G, E, C, F]. If None, G and E
+        are sharded as in dispatch_split_dims_mapping, and F like the last dim of the weights.
 
     Raises:
       ConfigError: Settings conflict with each other. When called: the number of tokens is not
@@ -173,8 +176,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         if self.gating.dropless and relu_dropout_prob:
             raise ConfigError(
                 f"{name}.relu_dropout_prob {relu_dropout_prob} cannot be combined with "
-                "dropless=True, because dropout would depend on the mesh. Set relu_dropout_prob=0 "
-                "and residual_dropout_prob instead."
+                "dropless=True, because dropout would depend on the mesh. Set relu_dropout_prob=0, "
+                "and use residual_dropout_prob instead."
             )
         activation_fn(activation, self)
         check_kernel(expert_kernel)
@@ -186,7 +189,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             is_valid,
             f"{name}.bias_update_rate",
             bias_update_rate,
-            "0, or a positive number with score_func 'sigmoid', whose correction it changes",
+            "0, or a positive number with score_func 'sigmoid'",
         )
         self.is_by_sentence = moe_gating_embedding_level == "sentence"
         self.activation, self.apply_padding_first = activation, apply_padding_first
@@ -257,9 +260,13 @@ class TransformerFeedForwardMoe(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Takes inputs [B, T, D] and paddings [B, T], 1.0 for padding.
+        """Returns the outputs, [B, T, D].
 
-        Without paddings, tokens with segment id 0 are padding.
+        Args:
+          inputs: [B, T, D].
+          paddings: [B, T], 1.0 for padding. If None, tokens with segment id 0 are padding.
+          segment_ids: Int [B, T], or None.
+          key: Random key for routing and dropout in training, otherwise None.
         """
         routing_key, relu_key, residual_key, droppath_key = split_keys(key, 4)
         is_token_BT = jnp.ones(inputs.shape[:2], bool)
@@ -288,17 +295,19 @@ class TransformerFeedForwardMoe(ResidualBranch):
         """Returns the gated sum of the outputs of each token's experts, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
         x_GSD = self._constrain_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
-        routed_by = x_GSD
+        router_input = x_GSD
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
-            routed_by = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
-        # Replicate the small router weight; otherwise XLA would communicate shards of it and of the
-        # logits.
+            router_input = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
+        # Replicate the router's small weight; otherwise XLA would communicate shards of the weight
+        # and of the logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
-        logits_GSE = einsum("gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32)
+        logits_GSE = einsum(
+            "gsd,de->gse", router_input, gate_DE, preferred_element_type=jnp.float32
+        )
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
-        weights = {name: getattr(self, name) for name in _OF_EXPERTS}
+        weights = {name: getattr(self, name) for name in _EXPERT_WEIGHTS}
         shared: dict[str, Any] = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
             "activation": glu(
@@ -317,7 +326,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         has_token_B1 = is_token_BT.any(axis=1, keepdims=True)
         is_in_row_BT = jnp.broadcast_to(has_token_B1, is_token_BT.shape)
         is_token_GS, is_in_row_GS = (
-            reshaped(is_it_BT, groups) for is_it_BT in (is_token_BT, is_in_row_BT)
+            reshaped(mask_BT, groups) for mask_BT in (is_token_BT, is_in_row_BT)
         )
         tokens = Tokens(x_GSD, logits_GSE, is_token_GS, is_in_row_GS)
         if gating.is_top_k:
@@ -326,7 +335,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 routing_key,
                 functools.partial(dropless, **shared, kernel=self.expert_kernel),
                 in_slots,
-                # With one token per row, as in decoding, rows must not compete for slots.
+                # With one token per sequence, as in decoding, sequences do not compete for slots.
                 is_capped=x_BTD.shape[1] > 1,
                 correction_E=None if self.gate_correction is None else self.gate_correction[...],
             )

@@ -47,8 +47,8 @@ def choose_experts(
       second_expert_threshold: See `is_second_expert_used`.
       normalize_gates: Whether to normalize a token's gates to sum to 1. If False, the gates are the
         probabilities.
-      over_chosen: Whether to compute the gates as a softmax over the chosen experts' logits. This
-        equals normalized gates, but the gradients of other experts are exactly 0 instead of
+      over_chosen: Whether to compute the gates as a softmax over the chosen experts' logits. The
+        result equals normalized gates, but other experts get gradients of exactly 0 instead of
         rounding errors, which Adam would turn into steps.
 
     Returns:
@@ -106,7 +106,7 @@ def experts_by_group(
       num_chosen: K.
       num_groups: Number of groups of consecutive experts.
       num_chosen_groups: Number of groups to select.
-      gates_scale: Factor that multiplies the (normalized) gates.
+      gates_scale: Factor that multiplies the gates, after normalization.
       normalize_gates: Whether to divide the gates by their sum.
     """
     scores_GSE = jax.nn.sigmoid(logits_GSE)
@@ -156,7 +156,10 @@ def _best_of(
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best expert [G, S], its probability, and the scores with its score at -inf."""
+    """Returns the best expert [G, S], its probability, and the scores without this expert.
+
+    In the returned scores [G, S, E], the expert's score is -inf.
+    """
     expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
     is_best_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
     gate_GS = jnp.sum(jnp.where(is_best_GSE, probs_GSE, 0.0), axis=-1)
@@ -181,7 +184,7 @@ def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array
 
 
 def top_two_gates(probs_GSE: jax.Array) -> jax.Array:
-    """Returns gates [G, S, E] that sum to 1, and are 0 except for the two most probable experts."""
+    """Returns gates [G, S, E] that sum to 1 over the two most probable experts; others are 0."""
     best = jnp.max(probs_GSE, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(probs_GSE < best, probs_GSE, 0.0), axis=-1, keepdims=True)
     gates_GSE = jnp.where(probs_GSE >= second, probs_GSE, 0.0)
@@ -200,11 +203,12 @@ def load_balance_loss(
     is_token_GS: jax.Array,
     is_in_row_GS: jax.Array,
 ) -> jax.Array:
-    """Returns a loss that is minimal if experts are chosen equally often (arXiv:2101.03961, eq. 4).
+    """Returns Switch's load-balancing loss (arXiv:2101.03961, eq. 4), a float32 scalar.
 
     It is E x sum over experts of (fraction of first choices x mean probability), averaged over
-    groups; 1 if both are uniform. As in Pax, means include padding tokens. They exclude rows that
-    contain only padding, because the loss would otherwise depend on the number of these rows.
+    groups. It is 1, the minimum, if experts are chosen equally often. As in Pax, means include
+    padding tokens. They exclude rows that contain only padding, because the loss would otherwise
+    depend on the number of these rows.
 
     Args:
       probs_GSE: Router probabilities.
@@ -237,41 +241,41 @@ def expert_choices(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts
 
 
 def expert_load(choices_E: jax.Array) -> jax.Array:
-    """Returns how often each expert was chosen relative to the mean, [E]."""
+    """Returns how often each expert was chosen, relative to the mean over experts, [E]."""
     return choices_E * choices_E.size / jnp.maximum(jnp.sum(choices_E), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasUpdate:
-    """Balances experts without a loss (arXiv:2408.15664; DeepSeek-V3 uses a rate of 0.001).
+    """Balances experts without a loss (arXiv:2408.15664).
 
-    After each step, the correction of an expert's scores increases by `rate` if the expert was
-    chosen less often than the mean in the step's batch, and decreases by `rate` if more often.
+    After each step, an expert's correction increases by `rate` if the expert was chosen less often
+    than the mean in the step's batch, and decreases by `rate` if it was chosen more often.
 
     Attributes:
-      rate: Size of the change.
+      rate: Change per step; 0.001 in DeepSeek-V3.
     """
 
     rate: float
 
     def __call__(self, correction_E: jax.Array, choices_E: jax.Array) -> jax.Array:
         """Returns the correction after a step; both arguments are [..., E]."""
-        # Avoid the mean, whose rounding error would decide the sign if loads are equal.
-        more = jnp.sum(choices_E, -1, keepdims=True) - choices_E * choices_E.shape[-1]
-        return correction_E + self.rate * jnp.sign(more).astype(correction_E.dtype)
+        # Avoid the mean: if loads are equal, its rounding error would decide the sign.
+        deficit_E = jnp.sum(choices_E, -1, keepdims=True) - choices_E * choices_E.shape[-1]
+        return correction_E + self.rate * jnp.sign(deficit_E).astype(correction_E.dtype)
 
 
 def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns the mean of each token's segment, [B, T, D]; 0 for segment 0.
+    """Returns the mean over each token's segment, [B, T, D]; 0 for segment 0.
 
-    arXiv:2110.03742, section 3.1; segment ids must be at most T.
+    See arXiv:2110.03742, section 3.1. Segment ids must be at most T.
     """
 
-    def of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
-        num_segments = x_TD.shape[0] + 1  # Ids are at most T, with one token per segment.
+    def means_of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
+        num_segments = x_TD.shape[0] + 1
         total = jax.ops.segment_sum(x_TD, segment_ids_T, num_segments=num_segments)
         count = jnp.bincount(segment_ids_T, length=num_segments)[:, None]
         mean = total / jnp.maximum(count, 1).astype(total.dtype)
         return jnp.where(segment_ids_T[:, None] == 0, 0, mean[segment_ids_T])
 
-    return jax.vmap(of_row)(inputs_BTD, segment_ids_BT)
+    return jax.vmap(means_of_row)(inputs_BTD, segment_ids_BT)

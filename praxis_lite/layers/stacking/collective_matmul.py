@@ -1,8 +1,8 @@
 """Matmuls with explicit collectives: all-gather and reduce-scatter, or a ring (collective matmul).
 
-Inside `jax.shard_map`, each device has a shard of the tokens `x` and a shard of the weights. From a
-shard of tokens, it computes a partial sum of their outputs. The partial sums of all devices along
-the axis are added on the device that has the tokens.
+Inside `jax.shard_map`, each device has a shard of the tokens `x` and a shard of the weights. With
+its shard of the weights, a device can compute a partial sum of the outputs for any tokens. The
+device that owns the tokens receives the sum over all devices along the axis.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def gather_and_scatter(
       x: This device's shard of tokens.
       rows: Per-row arrays for the tokens of all devices along the axis.
       axis: A manual mesh axis.
-      dim: The dim of x that the axis splits. If None, x and the outputs are replicated.
+      dim: The dim of x that is sharded over the axis. If None, x and the outputs are replicated.
       length: Size of `dim` over all devices without padding, or None if there is no padding.
     """
     if dim is None:
@@ -48,10 +48,12 @@ def gather_and_scatter(
 def ring_matmul(
     term: PartialSum, x: jax.Array, rows: PyTree, axis: str, dim: int, halved_dim: int | None = None
 ) -> jax.Array:
-    """Computes the outputs for this device's tokens, circulating shards and sums in a ring.
+    """Computes the outputs for this device's tokens in a ring of devices.
 
-    The next shard is sent while a device computes on the current one (collective matmul; Wang et
-    al. 2023, doi:10.1145/3567955.3567959).
+    Shards of tokens circulate, and a device receives the next shard while it processes the current
+    shard (collective matmul; Wang et al. 2023, doi:10.1145/3567955.3567959). The sum for a shard
+    follows it through the ring: each device adds a partial sum, and the owner, which comes last,
+    adds the partial sum that it computed in the first step.
 
     Args:
       term: Computes a partial sum of outputs.
@@ -59,7 +61,7 @@ def ring_matmul(
       rows: Per-row arrays for the tokens of all devices along the axis, in order; dims of size 1
         are broadcast.
       axis: A manual mesh axis.
-      dim: The dim of x and rows that the axis splits.
+      dim: The dim of x and rows that is sharded over the axis.
       halved_dim: A dim of x along which shards are halved, so that the halves can circulate in
         opposite directions and use both directions of the links. If None, shards circulate in one
         direction.
@@ -80,20 +82,20 @@ def ring_matmul(
         return jnp.concatenate(halves, axis=halved_dim)
 
     def rows_of_step(array: jax.Array, step: int) -> jax.Array:
-        """Returns the rows for the shard that this device processes in a ring step."""
+        """Returns the per-row array for the shard that this device processes in a step."""
         if array.shape[dim] == 1:
             shards = [array] * len(directions)
         else:
             shards = [
-                jax.lax.dynamic_slice_in_dim(array, (index - way * step) % num * size, size, dim)
-                for way in directions
+                jax.lax.dynamic_slice_in_dim(array, (index - sign * step) % num * size, size, dim)
+                for sign in directions
             ]
         halves = [halve(shard)[i] for i, shard in enumerate(shards)]
         is_broadcast = halved_dim is not None and array.shape[halved_dim] == 1
         return halves[0] if is_broadcast else join(halves)
 
-    def send(shard: jax.Array, way: int) -> jax.Array:
-        return jax.lax.ppermute(shard, axis, [(i, (i + way) % num) for i in range(num)])
+    def send(shard: jax.Array, sign: int) -> jax.Array:
+        return jax.lax.ppermute(shard, axis, [(i, (i + sign) % num) for i in range(num)])
 
     shards, local, sums = halve(x), [], []
     for step in range(num):
@@ -105,11 +107,14 @@ def ring_matmul(
             sums = terms
         else:
             sums = [
-                send(total, way) + part
-                for total, way, part in zip(sums, directions, terms, strict=True)
+                send(total, sign) + part
+                for total, sign, part in zip(sums, directions, terms, strict=True)
             ]
         if step < num - 1:
-            shards = [send(shard, way) for shard, way in zip(shards, directions, strict=True)]
+            shards = [send(shard, sign) for shard, sign in zip(shards, directions, strict=True)]
     return join(
-        [send(total, way) + part for total, way, part in zip(sums, directions, local, strict=True)]
+        [
+            send(total, sign) + part
+            for total, sign, part in zip(sums, directions, local, strict=True)
+        ]
     )

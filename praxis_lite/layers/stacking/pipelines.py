@@ -1,4 +1,4 @@
-"""Pipeline: a stack of identical blocks, distributed over the stages of a mesh axis."""
+"""Pipeline: a stack of identical blocks that is distributed over pipeline stages."""
 
 import functools
 from collections.abc import Callable
@@ -37,17 +37,17 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
 from praxis_lite.layers.stacking.remat_policies import CheckpointPolicy, checked_policy, remat
 
 # R repeats, S stages, P layers per stage and repeat, L layers, M microbatches. Name suffixes give
-# the leading dims of arrays: x_M is [M, rows, ...].
+# the leading dims of arrays: x_M is [M, rows, ...], where rows are the examples of a microbatch.
 
 PyTree = Any
 
 
 class Pipeline(BaseLayer):
-    """Applies `num_layers` blocks with separate weights, like Repeat, on pipeline stages.
+    """Applies `num_layers` blocks with separate weights, like Repeat, but in pipeline stages.
 
     The batch is divided into microbatches, which pass through the stages once (GPipe,
     arXiv:1811.06965) or several times (circular_repeat; arXiv:2104.04473, Pax). A scan runs over
-    the ticks of a `Schedule`. Every array has a stage dim, split over `stage_axis`, and one
+    the ticks of a `Schedule`. Every array has a stage dim, which is sharded over `stage_axis`. One
     collective-permute per tick moves activations to the next stage. OneForwardOneBackward runs the
     same pipeline with the 1F1B schedule.
 
@@ -59,9 +59,9 @@ class Pipeline(BaseLayer):
     Without a stage axis, the blocks run one after another. With a cache, the batch is a single
     microbatch. Results are the same on every mesh:
       - Dropout keys fold in the index of the layer, then the index of the microbatch.
-      - Layers that couple rows (batch statistics, expert routing) see one microbatch at a time.
+      - Layers that couple examples (batch statistics, expert routing) see one microbatch at a time.
         Each microbatch starts with the variables from before the pass. A float variable that a pass
-        assigns (AuxLoss, Summary, BatchStat) becomes the mean over all microbatches; an integer
+        assigns (AuxLoss, Summary, BatchStat) becomes the mean over all microbatches. An integer
         variable takes the value from the last microbatch.
       - Results of idle stages, even NaN, do not affect outputs, gradients or variables.
 
@@ -69,26 +69,27 @@ class Pipeline(BaseLayer):
       block: See Repeat. Its outputs must have the dtype of its inputs.
       num_layers: Total number of layers; a multiple of circular_repeat.
       num_stages: S; ideally a multiple of the stage axis size.
-      num_microbatches: M. Microbatch m consists of the rows m, m + M, ..., so that rows split over
-        other axes need not move. The last microbatches are padded with copies of a row. If blocks
-        assign variables, padding would affect them, so the batch size must be a multiple of M.
-      microbatch_size: Alternative to num_microbatches: the maximum number of rows per microbatch.
+      num_microbatches: M. Microbatch m consists of the examples m, m + M, ..., so that examples
+        need not move if the batch is sharded over other axes. The last microbatches are padded with
+        copies of an example. If blocks assign variables, padding would affect them, so the batch
+        size must be a multiple of M.
+      microbatch_size: Maximum number of examples per microbatch; replaces num_microbatches.
       circular_repeat: R, the number of passes of a microbatch through all stages; ideally M >= S.
-      stage_axis: Split of the stage dim: a mesh axis, or None.
+      stage_axis: Mesh axis over which the stage dim is sharded, or None.
       pipelined: If True, run in ticks, even without a mesh. If False, run one block after another
         on any mesh. If None, run in ticks if the mesh has several devices along stage_axis.
-      stream_io: Whether to split the microbatches over the stages as well. A second
+      stream_io: Whether to shard the microbatches over the stages as well. A second
         collective-permute per tick then moves them to stage 0 and back from the last stage, and
-        stage s stores consecutive rows if M is divisible by S. If False, each stage allocates
-        memory for all microbatches.
+        each stage stores consecutive examples if M is divisible by S. If False, each stage
+        allocates memory for all microbatches.
       split_backward: Whether to compute weight gradients in a separate part of the ticks, without
         bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. This supports
         neither forward-mode differentiation nor second derivatives.
       checkpoint_policy: Which activations of a stage's tick the backward pass saves; see Repeat. A
         stage's input is always saved, on the device or the host. The weights that a stage uses in a
         repeat are saved only with save_everything. With split_backward, only the input is saved.
-      activation_split_dims_mapping: Split of x [rows, ...]; must not contain stage_axis. If None,
-        XLA chooses it.
+      activation_split_dims_mapping: Sharding of x [B, ...]; must not contain stage_axis. If None,
+        XLA chooses the sharding.
 
     Raises:
       ConfigError: A setting is out of range or conflicts with another setting.
@@ -140,7 +141,7 @@ class Pipeline(BaseLayer):
         self.split_backward = split_backward
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
-        # As in Repeat, so that the same key initializes the same layers.
+        # Split the key as Repeat does, so that the same key initializes the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = to_stack_shape(blocks, self._stack_shape)
@@ -161,11 +162,17 @@ class Pipeline(BaseLayer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns (x, cache). The first dim of all arrays in `inputs` must match that of x or be 1.
+        """Returns (x, cache).
+
+        Args:
+          x: [B, ...].
+          key: Random key for dropout. If None, nothing is dropped.
+          cache: The blocks' caches, or None.
+          inputs: Other inputs of the blocks; the first dim of each array is B or 1.
 
         Raises:
-          ConfigError: An input has a different number of rows, or padding rows are needed although
-            blocks assign variables.
+          ConfigError: The first dim of an input is neither B nor 1, or the batch needs padding
+            although the blocks assign variables.
         """
         if cache is None and (cut := active_cut()) is not None:
             return cut(self, x, key, inputs), None
@@ -192,7 +199,7 @@ class Pipeline(BaseLayer):
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
         outputs = to_rows(outputs_M, num_streams)[:num_rows]
-        if num_streams == 1:  # Otherwise rows are also split over the stages.
+        if num_streams == 1:  # Otherwise rows are also sharded over the stages.
             outputs = constrain(outputs, self.activation_split_dims_mapping)
         return outputs, cache
 
@@ -226,7 +233,11 @@ class Pipeline(BaseLayer):
     def _run_sequentially(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Implements `run_ticks` by passing all microbatches through one block after another."""
+        """Passes all microbatches through one block after another.
+
+        Returns:
+          The same as `_run_in_ticks`.
+        """
         num_microbatches = x_M.shape[0]
 
         def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
@@ -243,9 +254,9 @@ class Pipeline(BaseLayer):
             if num_microbatches == 1:
                 x, cache, values = apply(x_M[0], 0, cache)
                 return x[None], (cache, values)
-            # Not a vmap, which does not support some operations (ragged_dot).
+            # A vmap would not support some operations, such as ragged_dot.
             x_M, _, values_M = jax.lax.map(
-                lambda given: apply(given[0], given[1], None), (x_M, jnp.arange(num_microbatches))
+                lambda args: apply(args[0], args[1], None), (x_M, jnp.arange(num_microbatches))
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
@@ -264,11 +275,11 @@ class Pipeline(BaseLayer):
 
     @property
     def layout(self) -> StageLayout:
-        """The layout of stages on the current mesh."""
+        """How arrays with a stage dim are sharded on the current mesh."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
     def num_microbatches_of(self, num_rows: int) -> int:
-        """Returns the number of microbatches for a batch, after checking its size."""
+        """Returns the number of microbatches for a batch, and checks the batch size."""
         must_divide = bool(assigned_values(self.blocks))
         return num_microbatches_of(
             num_rows, self.num_microbatches, self.microbatch_size, must_divide=must_divide
@@ -328,7 +339,7 @@ def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) 
 
 
 def stack_shape(num_layers: int, num_stages: int, circular_repeat: int) -> tuple[int, ...]:
-    """Returns a Pipeline's stacked dims: [R, S, P], or [R, L / R] if stages are unequal."""
+    """Returns a Pipeline's stacked dims: [R, S, P], or [R, L / R] if stages differ in size."""
     if num_layers % (circular_repeat * num_stages):
         return circular_repeat, num_layers // circular_repeat
     return circular_repeat, num_stages, num_layers // (circular_repeat * num_stages)

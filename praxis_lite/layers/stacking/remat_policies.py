@@ -54,7 +54,7 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 
 
 # As in MaxText, an activation is saved on the device, offloaded to host memory (with copies that
-# overlap computation), or recomputed. Activations that a policy does not name are recomputed.
+# overlap with computation), or recomputed. Activations that are not in the policy are recomputed.
 SAVED, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
 
 # A name in CHECKPOINT_POLICIES, or a mapping from checkpoint names to elements of PLACES.
@@ -62,7 +62,7 @@ CheckpointPolicy = str | Mapping[str, str]
 # A hashable CheckpointPolicy, for module attributes.
 CheckedPolicy = str | tuple[tuple[str, str], ...]
 
-# Checkpoint name for the input of a rematerialized region: a layer of a Repeat, or a stage's tick.
+# Checkpoint name of the input of a rematerialized region: a layer of a Repeat, or a pipeline tick.
 ITERATION_INPUT = "iteration_input"
 
 
@@ -79,7 +79,7 @@ def remat(
     Args:
       step: A function of x and other arguments. x gets the checkpoint name "iteration_input".
       checkpoint_policy: Result of `checked_policy`.
-      layer: The layer that has the policy, for error messages.
+      layer: The layer whose policy this is, for error messages.
       is_scanned: Whether `step` is the body of a scan over several steps, where XLA cannot merge
         the recomputation with the forward pass. Otherwise `prevent_cse` prevents merging, at the
         cost of some fusions.
@@ -119,7 +119,7 @@ def remat(
 
 
 def checked_policy(checkpoint_policy: CheckpointPolicy, layer: object) -> CheckedPolicy:
-    """Checks a policy and converts it to a hashable one for `remat`.
+    """Checks a policy and converts it to the hashable form that `remat` accepts.
 
     Raises:
       ConfigError: The policy is unknown, or maps a name to an unknown place.
@@ -152,7 +152,7 @@ def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
 
 
 def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
-    """Yields the checkpoint names of all activations in a step."""
+    """Yields the checkpoint names of all activations that a step computes."""
     for eqn in all_eqns(open_jaxpr(jax.make_jaxpr(step)(*args)).eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]

@@ -1,4 +1,4 @@
-"""Repeat and StackedTransformer: stacks of blocks, scanned or called one by one."""
+"""Repeat and StackedTransformer: stacks of blocks, either scanned or called one by one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ class Repeat(BaseLayer):
       checkpoint_policy: A name in CHECKPOINT_POLICIES, or a mapping from checkpoint names to
         places, such as {"context": "device", "query_proj": "offload"}. All other activations are
         recomputed.
-      stack_split: Split of the stacked dim of the weights.
+      stack_split: Sharding of the stacked dim of the weights.
       offload_weights: Whether to store the blocks' matrices in host memory. The matrices of a block
         are copied to the device while the previous block computes, and again in the backward pass.
         Gradients stay on the device; `Learner.host_slots` decides where the optimizer slots are
@@ -135,13 +135,13 @@ class Repeat(BaseLayer):
 
 
 class StackedTransformer(BaseLayer):
-    """Applies `num_layers` blocks `x_layers_0`, `x_layers_1`, ... in sequence; x -> (x, cache).
+    """Applies `num_layers` blocks, named `x_layers_0`, `x_layers_1`, ..., in sequence.
 
-    It takes the arguments of a block, so that a Repeat or a Pipeline can repeat it.
+    It is called like a block, so that a Repeat or a Pipeline can repeat it.
 
     Args:
       block: See Repeat. A sequence of blocks is a pattern that is repeated along the depth (window,
-        global, window, global, ...). Pax repeats each template of a list in place instead.
+        global, window, global, ...). Unlike here, Pax repeats each template of a list in place.
       num_layers: Number of blocks; a multiple of the pattern's length.
       residual_droppath_prob: p for stochastic depth (arXiv:1603.09382): block i is dropped with
         probability p i / num_layers.
@@ -197,12 +197,12 @@ class StackedTransformer(BaseLayer):
                 layer_cache = None if cache is None else cache[name]
                 layer = (getattr(self, name), layer_key, layer_cache)
                 x, caches[name] = _apply_block(self, step, x, layer)
-                # Name x again outside the rematerialized region, for an enclosing Repeat.
+                # Name x outside the rematerialized region too, for an enclosing Repeat.
                 x = named(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
 
-# (x, (block, its key, its cache)) -> (x, (the new cache, values that the block assigned)).
+# (x, (block, key, cache)) -> (x, (new cache, values that the block assigned to its variables)).
 Step = Callable[[jax.Array, tuple], tuple[jax.Array, tuple]]
 
 
@@ -237,7 +237,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: boo
 def _apply_block(
     parent: BaseLayer, step: Step, x: jax.Array, layer: tuple
 ) -> tuple[jax.Array, Any]:
-    """Applies a block of `parent`, assigns its variables, and returns x and the cache."""
+    """Applies a block of `parent` and assigns its variables; returns x and the cache."""
     block = layer[0]
     with scope_of(parent, block):
         x, (cache, values) = step(x, layer)

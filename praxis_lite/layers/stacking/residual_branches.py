@@ -22,7 +22,7 @@ def check_norm_policy(norm_policy: str, layer: object) -> None:
 
 
 class ResidualBranch(BaseLayer):
-    """Base class for layers that add a branch to their inputs, or return only the branch.
+    """Base class for layers that compute a branch and add it to their inputs.
 
     Subclasses call `_with_branch`.
 
@@ -32,11 +32,12 @@ class ResidualBranch(BaseLayer):
       norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after the branch) or
         "post_skip" (after the skip connection).
       ln_tpl: Template of the norm, called with (dims, rngs=).
-      add_skip_connection: Whether to add the inputs to the branch.
-      residual_weight: Factor that multiplies the branch. As in Pax, it has no effect if
+      add_skip_connection: Whether to add the inputs to the branch's outputs. If False, only the
+        branch's outputs are returned.
+      residual_weight: Factor that multiplies the branch's outputs. As in Pax, it has no effect if
         residual_droppath_prob is set.
-      residual_dropout_prob: Dropout probability of the branch.
-      residual_droppath_prob: Fraction of rows that skip the branch (stochastic depth).
+      residual_dropout_prob: Dropout probability of the branch's outputs.
+      residual_droppath_prob: Probability that an example skips the branch (stochastic depth).
 
     Raises:
       ConfigError: The norm policy is unknown, or residual_droppath_prob is set without a skip
@@ -60,14 +61,14 @@ class ResidualBranch(BaseLayer):
         if residual_droppath_prob and not add_skip_connection:
             raise ConfigError(
                 f"{type(self).__name__}.residual_droppath_prob {residual_droppath_prob} cannot be "
-                "combined with add_skip_connection=False, because rows that skip the branch would "
-                "have no outputs."
+                "combined with add_skip_connection=False, because examples that skip the branch "
+                "would have no outputs. Set residual_droppath_prob=0 or add_skip_connection=True."
             )
-        has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
+        is_hybrid, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
         dims = output_dims if is_outer else input_dims
-        self.layer_norm = None if has_two else ln_tpl(dims, rngs=rngs)
-        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
-        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
+        self.layer_norm = None if is_hybrid else ln_tpl(dims, rngs=rngs)
+        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if is_hybrid else None
+        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if is_hybrid else None
         self.residual_dropout = Dropout(residual_dropout_prob)
         self.residual_droppath = StochasticResidual(
             survival_prob=1.0 - residual_droppath_prob,
@@ -83,7 +84,7 @@ class ResidualBranch(BaseLayer):
         droppath_key: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Adds the branch to the inputs; the norms receive `key`, which is None in evaluation."""
+        """Adds the branch to the inputs. The norms receive `key`, which is None in evaluation."""
 
         def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
             outputs = self.residual_dropout(outputs, dropout_key)
@@ -107,7 +108,8 @@ def normed_branch(
 
     Args:
       norm_policy: A name in NORM_POLICIES.
-      norms: (single norm, norm before the branch, norm after it); the last two for primer_hybrid.
+      norms: (the only norm, norm before the branch, norm after the branch). "primer_hybrid" uses
+        the last two, other policies the first.
       inputs: Inputs of the branch.
       branch: A function of the (normalized) inputs.
       join: Combines the inputs with the branch's outputs.
@@ -122,5 +124,5 @@ def normed_branch(
 
 
 def split_keys(key: jax.Array | None, num: int) -> Any:
-    """Splits a key into `num` keys; if it is None, returns `num` times None."""
+    """Splits a key into `num` keys, or returns a tuple of `num` Nones if the key is None."""
     return (None,) * num if key is None else jax.random.split(key, num)

@@ -1,9 +1,9 @@
 """Tensor parallelism with explicit collectives, enabled by the layer setting `tensor_parallel`.
 
 The layer and its weights do not change. Each device runs the layer with its shard of the heads or
-hidden dims on the tokens that it receives. Outputs are summed over the mesh axis that splits these
-dims. Without this setting, the compiler gathers and sums everything at once, and does not overlap
-the communication with computation.
+hidden dims on the tokens that it receives. Outputs are summed over the mesh axis of these dims.
+Without this setting, the compiler gathers and sums everything at once, and does not overlap
+communication with computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,13 +41,13 @@ class ShardedLayer(NamedTuple):
 
     Attributes:
       layer: A layer with the setting `tensor_parallel`.
-      function: Takes (layer with one device's weights, inputs [B, T, D], rows), and returns the
-        outputs [B, T, D].
-      split: Split of inputs and outputs.
-      reads_sequences: Whether a token's outputs depend on other tokens in its row.
+      function: Takes (layer with one device's weights, inputs [B, T, D], per-row arrays), and
+        returns the outputs [B, T, D].
+      split: Sharding of inputs and outputs.
+      reads_sequences: Whether a token's outputs depend on other tokens of its sequence.
       output: Attribute name of the last projection, such as "post". Its bias is added only once.
       prepared: Takes (path, weight, features dim, number of devices), and returns the weight to
-        split. If None, the weight is padded with zeros to a multiple of the number of devices.
+        shard. If None, the weight is padded with zeros to a multiple of the number of devices.
     """
 
     layer: TensorParallelLayer
@@ -62,10 +62,10 @@ class ShardedLayer(NamedTuple):
         return f"{type(self.layer).__name__}.tensor_parallel"
 
     @property
-    def how(self) -> str:
-        how = self.layer.tensor_parallel
-        assert how is not None, "With None, the compiler splits the layer."
-        return how
+    def method(self) -> str:
+        method = self.layer.tensor_parallel
+        assert method is not None, "With None, the compiler shards the layer."
+        return method
 
     @property
     def num_row_dims(self) -> int:
@@ -88,9 +88,9 @@ class WeightShard(NamedTuple):
     spec: PartitionSpec
     shape: tuple[int, ...]
 
-    def of_device(self, block: jax.Array, half: ShardedLayer, axis: str) -> jax.Array:
-        """Gathers a device's block of the weight along all dims except the features dim."""
-        keeps_features = half.how != "weights"
+    def of_device(self, block: jax.Array, sharded: ShardedLayer, axis: str) -> jax.Array:
+        """Gathers the weight along all dims except the features dim, from a device's block."""
+        keeps_features = sharded.method != "weights"
         # Gather along `axis` first, so that the last and largest gather is along another dim.
         dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
         for dim in dims:
@@ -98,31 +98,32 @@ class WeightShard(NamedTuple):
             if axes and not (keeps_features and axis in axes):
                 block = jax.lax.all_gather(block, axes, axis=dim, tiled=True)
                 block = jax.lax.slice_in_dim(block, 0, self.shape[dim], axis=dim)
-        if keeps_features and self.path[0] == half.output and self.path[-1] == "b":
+        if keeps_features and self.path[0] == sharded.output and self.path[-1] == "b":
             return jnp.where(jax.lax.axis_index(axis) == 0, block, 0)
         return block
 
 
 def shard_weights(
-    half: ShardedLayer, axis: str, dtype: Any
+    sharded: ShardedLayer, axis: str, dtype: Any
 ) -> tuple[list[WeightShard], Callable[[list[jax.Array]], Any]]:
     """Returns a layer's weights, and a function that builds the layer from a device's blocks.
 
     Args:
-      half: The layer.
-      axis: Mesh axis that splits the features.
+      sharded: The layer.
+      axis: Mesh axis over which the features are sharded.
       dtype: Compute dtype.
 
     Raises:
-      ConfigError: `half.how` does not support the split of a weight. The message names the weight.
+      ConfigError: The method does not support how a weight is sharded. The message contains the
+        path of the weight.
     """
-    graphdef, state = nnx.compat.split(half.layer)
+    graphdef, state = nnx.compat.split(sharded.layer)
     leaves = list(nnx.to_flat_state(state))
-    parts = [_part(half, axis, dtype, path, leaf) for path, leaf in leaves]
+    parts = [_part(sharded, axis, dtype, path, leaf) for path, leaf in leaves]
 
     def layer(blocks: list[jax.Array]) -> Any:
         flat = [
-            (part.path, nnx.Param(part.of_device(block, half, axis)))
+            (part.path, nnx.Param(part.of_device(block, sharded, axis)))
             for part, block in zip(parts, blocks, strict=True)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
@@ -131,62 +132,64 @@ def shard_weights(
 
 
 def _part(
-    half: ShardedLayer, axis: str, dtype: Any, path: tuple, leaf: nnx.Variable
+    sharded: ShardedLayer, axis: str, dtype: Any, path: tuple, leaf: nnx.Variable
 ) -> WeightShard:
     mesh, array = jax.sharding.get_abstract_mesh(), leaf.get_value()
     split = leaf.get_metadata().get("split_dims_mapping") or ()
     spec = without_axes(to_partition_spec(split, mesh.axis_names, rank=array.ndim), excluded_axes())
     dim = next((d for d, entry in enumerate(spec) if axis in axes_of(entry)), None)
-    _check_output(half, path, dim)
-    if dim is not None and half.how != "weights":
+    _check_output(sharded, path, dim)
+    if dim is not None and sharded.method != "weights":
         require(
             axes_of(spec[dim]) == (axis,),
-            f"The split of dim {dim} of {'/'.join(map(str, path))}",
+            f"The sharding of dim {dim} of {'/'.join(map(str, path))}",
             spec[dim],
-            f"only {axis!r}, because {half.name} is {half.how!r}",
-            "Split another dim over the other axes, or set tensor_parallel='weights'.",
+            f"only {axis!r}, because {sharded.name} is {sharded.method!r}",
+            "Shard another dim over the other axes, or set tensor_parallel='weights'.",
         )
-        if half.prepared is not None:
-            array = half.prepared(path, array, dim, mesh.shape[axis])
+        if sharded.prepared is not None:
+            array = sharded.prepared(path, array, dim, mesh.shape[axis])
     # Do not cast biases: their gradients must be summed over tokens in the bias's dtype.
     if array.ndim > 1 and path[-1] != "b":
         array = array.astype(dtype)
     return WeightShard(path, pad_to_split(array, spec), spec, array.shape)
 
 
-def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
+def _check_output(sharded: ShardedLayer, path: tuple, dim: int | None) -> None:
     """Checks that partial outputs from shards of the features add up to the layer's outputs.
 
     Raises:
-      ConfigError: A weight of the output projection is neither split along the features nor a bias.
+      ConfigError: A weight of the output projection is neither sharded along the features nor a
+        bias, or the projection scales its outputs as a whole.
     """
-    if half.how == "weights" or path[0] != half.output:
+    if sharded.method == "weights" or path[0] != sharded.output:
         return
-    output = getattr(half.layer, half.output)
+    output = getattr(sharded.layer, sharded.output)
     is_scaled = any(
         isinstance(node, Dense) and not node.product.adds_up()
         for _, node in nnx.compat.iter_graph(output)
     )
     if is_scaled or (dim is None and path[-1] not in ("b", "lora_b")):
-        why = (
-            "its product has one scale (of rounding or DoRA) for all features"
+        reason = (
+            "its matmul has one scale (for rounding or DoRA) for all features"
             if is_scaled
-            else ("the outputs must be a sum over features plus a bias")
+            else "the outputs must be a sum over features plus a bias"
         )
         raise ConfigError(
-            f"{half.name} is {half.how!r}, which does not support the weight "
-            f"{'/'.join(map(str, path))}, because {why}. Set tensor_parallel to None or 'weights'."
+            f"{sharded.name} is {sharded.method!r}, which does not support the weight "
+            f"{'/'.join(map(str, path))}, because {reason}. Set tensor_parallel to None or "
+            "'weights'."
         )
 
 
 def excluded_axes() -> tuple[str, ...]:
-    """Returns the mesh axes that are already manual, and those with one device."""
+    """Returns the mesh axes that are already manual or have only one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return (*mesh.manual_axes, *(axis for axis, size in mesh.shape.items() if size == 1))
 
 
 def pad_to_split(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Pads the dims of x with zeros, to be evenly divisible by the mesh axes of `spec`."""
+    """Pads x with zeros until its dims are divisible by the sizes of their mesh axes."""
     return pad_to_shape(x, padded_shape(x.shape, spec, jax.sharding.get_abstract_mesh().shape))
 
 
@@ -196,7 +199,7 @@ def pad_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-# Values of the setting, with the data that is communicated along the axis.
+# Values of the setting, with a description of the data that is communicated along the axis.
 TENSOR_PARALLEL = {
     "gather": "tokens: all tokens are gathered, and the output sums are scattered",
     "ring": "tokens: one shard is sent while the device computes on the previous one",
@@ -213,14 +216,15 @@ def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[st
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
     """Returns the mesh axis for a layer's explicit collectives, or None if it needs none.
 
-    Returns None if there is no mesh, or if the axis has one device or is already manual.
+    None is returned if the setting is None, if there is no mesh, or if the axis has one device or
+    is already manual.
 
     Args:
       layer: A layer with the setting `tensor_parallel`.
-      features_split: Split of the heads or hidden dims.
+      features_split: Sharding of the heads or hidden dims.
 
     Raises:
-      ConfigError: The features are not split over exactly one axis.
+      ConfigError: The features are not sharded over exactly one axis.
     """
     setting, mesh = layer.tensor_parallel, jax.sharding.get_abstract_mesh()
     if setting is None or mesh.empty:
@@ -229,73 +233,78 @@ def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
     if len(axes) != 1:
         raise ConfigError(
             f"{type(layer).__name__}.tensor_parallel is {setting!r}, which requires heads or "
-            f"hidden dims split over one mesh axis, but their split is {features_split!r}. Change "
-            "weight_split_dims_mapping, or set tensor_parallel=None."
+            "hidden dims sharded over one mesh axis, but their entry in weight_split_dims_mapping "
+            f"is {features_split!r}. Change it, or set tensor_parallel=None."
         )
     return None if mesh.shape[axes[0]] == 1 or axes[0] in mesh.manual_axes else axes[0]
 
 
 def run_tensor_parallel(
-    half: ShardedLayer, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
+    sharded: ShardedLayer, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
 ) -> jax.Array:
-    """Computes `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
+    """Runs `sharded.function` on x [B, T, D] with explicit collectives over `axis`.
 
-    All axes that split x or a weight become manual. A weight that other axes split as well (fully
-    sharded data parallelism) is cast to the dtype of x and gathered, and its gradient is
-    reduce-scattered. Weight gradients are summed over shards of tokens in the dtype of x. Rows,
-    tokens, heads and hidden dims are padded with zeros to multiples of the number of devices.
+    All axes over which x or a weight is sharded become manual. A weight that is also sharded over
+    other axes (fully sharded data parallelism) is cast to the dtype of x and gathered, and its
+    gradient is reduce-scattered. Weight gradients are summed over shards of tokens in the dtype of
+    x. Batch, time, heads and hidden dims are padded with zeros to multiples of the number of
+    devices.
 
     Args:
-      half: The layer and its function.
+      sharded: The layer and its function.
       axis: Result of `tensor_parallel_axis`.
       x: Inputs [B, T, D].
       rows: Per-row arrays by name, [B or 1, ...], or [B, T] if the layer does not read sequences.
         Values may be None.
 
     Raises:
-      ConfigError: The setting does not support the split of x or of a weight.
+      ConfigError: The setting does not support how x or a weight is sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    how, (B, T, _) = half.how, x.shape
-    spec = to_partition_spec(half.split or (), mesh.axis_names, rank=x.ndim)
-    dim = _dim_of_tokens(half, axis, spec)
+    method, (B, T, _) = sharded.method, x.shape
+    spec = to_partition_spec(sharded.split or (), mesh.axis_names, rank=x.ndim)
+    dim = _dim_of_tokens(sharded, axis, spec)
     spec = without_axes(spec, excluded_axes())
-    weights, layer_of = shard_weights(half, axis, x.dtype)
+    weights, layer_of = shard_weights(sharded, axis, x.dtype)
     # Each device receives the rows of all devices along the axis, unless tokens stay local.
-    rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[: half.num_row_dims]
+    rows_spec = (spec if method == "weights" else without_axes(spec, (axis,)))[
+        : sharded.num_row_dims
+    ]
     x = pad_to_split(x, spec)
-    given = {name: row for name, row in rows.items() if row is not None}
-    specs = {
+    row_arrays = {name: row for name, row in rows.items() if row is not None}
+    row_specs = {
         name: PartitionSpec(
             *(None if n == 1 else entry for n, entry in zip(row.shape, rows_spec, strict=False))
         )
-        for name, row in given.items()
+        for name, row in row_arrays.items()
     }
-    expected = x.shape[: half.num_row_dims]
+    expected = x.shape[: sharded.num_row_dims]
     padded = {
         name: pad_to_shape(
             row,
             [n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)],
         )
-        for name, row in given.items()
+        for name, row in row_arrays.items()
     }
 
-    def on_a_device(
+    def on_one_device(
         blocks: list[jax.Array], x: jax.Array, rows: Mapping[str, jax.Array]
     ) -> jax.Array:
         layer = layer_of(blocks)
 
         def term(x: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
-            return half.function(layer, x, rows)
+            return sharded.function(layer, x, rows)
 
-        if how == "weights":
+        if method == "weights":
             return term(x, rows)
-        if how == "gather":
-            length = T if half.reads_sequences and dim == 1 else None
+        if method == "gather":
+            length = T if sharded.reads_sequences and dim == 1 else None
             return gather_and_scatter(term, x, rows, axis, dim, length)
         assert dim is not None
-        halved_dim = 0 if half.reads_sequences else 1
-        return ring_matmul(term, x, rows, axis, dim, halved_dim if how == "two_way_ring" else None)
+        halved_dim = 0 if sharded.reads_sequences else 1
+        return ring_matmul(
+            term, x, rows, axis, dim, halved_dim if method == "two_way_ring" else None
+        )
 
     weight_specs = [weight.spec for weight in weights]
     axes = {axis, *(item for p in (spec, *weight_specs) for entry in p for item in axes_of(entry))}
@@ -304,8 +313,8 @@ def run_tensor_parallel(
     # outer function are rematerialized.
     rematerialize = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
-        rematerialize(on_a_device),
-        in_specs=(weight_specs, spec, specs),
+        rematerialize(on_one_device),
+        in_specs=(weight_specs, spec, row_specs),
         out_specs=spec,
         axis_names=manual_axes_for(axes),
         # Required inside a shard_map with check_vma; elsewhere off, because Pallas kernels lack
@@ -315,32 +324,30 @@ def run_tensor_parallel(
     return rematerialize(mapped)([weight.array for weight in weights], x, padded)[:B, :T]
 
 
-def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | None:
-    """Returns the dim of x that the axis splits: rows (0), time (1), or None."""
-    how, name = half.how, half.name
+def _dim_of_tokens(sharded: ShardedLayer, axis: str, spec: PartitionSpec) -> int | None:
+    """Returns the dim of x that is sharded over the axis: batch (0), time (1), or None."""
+    method, name = sharded.method, sharded.name
     dims = [dim for dim, entry in enumerate(spec) if axis in axes_of(entry)]
     dim = dims[0] if dims else None
-    message = f"{name} is {how!r}, but inputs and outputs are split as {tuple(spec)}:"
-    if how != "gather" and dim is None:
+    message = f"{name} is {method!r}, but inputs and outputs are sharded as {tuple(spec)}:"
+    if method != "gather" and dim is None:
         raise ConfigError(
-            f"{message} {axis!r} splits none of their dims. Set tensor_parallel='gather', or also "
-            f"split the rows over {axis!r} (residual_batch in a preset)."
+            f"{message} none of their dims is sharded over {axis!r}. Set tensor_parallel='gather', "
+            f"or also shard the batch dim over {axis!r} (residual_batch in a preset)."
         )
     others = [entry for entry in spec[1:2] if set(axes_of(entry)) - {axis}]
-    is_valid = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
-    if not is_valid or (half.reads_sequences and others) or spec[2] is not None:
-        why = (
-            "time must not be split"
-            if half.reads_sequences
-            else (f"{axis!r} must split rows or time")
-        )
+    is_valid = dim in (None, 0) or (
+        dim == 1 and (method == "gather" or not sharded.reads_sequences)
+    )
+    if not is_valid or (sharded.reads_sequences and others) or spec[2] is not None:
+        wrong_dim = "time" if spec[2] is None else "the last dim"
         raise ConfigError(
-            f"{message} {why}. Set tensor_parallel=None, or split the rows, not time, over "
-            f"{axis!r} (residual_batch in a preset)."
+            f"{message} {wrong_dim} must not be sharded. Shard the batch dim over {axis!r} instead "
+            "(residual_batch in a preset), or set tensor_parallel=None."
         )
     if dim is not None and axes_of(spec[dim])[-1] != axis:
         raise ConfigError(
-            f"{message} {axis!r} is not the last axis of its dim. Set tensor_parallel=None, or "
-            "make it the last axis."
+            f"{message} {axis!r} is not the last axis of its dim. Make it the last axis, or set "
+            "tensor_parallel=None."
         )
     return dim

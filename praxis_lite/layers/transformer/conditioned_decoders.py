@@ -1,4 +1,4 @@
-"""An encoder-decoder with fixed inputs as a language model, for `praxis_lite.decode`."""
+"""Wraps an encoder-decoder with fixed inputs as a language model, for `praxis_lite.decode`."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from praxis_lite.layers.base.variables import rebuilt
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDecoder:
-    """The language model of target tokens, conditioned on a batch of inputs.
+    """A language model of target tokens that is conditioned on a batch of inputs.
 
     Attributes:
       model: A TransformerEncoderDecoder.
@@ -31,14 +31,14 @@ class ConditionedDecoder:
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
             return cache  # Only the shapes of such a cache are used.
-        # A call with a padding token stores the inputs; the first real token overwrites it.
-        nothing = jnp.zeros((batch_size, 1), jnp.int32)
+        # A call with one padding token stores the inputs; the first real token overwrites it.
+        padding = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
-            nothing,
+            padding,
             encoded=self.encoded,
             input_paddings=self.input_paddings,
-            target_paddings=jnp.ones(nothing.shape, jnp.float32),
-            target_segment_pos=nothing,
+            target_paddings=jnp.ones(padding.shape, jnp.float32),
+            target_segment_pos=padding,
             cache=cache,
         )
         return cache

@@ -34,7 +34,7 @@ Template = Callable[..., Any]
 class TransformerEncoderDecoder(BaseLayer):
     """Maps inputs [B, S] and targets [B, T] to float32 logits [B, T, V].
 
-    The model family is described in Raffel et al. 2020, arXiv:1910.10683. Numerics are Pax's.
+    The model is that of T5 (Raffel et al. 2020, arXiv:1910.10683), with Pax's numerics.
 
     Args:
       vocab_size: V, for both inputs and targets.
@@ -101,9 +101,9 @@ class TransformerEncoderDecoder(BaseLayer):
         require_floating(self, fprop_dtype=fprop_dtype)
         if position_emb_tpl is not None and (encoder_position_emb_tpl or decoder_position_emb_tpl):
             raise ConfigError(
-                "TransformerEncoderDecoder.position_emb_tpl, for inputs and targets, cannot be "
-                "combined with encoder_position_emb_tpl or decoder_position_emb_tpl. Set "
-                "position_emb_tpl=None for separate positions, or omit the other two."
+                "TransformerEncoderDecoder.position_emb_tpl, which inputs and targets share, "
+                "cannot be combined with encoder_position_emb_tpl or decoder_position_emb_tpl. For "
+                "separate positions, set position_emb_tpl=None; otherwise omit the other two."
             )
 
         def embedding(template: Template | None) -> Any:
@@ -168,12 +168,12 @@ class TransformerEncoderDecoder(BaseLayer):
           weights: Float [B, T], the weight of each label in the loss.
           key: Random key for dropout. If None, nothing is dropped.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding. For packed
-            rows, input_segment_ids and target_segment_ids (targets see only inputs of their
+            sequences, input_segment_ids and target_segment_ids (targets see only inputs of their
             segment), and input_segment_pos and target_segment_pos (by default, positions start at 0
             in each segment).
 
         Raises:
-          ConfigError: Segment ids are passed for only one of inputs and targets.
+          ConfigError: Segment ids are passed only for inputs or only for targets.
         """
         x = self._activations(inputs, targets, key=key, **kwargs)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -218,8 +218,20 @@ class TransformerEncoderDecoder(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the softmax's inputs [B, T, D] and the decoder's cache.
 
-        If a cache is passed, the targets are written to it at their positions `target_segment_pos`,
-        and only the first call needs `encoded`.
+        If a cache is passed, the targets are written to the cache at `target_segment_pos`, and only
+        the first call needs `encoded`.
+
+        Args:
+          targets: Int [B, T].
+          encoded: Outputs of the encoder, [B, S, D].
+          input_paddings: See `compute_loss`.
+          input_segment_ids: See `compute_loss`.
+          input_segment_pos: See `compute_loss`.
+          target_paddings: See `compute_loss`.
+          target_segment_ids: See `compute_loss`.
+          target_segment_pos: See `compute_loss`.
+          key: Random key for dropout. If None, nothing is dropped.
+          cache: Cache from `init_cache`, or None.
 
         Raises:
           ConfigError: Both a cache and segment ids are passed.
@@ -253,7 +265,7 @@ class TransformerEncoderDecoder(BaseLayer):
         """Returns an empty cache for the decoder.
 
         Raises:
-          ConfigError: There are fewer learned positions than max_seq_length.
+          ConfigError: max_seq_length exceeds the number of learned positions.
         """
         position_emb = self.position_emb or self.decoder_position_emb
         if position_emb is not None:
@@ -265,7 +277,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def given(
         self, inputs: jax.Array, *, input_paddings: jax.Array | None = None
     ) -> ConditionedDecoder:
-        """Returns a language model of targets that is conditioned on inputs [B, S]."""
+        """Returns a language model of targets that is conditioned on `inputs` [B, S]."""
         encoded = self.encode(inputs, input_paddings=input_paddings)
         return ConditionedDecoder(self, encoded, input_paddings)
 
@@ -274,9 +286,9 @@ class TransformerEncoderDecoder(BaseLayer):
     ) -> jax.Array:
         if (kwargs.get("input_segment_ids") is None) != (kwargs.get("target_segment_ids") is None):
             raise ConfigError(
-                "TransformerEncoderDecoder got only one of input_segment_ids and "
-                "target_segment_ids. Pass both or neither: in packed rows, targets see only the "
-                "inputs of their segment."
+                "TransformerEncoderDecoder received only one of input_segment_ids and "
+                "target_segment_ids, but targets see only the inputs of their segment. Pass both "
+                "or neither."
             )
         encoder_key, decoder_key = split_keys(key, 2)
         encode_kwargs = {name: x for name, x in kwargs.items() if name.startswith("input_")}

@@ -26,26 +26,29 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class TransformerFeedForward(ResidualBranch):
-    """Computes `x + ffn(norm(x))` or a variant of it: [B, T, D] -> [B, T, D].
+    """Computes `x + ffn(norm(x))` or a variant: [B, T, D] -> [B, T, D].
 
     See ResidualBranch for further settings.
 
     Args:
+      input_dims: D.
+      hidden_dims: F.
+      has_bias: Whether the projections have biases.
       output_dims: Size of the outputs. If None, D, which a skip connection requires.
       activation: Name of an activation, or a function; see `activations`.
-      use_gated_activation: Whether to multiply the hidden projection, which then has no activation,
-        by an activated second projection (arXiv:2002.05202).
-      apply_padding_first: Whether to zero padding in the inputs, instead of in the hidden
+      use_gated_activation: Whether to multiply the hidden projection by a second projection, the
+        gate (arXiv:2002.05202). The activation is then applied only to the gate.
+      apply_padding_first: Whether to set padding to zero in the inputs, instead of in the hidden
         activations and the outputs.
       fflayer_tpl: Builds a projection from FeedForward's arguments (input dims, output dims,
         has_bias=, ...).
       relu_dropout_prob: Dropout probability of the hidden activations.
-      weight_split_dims_mapping: Split of the first projection's weight [D, F]. The second weight is
-        split like its transpose.
-      hidden_split_dims_mapping: Split of the hidden activations [B, T, F].
-      activation_split_dims_mapping: Split of the outputs [B, T, D].
+      weight_split_dims_mapping: Sharding of the first projection's weight [D, F]. The second weight
+        is sharded like its transpose.
+      hidden_split_dims_mapping: Sharding of the hidden activations [B, T, F].
+      activation_split_dims_mapping: Sharding of the outputs [B, T, D].
       tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use over the mesh axis
-        that splits F. If None, and with one token per row, the compiler inserts collectives.
+        of F. If None, and with one token per sequence, the compiler inserts collectives.
     """
 
     splits = splits(
@@ -129,7 +132,14 @@ class TransformerFeedForward(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the outputs. For padding (1.0 in paddings [B, T]), the branch adds zeros."""
+        """Returns the outputs [B, T, D].
+
+        Args:
+          inputs: [B, T, D].
+          paddings: [B, T]; 1.0 for padding, whose branch outputs are set to zero.
+          segment_ids: Not used; other feed-forward layers use it.
+          key: Random key for dropout. If None, nothing is dropped.
+        """
         relu_key, residual_key, droppath_key = split_keys(key, 3)
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)

@@ -1,4 +1,4 @@
-"""Components shared by the language model and the encoder-decoder: embeddings, stacks, losses."""
+"""Components that the language model and the encoder-decoder share: embeddings, stacks, losses."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -31,7 +31,10 @@ def position_embedding(
     *,
     rngs: nnx.Rngs,
 ) -> Any:
-    """Builds a position embedding, or returns None; it is learned if `max_seq_length` is set."""
+    """Builds a position embedding, which is learned if `max_seq_length` is set.
+
+    Returns None if neither a template nor `max_seq_length` is set.
+    """
     if max_seq_length is None:
         return None if template is None else template(embedding_dims=model_dims, rngs=rngs)
     if template in (None, PositionalEmbedding):
@@ -42,7 +45,7 @@ def position_embedding(
 def positions_in_segments(
     positions: jax.Array | None, segment_ids: jax.Array | None
 ) -> jax.Array | None:
-    """Returns `positions`, or default positions that start at 0 in each segment of packed rows.
+    """Returns `positions`, or by default positions that start at 0 in each segment.
 
     Args:
       positions: Int [B, T], or None for the default.
@@ -70,7 +73,9 @@ def repeated_block(
     *sizes: int,
     **settings: Any,
 ) -> tuple[Block, int]:
-    """Returns (block, number of blocks) for a stack; a sequence of templates forms one block.
+    """Returns (block, number of blocks) for a stack of layers.
+
+    A sequence of templates is a pattern, which becomes one block.
 
     Raises:
       ConfigError: num_layers is not divisible by the length of the pattern; the message names the
@@ -89,13 +94,13 @@ def with_total_loss(
     weights: jax.Array,
     entropy_loss_weight: float | None = None,
 ) -> dict[str, jax.Array]:
-    """Adds per-token and per-row losses and the total loss to the outputs of a softmax."""
+    """Adds per-token losses, per-sequence losses and the total loss to a softmax's outputs."""
     weights = weights.astype(jnp.float32)
     outputs = dict(outputs)
     outputs["per_token_xent"] = outputs["per_example_xent"] * weights
     outputs["per_sequence_xent"] = jnp.sum(outputs["per_token_xent"], axis=-1)
-    added = aux_loss(model)
-    outputs["aux_loss"] = jnp.zeros(()) if added is None else added
+    layers_aux_loss = aux_loss(model)
+    outputs["aux_loss"] = jnp.zeros(()) if layers_aux_loss is None else layers_aux_loss
     total = outputs["avg_xent"]
     if entropy_loss_weight is not None:
         log_probs = outputs["log_probs"]
@@ -103,5 +108,5 @@ def with_total_loss(
         mean = jnp.sum(negative_entropy * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
         outputs["avg_entropy_loss"] = mean
         total = total + entropy_loss_weight * mean
-    outputs["total_loss"] = total if added is None else total + added
+    outputs["total_loss"] = total if layers_aux_loss is None else total + layers_aux_loss
     return outputs

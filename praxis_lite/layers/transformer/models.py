@@ -31,7 +31,7 @@ from praxis_lite.layers.transformer.transformers import Transformer
 
 # B batch, T time, V classes.
 
-# A token sees earlier tokens, all tokens, or earlier tokens and the complete prefix.
+# A token sees earlier tokens; all tokens; or earlier tokens and the complete prefix.
 MODEL_TYPES = ("causal", "bidirectional", "prefix")
 
 
@@ -51,7 +51,7 @@ class TransformerLm(BaseLayer):
       model_type: "causal", "bidirectional" or "prefix" (the tokens of a prefix see each other).
       fprop_dtype: Dtype of activations; weights and logits are float32.
       residual_dropout_prob: See Transformer.
-      entropy_loss_weight: Weight of the mean of sum(p log p), which is added to the loss.
+      entropy_loss_weight: Weight of the mean negative entropy, sum(p log p), in the loss.
       softmax_tpl: Builds the softmax from (V, D, rngs=), and fprop_dtype= if it also embeds ids.
       separate_embedding_tpl: Builds a separate embedding from (V, D, fprop_dtype=, rngs=). If None,
         the softmax embeds ids.
@@ -129,10 +129,10 @@ class TransformerLm(BaseLayer):
         return min(limits, default=None)
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
+        """Returns an empty cache for `batch_size` sequences of up to `max_seq_length` tokens.
 
         Raises:
-          ConfigError: There are fewer learned positions, or the model is not causal.
+          ConfigError: max_seq_length exceeds the number of positions, or the model is not causal.
         """
         if self.model_type != "causal":
             raise ConfigError(
@@ -157,17 +157,19 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the logits and the cache.
 
-        If a cache is passed, the ids are written to it at their positions, and the logits equal
-        those of a call with the complete sequence.
+        If a cache is passed, the ids are written to the cache at their positions, and the logits
+        are the same as in a call with the complete sequence.
 
         Args:
           ids: Int [B, T].
           positions: Int [B, T], consecutive in each segment. If None, they start at 0 in each
             segment.
-          segment_ids: Int [B, T], for packed rows. A token sees only its segment; 0 marks padding.
+          segment_ids: Int [B, T], for packed sequences. A token sees only its segment; 0 marks
+            padding.
           paddings: Float [B, T], 1.0 for padding.
           inputs_indicator: [B, T], 1 for tokens in the prefix; only for model_type "prefix".
           key: Random key for dropout. If None, nothing is dropped.
+          cache: Cache from `init_cache`, or None.
         """
         x, cache = self._activations(
             ids, positions, segment_ids, paddings, inputs_indicator, key, cache
@@ -189,9 +191,14 @@ class TransformerLm(BaseLayer):
         """Returns the loss of predicting `labels`, and its components, with Pax's names.
 
         Args:
+          ids: See `__call__`.
           labels: Int [B, T], the token that follows each id.
           weights: Float [B, T], the weight of each label in the loss.
-          others: See `__call__`.
+          positions: See `__call__`.
+          segment_ids: See `__call__`.
+          paddings: See `__call__`.
+          inputs_indicator: See `__call__`.
+          key: See `__call__`.
 
         Returns:
           The outputs of the softmax's `compute_loss`, per_token_xent [B, T], per_sequence_xent [B],
@@ -214,10 +221,11 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the softmax's inputs [B, T, D] and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
+            state = "missing" if inputs_indicator is None else "passed"
             raise ConfigError(
-                f"TransformerLm.model_type is {self.model_type!r}, but inputs_indicator is "
-                f"{'missing' if inputs_indicator is None else 'passed'}. It marks the tokens of "
-                'the prefix: model_type "prefix" requires it, and other types do not accept it.'
+                f"TransformerLm.model_type is {self.model_type!r}, but inputs_indicator, which "
+                f"marks the tokens of a prefix, is {state}. Pass inputs_indicator if and only if "
+                'model_type is "prefix".'
             )
         self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)
@@ -233,16 +241,16 @@ class TransformerLm(BaseLayer):
         if self.max_positions is not None and length > self.max_positions:
             raise ConfigError(
                 f"TransformerLm.max_positions is {self.max_positions}, but a sequence has up to "
-                f"{length} tokens (decoded tokens included). Reduce seq_len, the prompts or "
-                "max_decode_steps; or, to exceed the length that the model was trained with, --set "
-                f"task.model.max_positions={length}."
+                f"{length} tokens (including decoded tokens). Reduce seq_len, max_decode_steps or "
+                "the length of the prompts. To exceed the length that the model was trained with, "
+                f"use --set task.model.max_positions={length}."
             )
 
 
 def _prefix_mask(
     inputs_indicator: jax.Array, segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array:
-    """Returns an atten_mask [B, 1, T, T]: tokens see the past and the prefix of their segment."""
+    """Returns an atten_mask [B, 1, T, T] that shows the past and the prefix of each segment."""
     after_prefix = convert_paddings_to_mask((inputs_indicator <= 0).astype(jnp.float32))
     mask = jnp.maximum(causal_mask(inputs_indicator.shape[1]), after_prefix)
     if segment_ids is None and paddings is not None:

@@ -1,4 +1,4 @@
-"""Configs of complete models, with combinations of settings that Pax leaves to experiments."""
+"""Configs of complete models, with settings that Pax leaves to each experiment."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,17 +21,17 @@ def rotary_lm(
     attention: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> "fdl.Partial[TransformerLm]":
-    """Returns the config of a decoder-only LM with a modern design that trains well.
+    """Returns the config of a decoder-only LM with rotary positions and RMS norms.
 
-    It is a TransformerLm with Pax's defaults, except for the following settings, which Pax's
-    experiments change as well:
+    It is a TransformerLm with Pax's defaults, except for the following settings, which experiments
+    in Pax usually change as well:
 
     - Positions are rotary (RoPE, arXiv:2104.09864), and nothing is added to the embeddings.
     - Norms are RMS norms (arXiv:1910.07467), before each sublayer and at the end. Attention and
       softmax have no biases.
     - Queries are divided by sqrt(dim_per_head) instead of multiplied by a learned scale per dim.
     - Attention weights are initialized with the fan-in and fan-out of their matmuls. Pax's default
-      treats them as convolutions, so that they start several times smaller and learning is delayed.
+      treats the weights as convolutions, so they start several times smaller and learn more slowly.
     - The softmax weight, which also embeds ids, is initialized as a normal with variance 1 / D, and
       embeddings are multiplied by sqrt(D). The elements of embeddings and logits then start with a
       magnitude of about one.

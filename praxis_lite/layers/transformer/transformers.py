@@ -33,8 +33,8 @@ _KEYS = (
 )
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    """Returns the settings that differ from their defaults; sublayers may lack the others."""
+def _if_set(**settings: Any) -> dict[str, Any]:
+    """Drops settings that are None or 0.0, because sublayer templates may not accept them."""
     return {name: value for name, value in settings.items() if value not in (None, 0.0)}
 
 
@@ -45,43 +45,49 @@ def _has_cache(layer: Any) -> bool:
 def _outputs_and_cache(layer: Any, result: Any) -> tuple[jax.Array, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigError(
-            f"{type(layer).__name__} has an init_cache, but its call returned {type(result)}; "
-            "expected (outputs, cache), where cache is None if the call received no cache."
+            f"{type(layer).__name__} has an init_cache, but its call returned a "
+            f"{type(result).__name__}. Return (outputs, cache), where cache is None if the call "
+            "received no cache."
         )
     return result
 
 
 class Transformer(BaseLayer):
-    """A transformer block; returns outputs [B, T, D] and its cache.
+    """A transformer block: attention, optional cross-attention and a feed-forward layer.
 
-    A block consists of attention, optional cross-attention and a feed-forward layer. Templates are
-    called with the block's dims, its norm policy, the probabilities that are not 0, and `rngs`.
+    Templates are called with the block's dims, its norm policy, the probabilities that are not 0,
+    and `rngs`.
 
     Args:
+      input_dims: D.
+      hidden_dims: Hidden size of the feed-forward layer.
+      num_heads: Number of attention heads.
+      dim_per_head: Size of a head. If None, attention's default.
       norm_policy: Norm policy of all sublayers; see TransformerFeedForward.
       atten_dropout_prob: Dropout probability of the attention probabilities.
       residual_dropout_prob: Dropout probability of the outputs that are added to the residual
         stream.
       relu_dropout_prob: Dropout probability of the hidden activations.
-      residual_droppath_prob: Probability that a row skips a sublayer (stochastic depth).
+      residual_droppath_prob: Probability that an example skips a sublayer (stochastic depth).
       mask_self_attention: If True, tokens do not see later tokens. If False, every token sees all
-        tokens, as in an encoder; this is the default of Pax's stacks, which have this setting. None
+        tokens, as in an encoder. In Pax, the stack has this setting, and its default is False. None
         means True, unless the call passes an atten_mask, which then replaces the causal mask, as in
         Pax's block.
       use_cross_attention: Whether to attend to `encoded` after self-attention.
       allow_skip_cross_attention: Whether to skip cross-attention if there is no `encoded` and no
         cache.
       fold_padding_with_segment_mask: Whether padding is a separate segment, whose tokens attend to
-        each other, as in Pax's TransformerLm. If False, attention averages all tokens for padding.
-        Other tokens never see padding.
-      is_parallel: Whether the feed-forward layer has the same inputs as attention, and both outputs
-        are added (GPT-J, arXiv:2204.06745).
+        each other, as in Pax's TransformerLm. If False, a padding token attends equally to all
+        tokens. Other tokens never see padding.
+      is_parallel: Whether attention and the feed-forward layer receive the same inputs and their
+        outputs are added (GPT-J, arXiv:2204.06745).
       ln_tpl: Builds a norm, also in the feed-forward layer, from (input_dims, rngs=).
       tr_atten_tpl: Builds attention from (input_dims, num_heads, dim_per_head=, rngs=).
       cross_atten_tpl: Builds cross-attention from the same arguments and is_cross_attention=True.
         If None, tr_atten_tpl builds it.
       tr_fflayer_tpl: Builds the feed-forward layer from (input_dims, hidden_dims, ln_tpl=, rngs=).
-        If it has an `init_cache`, its call also receives cache= and returns (outputs, cache).
+        If the layer has an `init_cache`, its call also receives cache= and returns (outputs,
+        cache).
     """
 
     cache_skips_padding = True
@@ -119,18 +125,18 @@ class Transformer(BaseLayer):
             return ln_tpl(input_dims, rngs=rngs) if is_used else None
 
         def attention(template: Callable[..., Any], **settings: Any) -> Any:
-            settings |= _given(atten_dropout_prob=atten_dropout_prob)
+            settings |= _if_set(atten_dropout_prob=atten_dropout_prob)
             return template(input_dims, num_heads, dim_per_head=dim_per_head, **settings, rngs=rngs)
 
-        has_two, crosses = norm_policy == "primer_hybrid", use_cross_attention
-        self.layer_norm = norm(not has_two)
-        self.pre_layer_norm, self.post_layer_norm = norm(has_two), norm(has_two)
+        is_hybrid, crosses = norm_policy == "primer_hybrid", use_cross_attention
+        self.layer_norm = norm(not is_hybrid)
+        self.pre_layer_norm, self.post_layer_norm = norm(is_hybrid), norm(is_hybrid)
         self.self_attention = attention(
             tr_atten_tpl, **({"is_causal": False} if mask_self_attention is False else {})
         )
-        self.cross_layer_norm = norm(crosses and not has_two)
-        self.pre_cross_layer_norm = norm(crosses and has_two)
-        self.post_cross_layer_norm = norm(crosses and has_two)
+        self.cross_layer_norm = norm(crosses and not is_hybrid)
+        self.pre_cross_layer_norm = norm(crosses and is_hybrid)
+        self.post_cross_layer_norm = norm(crosses and is_hybrid)
         self.cross_attention = (
             attention(cross_atten_tpl or tr_atten_tpl, is_cross_attention=True) if crosses else None
         )
@@ -140,7 +146,7 @@ class Transformer(BaseLayer):
             ln_tpl=ln_tpl,
             **({} if norm_policy == "pre" else {"norm_policy": norm_policy}),
             **({"add_skip_connection": False} if is_parallel else {}),
-            **_given(
+            **_if_set(
                 relu_dropout_prob=relu_dropout_prob,
                 residual_dropout_prob=residual_dropout_prob,
                 residual_droppath_prob=residual_droppath_prob,
@@ -161,7 +167,10 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache; a dict by attribute if several layers have one."""
+        """Returns attention's empty cache, or a dict of caches if several sublayers have a cache.
+
+        The keys of the dict are the names of the sublayers' attributes.
+        """
         sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
@@ -174,7 +183,7 @@ class Transformer(BaseLayer):
 
     @property
     def _has_caches(self) -> bool:
-        """Whether several layers have a cache, so the block's cache is a dict by attribute."""
+        """Whether several sublayers have a cache, so that the block's cache is a dict."""
         return self.cross_attention is not None or _has_cache(self.ff_layer)
 
     def __call__(
@@ -196,12 +205,18 @@ class Transformer(BaseLayer):
 
         Args:
           inputs: Float [B, T, D].
+          positions: See DotProductAttention.
+          segment_ids: See DotProductAttention.
+          paddings: See DotProductAttention; also passed to the feed-forward layer.
           atten_mask: Float [B or 1, 1 or N, 1 or T, T] for self-attention, LARGE_NEGATIVE for
             hidden tokens. As in Pax, self-attention then ignores paddings, segment_ids and the
             order of tokens.
           encoded: The encoder's outputs [B, S, D].
+          encoded_paddings: See DotProductAttention.
+          encoded_segment_ids: See DotProductAttention.
+          encoded_positions: See DotProductAttention.
           key: Random key for dropout. If None, nothing is dropped.
-          others: See DotProductAttention. The feed-forward layer also receives `paddings`.
+          cache: Cache from `init_cache`, or None.
 
         Raises:
           ConfigError: An atten_mask is passed although mask_self_attention is True, or the block
@@ -217,7 +232,7 @@ class Transformer(BaseLayer):
         if atten_mask is not None:
             local = {"atten_mask": atten_mask}
         elif cache is None and paddings is not None:
-            # As in Pax's stacks, padding attends to its segment, 0.
+            # As in Pax's stacks, padding is in segment 0, and attends to that segment.
             is_masked = self.mask_self_attention is not False
             if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
                 local["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
@@ -227,7 +242,7 @@ class Transformer(BaseLayer):
         caches = dict(cache) if has_caches and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
-            # Omit arguments that are None, because a layer that replaces attention may lack them.
+            # Omit arguments that are None: a layer that replaces attention may not accept them.
             inputs = {name: value for name, value in inputs.items() if value is not None}
             outputs, caches[name] = getattr(self, name)(
                 x, key=keys[name], cache=caches.get(name), **inputs
@@ -266,12 +281,12 @@ class Transformer(BaseLayer):
         rows = {"paddings": paddings, "segment_ids": segment_ids, "key": keys["ff_layer"]}
         x = inputs if self.is_parallel else outputs
         if _has_cache(self.ff_layer):
-            fed, caches["ff_layer"] = _outputs_and_cache(
+            ff_outputs, caches["ff_layer"] = _outputs_and_cache(
                 self.ff_layer, self.ff_layer(x, **rows, cache=caches.get("ff_layer"))
             )
         else:
-            fed = self.ff_layer(x, **rows)
-        outputs = outputs + fed if self.is_parallel else fed
+            ff_outputs = self.ff_layer(x, **rows)
+        outputs = outputs + ff_outputs if self.is_parallel else ff_outputs
         if cache is None:
             return outputs, None
         return outputs, caches if has_caches else caches["self_attention"]

@@ -1,4 +1,1 @@
-"""Layers that compute features of images: residual networks (`resnets`) and vision transformers.
-
-Vision transformers (`vits`) use patches as tokens.
-"""
+"""Layers for images: residual networks (`resnets`) and vision transformers (`vits`)."""

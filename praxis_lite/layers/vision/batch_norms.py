@@ -21,7 +21,7 @@ from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 
 class _PaddedNorm(Norm):
-    """Normalizes inputs, scales by 1 + gamma and adds beta; can set outputs of padding to 0.
+    """Base class: normalizes inputs, scales by 1 + gamma, adds beta, and can zero padding.
 
     Raises:
       ConfigError: The shape of `paddings` does not match the leading dims of the inputs.
@@ -46,9 +46,9 @@ class _PaddedNorm(Norm):
         if paddings is not None:
             if paddings.ndim >= rank or paddings.shape != inputs.shape[: paddings.ndim]:
                 raise ConfigError(
-                    f"{type(self).__name__}: paddings have shape {paddings.shape}, which does not "
-                    f"match the leading dims of the inputs' shape {inputs.shape} (without "
-                    "channels)."
+                    f"{type(self).__name__}: paddings have shape {paddings.shape}, but inputs have "
+                    f"shape {inputs.shape}. Pass paddings that match the leading dims of the "
+                    "inputs, without channels."
                 )
             is_true = 1.0 - paddings.astype(jnp.float32)
             is_true = is_true.reshape(paddings.shape + (1,) * (rank - paddings.ndim))
@@ -74,11 +74,11 @@ class _PaddedNorm(Norm):
 def _moments(
     x: jax.Array, is_true: jax.Array | None, dims: Sequence[int], cumulative_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance over `dims`, ignoring padding; `dims` remain with size 1.
+    """Returns mean and variance over `dims`, ignoring padding; `dims` are kept with size 1.
 
-    With a cumulative_dim, both are running statistics: each index along this dim covers all indices
-    up to itself. As in Pax, the running variance uses the deviations from each index's running
-    mean.
+    With a cumulative_dim, both are running statistics: those at an index along this dim cover all
+    indices up to this index. As in Pax, the running variance uses the deviations from each index's
+    running mean.
     """
     if is_true is None:
         is_true = jnp.ones((1,) * x.ndim, x.dtype)
@@ -87,7 +87,7 @@ def _moments(
         sums = jnp.sum(values * is_true, axis=tuple(dims), keepdims=True)
         return sums if cumulative_dim is None else jnp.cumsum(sums, axis=cumulative_dim)
 
-    count = jnp.maximum(total(jnp.ones_like(x)), 1.0)  # If all is padding, the mean is 0.
+    count = jnp.maximum(total(jnp.ones_like(x)), 1.0)  # If there is only padding, the mean is 0.
     mean = total(x) / count
     return mean, total(jnp.square(x - mean)) / count
 
@@ -96,21 +96,21 @@ class BatchNorm(_PaddedNorm):
     """Computes `(x - mean) / sqrt(variance + epsilon) * (1 + gamma) + beta` for x [..., dim].
 
     In training (if a key is passed), the statistics are computed over all dims of the batch except
-    the last, and update the moving averages. Otherwise the moving averages are used. They are
-    `nnx.BatchStat` variables, which are not trained but saved with the model. Statistics are
+    the last, and update the moving averages. Otherwise the moving averages are used. The averages
+    are `nnx.BatchStat` variables, which are saved with the model but not trained. Statistics are
     float32. Ioffe and Szegedy 2015, arXiv:1502.03167.
 
     Args:
-      decay: Fraction of the moving averages that is preserved in an update.
+      decay: Decay of the moving averages: the weight of the previous average in an update.
       epsilon: Added to the variance; always 0.001 in Pax.
-      use_moving_avg_in_training: Whether to normalize by the updated moving averages in training as
-        well, without beta and gamma.
+      use_moving_avg_in_training: Whether to normalize by the updated moving averages also in
+        training, without beta and gamma.
       set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
       force_eval_mode: Whether to always use the moving averages and never update them. Beta and
         gamma are still trained.
       gamma_init: Initializer of gamma, which is stored as scale - 1, so that weight decay pulls the
         scale towards 1.
-      weight_split_dims_mapping: Split of beta, gamma and the moving averages, [dim].
+      weight_split_dims_mapping: Sharding of beta, gamma and the moving averages, [dim].
     """
 
     couples_rows = "batch statistics"
@@ -177,16 +177,16 @@ class GroupNorm(_PaddedNorm):
     example and group of channels, over all positions. Wu and He 2018, arXiv:1803.08494.
 
     Args:
-      num_groups: Number of groups. If there are fewer channels than this, groups have
-        `min_group_size` channels.
+      num_groups: Number of groups. If there are fewer channels than groups, each group has
+        `min_group_size` channels instead.
       min_group_size: Minimum number of channels per group.
-      cumulative: Whether statistics at each time cover only this and earlier times. Time is dim 1.
+      cumulative: Whether the statistics at each time, dim 1, cover only this and earlier times.
       input_rank: Rank of the inputs: 3 for [B, T, C], 4 for [B, H, W, C] or 5 for [B, T, H, W, C].
         As in Pax, beta and gamma also have this rank, [1, ..., 1, C].
       set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
       use_scale: Whether to use gamma.
       use_bias: Whether to use beta.
-      weight_split_dims_mapping: Split of beta and gamma along channels, [dim].
+      weight_split_dims_mapping: Sharding of beta and gamma along channels, [dim].
 
     Raises:
       ConfigError: The number of channels is not divisible by the number of groups, or the rank of
@@ -230,8 +230,8 @@ class GroupNorm(_PaddedNorm):
     ) -> jax.Array:
         if x.ndim != self.input_rank:
             raise ConfigError(
-                f"GroupNorm.input_rank is {self.input_rank}, but inputs have the shape {x.shape}. "
-                f"Set input_rank={x.ndim}."
+                f"GroupNorm.input_rank is {self.input_rank}, but inputs have shape {x.shape}. Set "
+                f"input_rank={x.ndim}."
             )
         grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
         dims = (*range(2 if self.cumulative else 1, x.ndim - 1), x.ndim)

@@ -1,4 +1,4 @@
-"""A classifier: a feature network and a softmax over classes, with Pax's names."""
+"""A classifier: a network that computes features, and a softmax over classes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -46,8 +46,8 @@ class Conv2D(BaseLayer):
 
     Args:
       filter_shape: Height, width, input channels, output channels. If the filter has fewer input
-        channels than the inputs, the channels form groups, and each group computes an equal part of
-        the outputs. A filter with 1 input channel is a depthwise convolution.
+        channels than the inputs, this is a grouped convolution: channels are divided into groups,
+        and each group computes an equal part of the outputs. With 1 input channel, it is depthwise.
       filter_stride: Strides along height and width.
       dilations: Dilations of the filter along height and width.
       bias: Whether to add a learned bias.
@@ -55,13 +55,13 @@ class Conv2D(BaseLayer):
       bias_init: Initializer of the bias.
       padding: 'SAME' (zeros around the image) or 'VALID' (only windows inside the image).
       tf_equivalent_padding: Whether 'SAME' pads as in TensorFlow and XLA, only as much as
-        ceil(H / stride) outputs require. If False, it adds kernel - 1 zeros for any stride, half of
-        them (rounded down) before the image, as in Pax.
+        ceil(H / stride) outputs require. If False, as in Pax, 'SAME' adds kernel - 1 zeros for any
+        stride, half of them (rounded down) before the image.
       is_causal: Whether outputs do not depend on later inputs along height (time). Requires 'SAME'
         and tf_equivalent_padding.
       weight_norm_tpl: Builds a norm for the weight from (D, rngs=).
-      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
-      activation_split_dims_mapping: Split of the outputs [B, H', W', D].
+      weight_split_dims_mapping: Sharding of `w`; the bias is sharded like its last dim.
+      activation_split_dims_mapping: Sharding of the outputs [B, H', W', D].
 
     Raises:
       ConfigError: A setting has the wrong type, the number of input channels is not a multiple of
@@ -94,9 +94,9 @@ class Conv2D(BaseLayer):
         require_choice(f"{type(self).__name__}.padding", padding, PADDINGS)
         if is_causal and (padding != "SAME" or not tf_equivalent_padding):
             raise ConfigError(
-                f"{type(self).__name__}.is_causal is True with padding {padding!r} and "
-                f"tf_equivalent_padding {tf_equivalent_padding}; a causal convolution requires "
-                f"padding='SAME' and tf_equivalent_padding=True."
+                f"{type(self).__name__}.is_causal is True, but padding is {padding!r} and "
+                f"tf_equivalent_padding is {tf_equivalent_padding}. Set padding='SAME' and "
+                "tf_equivalent_padding=True."
             )
         dims = self.dims(*filter_shape)
         self.w = self.weight(dims, init=kernel_init, matrix=_WINDOW_MATRIX, rngs=rngs)
@@ -122,9 +122,9 @@ class Conv2D(BaseLayer):
         num_groups = channels // per_group
         if inputs.ndim != 4 or channels % per_group or num_outputs % max(num_groups, 1):
             raise ConfigError(
-                f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
-                f"the shape {inputs.shape}; expected [B, H, W, C], where C is a multiple of the "
-                "filter's third size, and the filter's last size is divisible by this multiple."
+                f"{type(self).__name__}.filter_shape is {self.filter_shape}, but inputs have shape "
+                f"{inputs.shape}; expected [B, H, W, C], where C is a multiple of the filter's "
+                "input channels, and C / input channels divides the filter's output channels."
             )
         outputs = convolved(
             inputs,
@@ -185,7 +185,7 @@ class DepthwiseConv1D(BaseLayer):
       is_causal: Whether outputs do not depend on later inputs. If False, zeros are added
         symmetrically.
       rhs_dilation_rate: Dilation of the filter.
-      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
+      weight_split_dims_mapping: Sharding of `w`; the bias is sharded like its last dim.
     """
 
     splits = splits(weight=(), activation=())
@@ -214,7 +214,12 @@ class DepthwiseConv1D(BaseLayer):
         self.rhs_dilation_rate = rhs_dilation_rate
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-        """Returns the outputs. Inputs [B, T, C] are zeroed where paddings [B, T] are 1."""
+        """Returns the outputs, [B, T, C * multiplier].
+
+        Args:
+          inputs: [B, T, C].
+          paddings: [B, T]; inputs are set to zero where paddings are 1.0.
+        """
         if paddings is not None:
             inputs = jnp.where(paddings[..., None] > 0, 0, inputs)
         before = self.rhs_dilation_rate * (self.filter_shape[0] - 1)

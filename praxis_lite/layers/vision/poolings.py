@@ -1,6 +1,6 @@
 """Max and mean pooling over windows or over complete dims, with Pax's names and numerics.
 
-Means are computed in float32. The layers have no weights, but accept `rngs` like other templates.
+Means are computed in float32. The layers have no weights, but accept `rngs`, as templates must.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _inverse(counts: jax.Array) -> jax.Array:
 
 
 class Pooling(BaseLayer):
-    """Computes the maximum or mean of each window, and paddings: [B, H, W, C] -> [B, H', W', C].
+    """Computes the maximum or mean of each window: [B, H, W, C] -> [B, H', W', C].
 
     Args:
       window_shape: Window size along height and width.
@@ -163,9 +163,9 @@ class GlobalPooling(BaseLayer):
 
     def _max(self, x: jax.Array) -> jax.Array:
         # Avoid jnp.max, whose gradient searches for elements that equal the maximum. XLA may
-        # compute the inputs twice with a different last bit, so that no element is equal and the
-        # gradient is NaN (jax 0.10 on CPU, without optimization). The gradient of reduce_window
-        # goes to the first maximum.
+        # compute the inputs twice with a different last bit. Then no element is equal, and the
+        # gradient is NaN (jax 0.10 on CPU, without optimization). reduce_window instead passes the
+        # gradient to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
         window = [size if pooled else 1 for size, pooled in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
@@ -173,14 +173,14 @@ class GlobalPooling(BaseLayer):
 
 
 class Pooling1D(BaseLayer):
-    """Computes means or maxima over windows of time, and paddings: [B, T, ...] -> [B, T', ...].
+    """Computes the maximum or mean of each window of time: [B, T, ...] -> [B, T', ...].
 
     T' is ceil(T / stride). Windows are symmetric ('SAME').
 
     Args:
       stride: Distance between windows.
       window: Window size. If 0, the stride. If 1, every stride-th time is selected.
-      pooling_type: 'MAX', or 'AVG' for the mean without padding (0 if the window is all padding).
+      pooling_type: 'MAX', or 'AVG' for the mean without padding (0 if there is only padding).
     """
 
     splits = splits(activation=())
@@ -204,7 +204,12 @@ class Pooling1D(BaseLayer):
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Takes inputs [B, T, ...] and paddings [B, T], 1.0 for times to ignore."""
+        """Returns the outputs and their paddings.
+
+        Args:
+          inputs: [B, T, ...].
+          paddings: [B, T], 1.0 for times to ignore.
+        """
         strided = None if paddings is None else paddings[:, :: self.stride]
         if self.window == 1:
             return inputs[:, :: self.stride], strided

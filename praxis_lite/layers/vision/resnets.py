@@ -75,8 +75,8 @@ class ResNetBlock(BaseLayer):
             if gamma is None:
                 raise ConfigError(
                     f"{type(self).__name__}.zero_init_residual=True requires a norm with a gamma, "
-                    "but conv_params builds none. Set batch_norm_tpl in conv_params, or "
-                    "zero_init_residual=False."
+                    "but conv_params builds a convolution without such a norm. Set batch_norm_tpl "
+                    "in conv_params, or zero_init_residual=False."
                 )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Gamma is stored as scale - 1.
         self.num_convs = len(filters)
@@ -112,7 +112,7 @@ class ResNetBlock(BaseLayer):
 
 
 class ResNetBasicBlock(ResNetBlock):
-    """Computes `activation(x + convs(x))` with two convolutions, of which the first is strided.
+    """Computes `activation(x + convs(x))` with two convolutions; only the first has a stride.
 
     See ResNetBlock for the settings.
     """
@@ -135,7 +135,7 @@ class ResNet(BaseLayer):
     and blocks=(2, 2, 2, 2). ResNet-34 is like ResNet-18, but with blocks=(3, 4, 6, 3).
 
     Args:
-      conv_params: Builds a convolution with norm and activation; its settings include the splits.
+      conv_params: Builds a convolution with norm and activation; its settings include sharding.
       block_params: Builds a block from (input_dim, output_dim, conv_params=, kernel_size=, stride=,
         rngs=).
       strides: Stride of the first block in each stage.
@@ -170,7 +170,7 @@ class ResNet(BaseLayer):
         sizes = {"strides": strides, "channels": channels, "blocks": blocks, "kernels": kernels}
         check_sizes(self, len(strides), **sizes)
         check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
-        # As in Pax, a bottleneck stage has a quarter of its channels inside.
+        # As in Pax, the inner convolutions of a bottleneck have a quarter of its channels.
         is_bottleneck = getattr(block_params, "func", block_params) is ResNetBlock
         width = channels[0] // 4 if is_bottleneck else channels[0]
         self.entryflow_conv = conv_params(

@@ -44,8 +44,9 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
     """
     if images.ndim != 4 or images.shape[1] % patch_size or images.shape[2] % patch_size:
         raise ConfigError(
-            f"patch_size is {patch_size}, but images have the shape {images.shape}; expected "
-            "[B, H, W, C], with H and W divisible by patch_size. Change it, or crop the images."
+            f"patch_size is {patch_size}, but images have shape {images.shape}; expected "
+            "[B, H, W, C], with H and W divisible by patch_size. Change patch_size, or crop the "
+            "images."
         )
     batch, height, width, channels = images.shape
     rows, columns = height // patch_size, width // patch_size
@@ -61,8 +62,8 @@ class VitEntryLayers(BaseLayer):
     can be added at both ends.
 
     Args:
-      pos_emb_shapes: Numbers of rows and columns of the learned positions, or a single number of
-        tokens. With rows and columns, positions are interpolated for other image sizes.
+      pos_emb_shapes: Numbers of rows and columns of patches with learned positions, or a single
+        number of tokens. With rows and columns, positions are interpolated for other image sizes.
       patch_size: P.
       input_dims: Number of elements in a patch, P^2 C.
       output_dims: D.
@@ -71,8 +72,8 @@ class VitEntryLayers(BaseLayer):
       append_cls_tokens: Number of learned tokens, without positions, to add at the end.
       pos_emb_tpl: Builds the position embedding from (number of positions, D, rngs=), or None.
       input_fc_has_bias: Whether to add a bias to the projection.
-      weight_split_dims_mapping: Split of the projection's weight [input_dims, D].
-      activation_split_dims_mapping: Split of the outputs [B, N', D].
+      weight_split_dims_mapping: Sharding of the projection's weight [input_dims, D].
+      activation_split_dims_mapping: Sharding of the outputs [B, N', D].
 
     Raises:
       ConfigError: When called: the image size is not divisible by the patch size, the size of a
@@ -159,14 +160,14 @@ class VitEntryLayers(BaseLayer):
         if embs.shape[1] != num_patches:
             raise ConfigError(
                 f"VitEntryLayers.pos_emb_shapes is {self.pos_emb_shapes}, but inputs "
-                f"{inputs.shape} have {num_patches} patches. Set it to the rows and columns of "
-                "patches."
+                f"{inputs.shape} have {num_patches} patches. Set pos_emb_shapes to the numbers of "
+                "rows and columns of patches."
             )
         return embs
 
 
 class ClassTokenPooling(BaseLayer):
-    """Selects one token per row, [B, N, D] -> [B, D]; for `VitExitLayers.pooling_tpl`.
+    """Selects one token per image, [B, N, D] -> [B, D]; for `VitExitLayers.pooling_tpl`.
 
     Args:
       index: Index of the token: 0 for the first token that VitEntryLayers prepends, or -1 for the
@@ -195,10 +196,10 @@ class VitExitLayers(BaseLayer):
         is applied if output_dim differs from hidden_dim.
       output_fc_has_bias: Whether to add a bias to the projection.
       pooling_tpl: Builds the pooling of the tokens from (rngs=), by default the mean. Use
-        ClassTokenPooling to select the class token. Pax's default sets no dims and cannot run.
+        ClassTokenPooling to select the class token. Pax's default fails, because it sets no dims.
       ln_tpl: Builds the norm from (hidden_dim, rngs=).
-      weight_split_dims_mapping: Split of the projection's weight [hidden_dim, output_dim].
-      activation_split_dims_mapping: Split of the outputs.
+      weight_split_dims_mapping: Sharding of the projection's weight [hidden_dim, output_dim].
+      activation_split_dims_mapping: Sharding of the outputs.
     """
 
     # Features may belong to an image or to each token.
@@ -251,8 +252,8 @@ class VitExitLayers(BaseLayer):
 class VisionTransformer(BaseLayer):
     """Maps images [B, H, W, C], or patches [B, N, P^2 C], to features [B, D].
 
-    Pax's `full_data_parallel_on_entry_exit` corresponds to entry and exit layers that split the
-    batch over all mesh axes.
+    Pax's `full_data_parallel_on_entry_exit` corresponds to entry and exit layers whose batch is
+    sharded over all mesh axes.
 
     Args:
       entry_layers_tpl: Builds the layer that returns tokens [B, N, D] from (rngs=). If None, the
@@ -260,7 +261,7 @@ class VisionTransformer(BaseLayer):
       transformer_layers_tpl: Builds the stack from (rngs=); its blocks are not causal.
       exit_layers_tpl: Builds the layer that maps tokens to features from (rngs=). If None, tokens
         are returned.
-      activation_split_dims_mapping: Split of the tokens [B, N, D] between entry, stack and exit.
+      activation_split_dims_mapping: Sharding of the tokens [B, N, D] between entry, stack and exit.
     """
 
     splits = splits(activation=RESIDUAL)
@@ -311,7 +312,7 @@ def build_vision_transformer(
     num_xformer_layers: int,
     num_heads: int,
 ) -> fdl.Partial:
-    """Returns the config of a VisionTransformer with these sizes, which can be changed further.
+    """Returns the config of a VisionTransformer with these sizes; its settings can be changed.
 
     It is equivalent to Pax's `build_vision_transformer_hparams_for_test`, whose attention has no
     per-dim scale.

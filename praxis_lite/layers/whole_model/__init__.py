@@ -1,4 +1,4 @@
 """Transformations of complete models: sharding presets, adapters, quantization.
 
-This package depends on all layers; no layer depends on it.
+This package depends on all layers, and no layer depends on this package.
 """

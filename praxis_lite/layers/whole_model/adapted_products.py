@@ -1,4 +1,4 @@
-"""Matmuls of dense layers with LoRA or DoRA."""
+"""Matmuls of dense layers that have LoRA or DoRA adapters."""
 
 import dataclasses
 import string
@@ -14,14 +14,14 @@ from praxis_lite.layers.base.result_types import einsum
 
 @dataclasses.dataclass(frozen=True)
 class DenseForm:
-    """The letters of a dense layer's equation, without leading dims.
+    """The subscripts of a dense layer's einsum equation, without leading dims.
 
     Attributes:
-      inputs: The letters of the inputs.
-      weight: The letters of the weight.
-      leading: The letters that index the outputs of a layer with several outputs.
-      outputs: The remaining letters of the outputs.
-      stack: The letters of the weight that index independent layers, each with an adapter.
+      inputs: Subscripts of the inputs.
+      weight: Subscripts of the weight.
+      leading: Subscripts that index the outputs of a layer with several outputs.
+      outputs: Remaining subscripts of the outputs.
+      stack: Subscripts of the weight that index independent layers, each with an adapter.
     """
 
     inputs: str
@@ -32,12 +32,12 @@ class DenseForm:
 
     @property
     def rank(self) -> str:
-        """The letter of the rank, which does not occur in the equation."""
+        """The subscript of the rank, which does not occur in the equation."""
         return self._free()[0]
 
     @property
     def other_rank(self) -> str:
-        """A second letter for the rank."""
+        """A second subscript for the rank."""
         return self._free()[1]
 
     def _free(self) -> list[str]:
@@ -46,34 +46,34 @@ class DenseForm:
 
     @property
     def summed(self) -> str:
-        """The contracted letters."""
+        """The contracted subscripts."""
         return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
 
     @property
     def a(self) -> str:
-        """The letters of lora_a."""
+        """The subscripts of lora_a."""
         return self.stack + self.summed + self.rank
 
     @property
     def b(self) -> str:
-        """The letters of lora_b."""
+        """The subscripts of lora_b."""
         taken = self.stack + self.summed
         return self.stack + self.rank + "".join(x for x in self.weight if x not in taken)
 
     @property
     def kept(self) -> str:
-        """The letters of the outputs that come from the weight, in the order of the outputs."""
+        """The subscripts of the outputs that come from the weight, in the order of the outputs."""
         return "".join(x for x in self.leading + self.outputs if x in self.weight)
 
     @property
     def between(self) -> str:
-        """The letters of `inputs @ a`."""
+        """The subscripts of `inputs @ a`."""
         kept = "".join(x for x in self.inputs if x not in self.summed)
         return kept + "".join(x for x in self.stack if x not in kept) + self.rank
 
 
 def form_of(layer: Dense) -> DenseForm:
-    """Returns the letters of a dense layer's equation."""
+    """Returns the subscripts of a dense layer's equation."""
     operands, outputs = layer.equation.split("->")
     inputs, weight = operands.replace("...", "").split(",")
     leading, _, outputs = outputs.rpartition("...")
@@ -83,12 +83,12 @@ def form_of(layer: Dense) -> DenseForm:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A matmul with its bias, plus a matmul with two low-rank matrices.
+    """The product of a dense layer, plus the product with two low-rank matrices.
 
     Attributes:
       base: The product with `w`.
-      scale: The factor that multiplies the low-rank product.
-      weights: The names of the adapter's weights in the layer.
+      scale: Factor that multiplies the low-rank product.
+      weights: Names of the adapter's weights in the layer.
     """
 
     base: Product
@@ -103,7 +103,7 @@ class AdaptedProduct(Product):
         return self.merge(layer, self.base.kernel(layer), *adapters)
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Merges an adapter into its weight, in the weight's dtype; also supports stacks.
+        """Returns a weight or a stack of weights with the adapter merged in, in its dtype.
 
         Args:
           layer: The layer of the weight.
@@ -154,7 +154,7 @@ class AdaptedProduct(Product):
 class DecomposedProduct(AdaptedProduct):
     """DoRA's matmul, which learns the length of each column of the adapted weight.
 
-    It stores no array of the weight's size except `w`: the squared lengths are computed as sums of
+    The current lengths are computed without storing w + a @ b: the squared lengths are sums of
     products of w, a and b.
     """
 

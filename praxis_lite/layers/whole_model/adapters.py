@@ -5,7 +5,7 @@
 
 An adapted layer is its base layer with additional weights `lora_a` and `lora_b`. All other paths
 and initial values are the same as without adapters. To adapt a stack, adapt its block. The product
-with `w` may be replaced before or after adding the adapter, for example by a rounded product
+with `w` can be replaced before or after the adapter is added, for example by a rounded product
 (quantization.py).
 """
 
@@ -40,7 +40,7 @@ def lora(
     only: Sequence[str] | None = None,
     use_dora: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a template like `base_tpl` whose dense layers add `alpha / rank * x @ a @ b`.
+    """Returns a template like `base_tpl` whose dense layers also add `alpha / rank * x @ a @ b`.
 
     b starts as zeros, so the adapted layer starts out equal to the base layer (arXiv:2106.09685).
 
@@ -49,12 +49,12 @@ def lora(
         dense layers.
       rank: The rank of a @ b.
       alpha: The numerator of the scale. If None, rank, which gives a scale of 1.
-      only: Names of which the path of an adapted layer must contain one, such as "query". If None,
-        all layers are adapted.
+      only: Adapt only layers whose path contains one of these names, such as "query". If None, all
+        layers are adapted.
       use_dora: Whether to also learn the length of each column of w + a @ b (DoRA,
         arXiv:2402.09353). The learned length is the length in w plus `lora_m`, which starts as
-        zeros. The current length, by which columns are divided, is treated as a constant in the
-        backward pass (section 4.3 of the paper).
+        zeros. Columns are divided by their current length, which the backward pass treats as a
+        constant (section 4.3 of the paper).
 
     Raises:
       ConfigError: rank is not positive. When called: there is no layer to adapt, or a layer already
@@ -97,8 +97,8 @@ def adapted(
     already = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if already:
         raise ConfigError(
-            f"lora: {few(already)} of {type(layer).__name__} already has an adapter. Remove one of "
-            "the two adapters, or select different layers with `only`."
+            f"lora: there is already an adapter in {few(already)} of {type(layer).__name__}. "
+            "Remove one of the two adapters, or select other layers with `only`."
         )
     # Draw the key from a copy, so that layers created later get the same keys as without adapters.
     key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)
@@ -150,7 +150,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     layer.product = (DecomposedProduct if use_dora else AdaptedProduct)(layer.product, scale)
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {form.rank: rank}
-    # A merged dim's split belongs to its first letter. The rank is not split.
+    # The mesh axes of a merged dim shard its first letter. The rank is not sharded.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
@@ -188,8 +188,8 @@ def reference_of(module: nnx.Module) -> nnx.Module:
         return getattr(module, REFERENCE)
     if not adapted_layers(module):
         raise ConfigError(
-            f"{type(module).__name__} has neither adapters nor a frozen copy of itself. Add "
-            "adapters (praxis_lite.layers.lora), or build it with "
-            "fdl.Partial(with_reference, base_tpl=...) from praxis_lite.layers."
+            f"{type(module).__name__} has neither adapters nor a reference copy. Add adapters "
+            "(praxis_lite.layers.lora), or build the model with "
+            "fdl.Partial(praxis_lite.layers.with_reference, base_tpl=...)."
         )
     return without_adapters(module)

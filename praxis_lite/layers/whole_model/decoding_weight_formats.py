@@ -46,7 +46,7 @@ class Int8Weight(StoredWeight):
 
 
 def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
-    """Rounds a weight to nearest, so that the largest value of each output channel becomes 127.
+    """Rounds a weight to int8, with the largest value of each output channel scaled to 127.
 
     Args:
       weight: The weight.
@@ -67,7 +67,7 @@ class TransposedWeight(StoredWeight):
     """A weight stored transposed, [out, in], for faster decoding on CPU.
 
     XLA's CPU backend repacks the second operand of a matmul for each token, but reads the first
-    operand in place. With few rows, repacking takes most of the time.
+    operand in place. With a small batch, repacking takes most of the time.
 
     Attributes:
       values: The transposed weight.
@@ -79,7 +79,7 @@ class TransposedWeight(StoredWeight):
 
     @staticmethod
     def supports(equation: str) -> bool:
-        """Returns whether inputs and outputs use the weight's letters in the weight's order."""
+        """Returns whether inputs and outputs have the weight's subscripts in the weight's order."""
         operands, results = equation.split("->")
         input_letters, weight_letters = operands.split(",")
         kept = "".join(letter for letter in weight_letters if letter in results)

@@ -1,8 +1,8 @@
 """4-bit weights with a scale per block: rounding, packing and multiplication.
 
-A byte stores two numbers in memory, files and communication. One float32 scale per block of 64 adds
-half a bit per weight. Qwix has the same types, but its "nf4" stores each number in a byte and
-flattens weights, which requires gathering sharded weights.
+In memory, files and communication, a byte stores two numbers. One float32 scale per block of 64
+adds half a bit per number. Qwix has the same types, but its "nf4" stores one number per byte and
+flattens weights, so sharded weights would have to be gathered.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ NF4 = (
 )
 @dataclasses.dataclass(frozen=True)
 class FourBitWeight(StoredWeight):
-    """A weight whose elements are one of 16 numbers, times a scale per block.
+    """A weight whose elements are 4-bit numbers, times a scale per block.
 
     Attributes:
       codes: Uint8, with the weight's shape except in `dim`; two numbers per byte.
@@ -95,7 +95,7 @@ class FourBitWeight(StoredWeight):
 
 
 def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
-    """Rounds a weight to the nearest of 16 numbers.
+    """Rounds a weight to 4-bit numbers with a scale per block.
 
     "int4" uses the integers from -7 to 7. "nf4" uses the numbers in NF4, which are bit-identical to
     those of bitsandbytes.
@@ -122,7 +122,7 @@ def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
 
 
 def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
-    """Returns packing functions by path for all dense layers that do not compute logits."""
+    """Returns functions that pack weights, by path, for dense layers that do not compute logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
             to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
@@ -133,7 +133,7 @@ def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
 
 
 def _codes(x: jax.Array, qtype: str) -> jax.Array:
-    """Returns the uint8 codes, 0 to 15, for numbers that were divided by their scales."""
+    """Returns the uint8 codes, 0 to 15, of numbers that have been divided by their scales."""
     if qtype == "int4":
         return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
     bounds = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
@@ -144,7 +144,7 @@ def _values(codes: jax.Array, qtype: str) -> jax.Array:
     """Returns the float32 values of codes."""
     if qtype == "int4":
         return (codes ^ 8).astype(jnp.float32) - 8
-    # Select between pairs for each bit; a table lookup would be a gather for each weight.
+    # For each bit, select from pairs of values; a table lookup would be a gather per element.
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1

@@ -1,4 +1,4 @@
-"""Weights that a state stores in a different format than their layers declare, such as 4 bits."""
+"""Models whose train state stores some weights in a packed format, such as 4 bits."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ Pack = Callable[[jax.Array], Any]
 
 @dataclasses.dataclass(frozen=True)
 class PackedForm:
-    """The format in which a state stores a weight.
+    """The format in which a train state stores a weight.
 
     Attributes:
       pack: Computes the stored arrays from the weight.
@@ -38,7 +38,7 @@ class PackedForm:
 
     @functools.cached_property
     def parts(self) -> dict[str, WeightSpec]:
-        """Specs of the stored arrays by name; each array is split like the weight."""
+        """Specs of the stored arrays by name; each array is sharded like the weight."""
         return {
             name: dataclasses.replace(self.spec, shape=x.shape, dtype=x.dtype)
             for name, x in leaves_with_path(self._abstract)
@@ -61,8 +61,8 @@ class PackedModel(NnxModel):
 
     Args:
       build: See NnxModel.
-      forms: Takes the module with abstract weights, and returns packing functions by path, such as
-        "params/ffn/w".
+      forms: Takes the module with abstract weights, and returns functions that pack weights, by
+        path, such as "params/ffn/w".
     """
 
     def __init__(
@@ -106,10 +106,11 @@ class PackedModel(NnxModel):
 
 
 def check_frozen(model: PackedModel, learner: Learner) -> None:
-    """Checks that a learner trains no packed weight.
+    """Checks that a learner does not train packed weights.
 
     Raises:
-      ConfigError: It trains one. The message names the weights and the settings that freeze them.
+      ConfigError: The learner trains a packed weight. The message names the weights, and the
+        settings that freeze them.
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
     packed = {
@@ -125,8 +126,8 @@ def check_frozen(model: PackedModel, learner: Learner) -> None:
     ]
     if trained:
         raise ConfigError(
-            f"Learner: {few(sorted(trained))} would be trained, but is stored as "
-            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze the weights in 4 "
-            "bits: bprop_variable_inclusion selects the weights to train, such as "
-            "'.*/lora_[abm]', and bprop_variable_exclusion those to freeze."
+            f"Learner: {few(sorted(trained))} would be trained, but weights that are stored "
+            f"as {specs[sorted(trained)[0]].dtype} have no gradient. Freeze the 4-bit weights: set "
+            "bprop_variable_inclusion to the weights to train, such as '.*/lora_[abm]', or "
+            "bprop_variable_exclusion to the weights to freeze."
         )

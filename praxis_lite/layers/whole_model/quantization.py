@@ -7,21 +7,21 @@
 Rules do not change the weights, slots and checkpoints of a model. A weight is rounded every time it
 is used. By default, weights have a scale per output channel and activations a scale per token; with
 `scales="tensor"`, each array has a single scale. Products are summed in int32 (in float32 for
-float8) and rescaled. Sums over devices are of rescaled products in the activations' dtype, wherever
-the layers' splits determine which devices sum together (`summing_devices`). Gradients ignore the
+float8) and rescaled. Sums over devices are computed after rescaling, in the activations' dtype, if
+the layers' sharding determines which devices sum together (`summing_devices`). Gradients ignore the
 rounding (straight-through). Without a `bwd_qtype`, both matmuls of the backward pass use unrounded
 operands in the model's dtype.
 
-With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for every
+With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale per
 `block_size` inputs of a channel. The backward pass uses the rounded weight.
 
 Matmuls of two activations (attention logits), experts, convolutions, recurrences, embeddings and
-LoRA's low-rank matmuls are never rounded; the log names matching layers that are not rounded. The
+LoRA's low-rank matmuls are never rounded; matching layers that are not rounded are logged. The
 weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (see
-four_bit_weights.py for 4 bits), so decoding rounds them for every token. Rounding is to nearest,
-including in the backward pass. A sum of more than 133,000 int8 products can overflow int32 if
-nearly all of them have the maximum size. With a `bwd_qtype`, a weight gradient sums over all tokens
-of a device.
+four_bit_weights.py for 4 bits), so decoding rounds them for every token. Numbers are rounded to
+nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a weight
+gradient over all tokens of a device, can overflow int32 if nearly all products have the maximum
+size.
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
 a recipe of QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
@@ -65,10 +65,10 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """Rounds the matmuls of layers whose weight's path matches a pattern.
+    """Rounds the matmuls of dense layers whose weight has a path that matches a pattern.
 
     Attributes:
-      regex: A pattern for the beginning of a weight's path (`re.match`), such as
+      regex: A pattern that must match the beginning of a weight's path (`re.match`), such as
         "transformer/.*/ffn_layer". The first matching rule applies.
       qtype: "int8", "float8_e4m3fn" or "float8_e5m2" to round inputs and weight to this type;
         "int4" or "nf4" to round only the weight; None for no rounding.
@@ -121,11 +121,11 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def apply(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns `product` with a rounded matmul with `w`; adapters are not rounded.
+        """Returns `product` with the matmul with `w` rounded; adapters are not rounded.
 
         Args:
           product: The product of a dense layer.
-          rows_split: Split of the inputs' batch and time.
+          rows_split: Sharding of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
@@ -140,7 +140,7 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Builds a layer with `model`, and quantizes its dense layers according to rules.
+    """Builds a layer with `model`, and quantizes its dense layers according to `rules`.
 
     Raises:
       ConfigError: Qwix is not installed, there are no rules, or a rule matches no layer.
@@ -176,7 +176,7 @@ def quantized(
 
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
-    """Returns the split of a dense layer's batch and time, from its or its parent's settings."""
+    """Returns the sharding of a dense layer's batch and time, from the layer or its parent."""
     parent, _, name = path.rpartition("/")
     parent_array = "output" if name == "post" else "activation"  # `post` computes the outputs.
     for layer, array in ((nodes[path], "activation"), (nodes[parent], parent_array)):
@@ -252,7 +252,7 @@ def with_recipe(
     require_choice("task.quantization", recipe, QUANTIZATION_RECIPES)
     if isinstance(model, Model):
         raise ConfigError(
-            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; only "
+            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}, and only "
             "dense layers of praxis_lite can be quantized. Omit the setting."
         )
     rule = QUANTIZATION_RECIPES[recipe]

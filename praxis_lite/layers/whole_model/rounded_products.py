@@ -22,9 +22,9 @@ from praxis_lite.layers.base.result_types import einsum, elementwise, product_ty
 from praxis_lite.layers.whole_model.four_bit_weights import to_4_bits
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-# The scales of an operand: one for each row or column that is not contracted, or a single one.
+# The scales of an operand: one per index that is not contracted, or a single scale.
 SCALES = ("channel", "tensor")
-# Pairs of a letter in an equation and the number of devices that sum over it.
+# Pairs of a subscript in an equation and the number of devices that sum over its dim.
 Counts = tuple[tuple[str, int], ...]
 # The largest int8 is 127. With Qwix's default bound of 127.5, each row's largest element would be
 # halfway between two integers, so that the last bit of a float, which may differ between meshes,
@@ -46,8 +46,8 @@ def quantized_einsum(
     """Computes `einsum(equation, x, w)` with rounded operands, in x's dtype.
 
     Args:
-      equation: An equation with two operands, such as "bd,df->bf". Each letter occurs in two of the
-        three arrays.
+      equation: An equation with two operands, such as "bd,df->bf". Each subscript occurs in two of
+        the three arrays.
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       x: The inputs.
@@ -105,9 +105,10 @@ def _einsum(
 ) -> jax.Array:
     """Multiplies two operands, each rounded to its type; returns the result in `dtype`.
 
-    An operand has a scale for each index that is not contracted, or a single scale. Devices that
-    sum over a contracted dim together do so in `dtype`. For this, the dim is divided into parts,
-    because XLA would otherwise sum int32 values before applying the scales.
+    An operand has a scale per index that is not contracted, or a single scale. If several devices
+    sum over a contracted dim, the dim is divided into one part per device. The parts are summed
+    after rescaling, in `dtype`; otherwise XLA would sum int32 values over devices before applying
+    the scales.
 
     Args:
       equation: See `quantized_einsum`.
@@ -115,7 +116,7 @@ def _einsum(
       num_devices: The result of `summing_devices`.
       dtype: The dtype of the result.
       out: The spec of the product's type; None over Auto axes.
-      factors: The two factors, each with its type.
+      factors: The two operands, each with the type to round to.
     """
     qwix = optional_module("qwix", "quantized")
     letters, outputs = equation.split("->")
@@ -131,7 +132,7 @@ def _einsum(
         for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
     size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
-    parts = {  # The number of parts of contracted dims, if all parts have equal sizes.
+    parts = {  # The number of parts per contracted dim, if the dim divides evenly.
         letter: count
         for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
@@ -155,7 +156,7 @@ def _einsum(
 def _partial_sums_spec(
     out: PartitionSpec, equation: str, x: jax.Array, y: jax.Array
 ) -> PartitionSpec:
-    """Returns the type of partial sums: the parts, then `out` without the axes of the parts."""
+    """Returns the spec of partial sums: the parts, followed by `out` without their axes."""
     entry_of_letter = dict(
         zip(equation.partition("->")[2], product_type(equation, x, y), strict=True)
     )
@@ -180,7 +181,7 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
     shared = [letter for letter in y_letters if letter in x_letters]
     summed = [letter for letter in shared if letter not in outputs]
     batch = [letter for letter in shared if letter in outputs]
-    # The order of dot_general's results; as in qwix.einsum, the second operand comes first.
+    # The order of dims in dot_general's result; as in qwix.einsum, the second operand comes first.
     order = [
         *batch,
         *(a for a in y_letters if a not in shared),
@@ -214,9 +215,10 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
 
 
 def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
-    """Inserts a dim of parts before some dims of an array; for scales, it has size 1.
+    """Reshapes some dims of an array to [number of parts, size of a part].
 
-    Over Explicit axes, the parts are split like the original dim.
+    A dim of size 1, as scales have, becomes [1, 1]. Over Explicit axes, the dim of parts is sharded
+    like the original dim.
     """
     shape: list[int] = []
     split: list[Any] = []
@@ -239,7 +241,7 @@ class RoundedProduct(Product):
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       scales: See QuantizationRule.
-      rows_split: Split of the inputs' batch and time.
+      rows_split: Sharding of the inputs' batch and time.
     """
 
     qtype: str
@@ -265,9 +267,10 @@ class RoundedProduct(Product):
         )
 
     def _type(self, equation: str, rows: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
-        """Returns the spec of the product's type, with rows split as declared over unused axes.
+        """Returns the spec of the product's type.
 
-        The incoming gradient then has this split, and is gathered after rounding.
+        Batch and time are sharded over the declared axes that are not in use. The incoming gradient
+        then has this sharding, and is gathered after rounding.
         """
         outputs, out = equation.partition("->")[2], product_type(equation, x, w)
         axis_names = jax.sharding.get_abstract_mesh().axis_names
@@ -282,9 +285,9 @@ class RoundedProduct(Product):
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         raise ConfigError(
-            "A softmax with a chunk_size slices the weight of its linear layer and cannot be "
-            f"quantized, but a rule rounds this weight to {self.qtype}. Set chunk_size to None, or "
-            'put QuantizationRule("softmax", qtype=None) before the other rules.'
+            f"A rule rounds the weight of a softmax to {self.qtype}, but a softmax with a "
+            "chunk_size slices this weight and cannot be quantized. Set chunk_size to None, or put "
+            'QuantizationRule("softmax", qtype=None) before the other rules.'
         )
 
     def adds_up(self) -> bool:
@@ -329,17 +332,17 @@ class RoundedWeight(Product):
 
 
 def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
-    """Returns the number of devices that share a sum, for each contracted letter.
+    """Returns the number of devices that sum together, for each contracted dim.
 
-    The matmuls for outputs and input gradients contract letters of the weight; the matmul for
-    weight gradients contracts letters of the rows. A letter without an entry is not split, or is
-    gathered before the matmul: a weight is gathered over the axes that split the batch, and its
-    model dims also over the axes that split time.
+    The matmuls for outputs and input gradients contract dims of the weight; the matmul for weight
+    gradients contracts batch and time. A dim without an entry is not sharded, or is gathered before
+    the matmul: a weight is gathered over the axes of the batch, and its model dims also over the
+    axes of time.
 
     Args:
       layer: The dense layer.
-      rows: The letters of the inputs' rows: batch and time.
-      rows_split: Split of the rows, or None if unknown.
+      rows: The subscripts of the inputs' batch and time.
+      rows_split: Sharding of batch and time, or None if unknown.
     """
     mesh, metadata = jax.sharding.get_abstract_mesh(), layer.w.get_metadata()
 

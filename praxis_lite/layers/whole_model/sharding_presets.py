@@ -1,7 +1,7 @@
-"""Sharding presets: named dicts that define all splits of a model.
+"""Sharding presets: named dicts that define how a model is sharded.
 
 The `splits` of a layer name the dims of its arrays. A preset in `SHARDING_PRESETS` maps these names
-to the mesh axes that split them; names missing from a preset are not split. `set_sharding_params`
+to mesh axes; dims whose names are missing from a preset are replicated. `set_sharding_params`
 applies a preset. To change a preset, copy it:
 
     {**SHARDING_PRESETS["megatron"], "mlp": ("data", "mdl")}
@@ -21,12 +21,12 @@ from praxis_lite.layers.attention.relative_bias import RelativeBias
 from praxis_lite.layers.normalizations import Norm, WeightNormL2
 from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 
-# Weights are replicated over the mesh axis `replica`, and split over `data` and `mdl`. For a mesh
+# Weights are replicated over the mesh axis `replica`, and sharded over `data` and `mdl`. For a mesh
 # with other axis names, write similar dicts.
 _OVER_DATA, _OVER_ALL = ("replica", "data"), ("replica", "data", "mdl")
 
-# The first matmul of a pair splits its outputs, the second its inputs, with one sum over `mdl`
-# after each pair (Megatron, arXiv:1909.08053).
+# In each pair of matmuls, the outputs of the first and the inputs of the second are sharded, with
+# one sum over `mdl` after each pair (Megatron, arXiv:1909.08053).
 _TENSOR_PARALLEL: dict[str, DimSplit] = {
     "heads": "mdl",
     "mlp": "mdl",
@@ -44,7 +44,7 @@ _RING: dict[str, DimSplit] = {
     **_TENSOR_PARALLEL,
 }
 
-# `mdl` splits time everywhere (context parallelism). Weights are split as in fsdp.
+# Time is sharded over `mdl` everywhere (context parallelism). Weights are sharded as in fsdp.
 _CONTEXT: dict[str, DimSplit] = {
     "batch": _OVER_DATA,
     "length": "mdl",
@@ -57,30 +57,32 @@ _CONTEXT: dict[str, DimSplit] = {
 SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     # Data parallel: each device has all weights and a part of the batch.
     "replicated": {"batch": _OVER_ALL, "expert": None},
-    # ZeRO-3 (arXiv:1910.02054): weights are split over all devices except replicas, and gathered
+    # ZeRO-3 (arXiv:1910.02054): weights are sharded over all devices except replicas, and gathered
     # when they are used.
     "fsdp": {"batch": _OVER_ALL, "embed": ("data", "mdl"), "expert": None},
-    # Tensor parallel over `mdl`, data parallel over the other axes; `data` does not split weights.
+    # Tensor parallel over `mdl`, data parallel over the other axes, without sharding weights over
+    # `data`.
     "megatron": {"batch": _OVER_DATA, "expert": None, **_TENSOR_PARALLEL},
-    # Combines fsdp and megatron: two dims of each weight are split. Between the pairs, `mdl` splits
-    # time (sequence parallelism, arXiv:2205.05198). As in Pax's set_sharding_params_v1, experts are
-    # not changed.
+    # Combines fsdp and megatron: two dims of each weight are sharded. Between the pairs of matmuls,
+    # time is sharded over `mdl` (sequence parallelism, arXiv:2205.05198). As in Pax's
+    # set_sharding_params_v1, experts are not changed.
     "fsdp+tensor": {
         "batch": _OVER_DATA,
         "embed": "data",
         "residual_length": "mdl",
         **_TENSOR_PARALLEL,
     },
-    # Like megatron, but between the pairs, `mdl` splits time.
+    # Like megatron, but between the pairs of matmuls, time is sharded over `mdl`.
     "sequence": {
         "batch": _OVER_DATA,
         "expert": None,
         "residual_length": "mdl",
         **_TENSOR_PARALLEL,
     },
-    # Weights are split as in fsdp+tensor. Between sublayers, `mdl` splits the batch, and devices
-    # along `mdl` pass rows around a ring while they compute (collective matmul). This is the
-    # fastest preset for 2 to 8 devices along `mdl` if nothing hides weight gathers (TPU v4, v5p).
+    # Weights are sharded as in fsdp+tensor. Between sublayers, the batch is also sharded over
+    # `mdl`, and devices along `mdl` pass examples around a ring while they compute (collective
+    # matmul). This is the fastest preset for 2 to 8 devices along `mdl` if nothing hides weight
+    # gathers (TPU v4, v5p).
     "fsdp+ring": {
         **_RING,
         "attention_collectives": "ring",
@@ -93,14 +95,14 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
         "attention_collectives": "weights",
         "mlp_collectives": "ring",
     },
-    # For long sequences: weights are split as in fsdp, and `mdl` splits time. Devices split the
-    # attention heads as far as their number is divisible, and form rings for the remaining factor.
+    # For long sequences: weights are sharded as in fsdp, and time over `mdl`. In attention, heads
+    # are sharded as far as their number is divisible, and rings are used for the remaining factor.
     "fsdp+context": {**_CONTEXT, "attention_context": "all_to_all+ring"},
-    # Like fsdp+context, with a single method.
+    # Like fsdp+context, but with a single method.
     "fsdp+context_gather": {**_CONTEXT, "attention_context": "gather"},
     "fsdp+context_ring": {**_CONTEXT, "attention_context": "ring"},
     "fsdp+context_heads": {**_CONTEXT, "attention_context": "all_to_all"},
-    # Weights are split as in fsdp+tensor, and experts over a separate axis, which also splits the
+    # Weights are sharded as in fsdp+tensor, and experts over a separate axis, which also shards the
     # batch (GShard, arXiv:2006.16668). For a mesh with the axes data, expert and mdl.
     "expert": {
         "batch": ("data", "expert"),
@@ -108,8 +110,8 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
         "embed": "data",
         **_TENSOR_PARALLEL,
     },
-    # For large mixtures of experts on such a mesh: experts are split over `expert`, with
-    # all-to-alls, and their model dims over the other axes. Other weights are split as in fsdp.
+    # For large mixtures of experts on such a mesh: experts are sharded over `expert`, with
+    # all-to-alls, and their model dims over the other axes. Other weights are sharded as in fsdp.
     "fsdp+expert": {
         "batch": ("data", "expert", "mdl"),
         "embed": ("data", "expert", "mdl"),
@@ -152,10 +154,10 @@ COMPILER_OPTIONS: dict[str, CompilerOptions] = {
 }
 
 # Names of weight dims in this library's layers: model dims, hidden dims, and so on. If a preset
-# lacks expert_embed, the experts' model dims are split like all other model dims.
+# lacks expert_embed, the experts' model dims are sharded like all other model dims.
 WEIGHT_DIMS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert", "expert_embed")
-# Names of activation dims. `residual_` marks rows and time of the residual stream between
-# sublayers. If a preset lacks residual_batch, these rows are split like the batch.
+# Names of activation dims. `residual_` marks batch and time of the residual stream between
+# sublayers. If a preset lacks residual_batch, that dim is sharded like the batch.
 ACTIVATION_DIMS = (
     "batch",
     "length",
@@ -176,5 +178,5 @@ PRESET_SETTINGS = {
 }
 
 
-# Layers whose weights are so small that no preset splits them and no warning is logged.
+# Layers with small weights, which no preset shards, and for which no warning is logged.
 REPLICATED_LAYERS = (Norm, WeightNormL2, RelativeBias)

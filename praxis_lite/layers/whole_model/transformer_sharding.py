@@ -1,4 +1,4 @@
-"""Sets all splits in a model's config from a preset."""
+"""Applies a sharding preset to all layers in a model's config."""
 
 import functools
 import inspect
@@ -26,27 +26,29 @@ from praxis_lite.layers.whole_model.sharding_presets import (
 )
 
 Preset = Mapping[str, DimSplit]
-# Layers without splits, which become configs so that --set can change their settings.
+# Layers without sharding settings. They become configs, so that --set can change their settings.
 _CONTAINERS = (Repeat, Transformer)
 
 
 def set_sharding_params(
     model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
 ) -> fdl.Buildable:
-    """Sets all splits in `model`, the config of a model or layer, and returns it.
+    """Applies a sharding preset to a config of a model or layer in place, and returns the config.
 
-    This sets the splits of every layer that names its dims (`BaseLayer.splits`), including layers
-    from default templates. Other settings are not changed. If the preset has no entry "expert",
-    experts are not changed; if the entry is None, experts are not split. Logs a warning, once per
-    class, if a layer has weights but neither its class nor the config defines their split.
+    The preset sets the sharding of every layer that names its dims (`BaseLayer.splits`), including
+    layers from default templates. Other settings are not changed. If the preset has no entry
+    "expert", experts are not changed; if the entry is None, experts are replicated. Logs a warning,
+    once per class, if a layer has weights but neither its class nor the config defines their
+    sharding.
 
-    Split batches by `preset["batch"]`, for example with the inputs_split_mapping {"map_2d":
-    (preset["batch"], None)} for ids. An inputs_split_mapping of None splits over all devices.
+    Shard batches over `preset["batch"]`, for example with the inputs_split_mapping {"map_2d":
+    (preset["batch"], None)} for ids. With an inputs_split_mapping of None, batches are sharded over
+    all devices.
 
     Args:
       model: The config.
       preset: A name in SHARDING_PRESETS, or a dict from dim names to the mesh axes (one, a tuple,
-        or None) that split them. Dims that are missing from the dict are not split.
+        or None) over which these dims are sharded. Dims that are missing are replicated.
 
     Raises:
       ConfigError: The preset or a dim name is unknown, or two dims of an array get the same axis.
@@ -55,11 +57,11 @@ def set_sharding_params(
     unsplit: dict[str, str] = {}
     _set_splits(model, preset, False, unsplit)
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
-        return model  # The preset does not split any weight.
+        return model  # The preset does not shard any weight.
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
-            "set_sharding_params does not change %s, which is replicated: the preset does not "
-            "define its split. Set its %s, or name its dims in its class, "
+            "set_sharding_params does not change %s, which is replicated, because the preset does "
+            "not define its sharding. Set its %s, or name its dims in its class: "
             "splits = praxis_lite.layers.splits(weight=...).",
             name,
             fields,
@@ -68,7 +70,7 @@ def set_sharding_params(
 
 
 def _resolve(preset: str | Preset) -> Preset:
-    """Checks a preset's names, and returns the mesh axes by name."""
+    """Checks the names in a preset, and returns the mesh axes by name."""
     setting = "set_sharding_params.preset"
     if not isinstance(preset, Mapping):
         require_choice(setting, preset, SHARDING_PRESETS)
@@ -83,7 +85,9 @@ def _resolve(preset: str | Preset) -> Preset:
                 require_choice(f"{setting}[{name!r}]", axes, PRESET_SETTINGS[name])
             continue
         is_valid = isinstance(axes, str | int | list | tuple | None)
-        require(is_valid, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
+        require(
+            is_valid, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of mesh axes, or None"
+        )
     return {"residual_batch": preset.get("batch"), **preset}
 
 
@@ -108,15 +112,15 @@ def _declared_dims() -> list[Mapping[str, Any]]:
 def _set_splits(
     config: fdl.Buildable, preset: Preset, gets_splits: bool, unsplit: dict[str, str]
 ) -> None:
-    """Sets the splits of a config and of its templates.
+    """Sets the sharding of a config and of its templates.
 
     Args:
       config: The config.
       preset: The mesh axes by name.
-      gets_splits: Whether the config is the template of a layer that passes splits when it calls
-        the template.
-      unsplit: Output dict, from names of classes whose weights are not split to the fields that
-        would split them.
+      gets_splits: Whether the config is the template of a layer that passes the sharding when it
+        calls the template.
+      unsplit: Output dict: maps names of classes whose weights are not sharded to the fields that
+        would shard them.
     """
     layer = fdl.get_callable(config)
     parameters = inspect.signature(layer).parameters
@@ -158,7 +162,7 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of a config's templates, including defaults, and of nested configs."""
+    """Yields (name, value) for the nested configs and templates of a config, even defaults."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():
@@ -169,7 +173,7 @@ def _templates(
 
 
 def _with_splits(template: Any, *args: Any) -> Any:
-    """Converts a template to a config with splits; returns it unchanged if it has no splits."""
+    """Converts a template to a config and shards it; returns it unchanged if nothing is set."""
     if isinstance(template, fdl.Buildable):
         _set_splits(template, *args)
         return template
@@ -186,7 +190,7 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns a class's dim names by setting and template, or None if it declares none."""
+    """Returns a class's dim names by setting and template, or None if the class has none."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
@@ -221,10 +225,10 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
                     continue
                 if axis in name_of:
                     raise ConfigError(
-                        "set_sharding_params: the preset splits two dims of "
+                        "set_sharding_params: the preset shards two dims of "
                         f"{_name(fdl.get_callable(config))}.{field} {dims} over the mesh axis "
-                        f"{axis!r}: {name_of[axis]!r} and {name!r}. An axis can split only one dim "
-                        "of an array. Change one of the two names in the preset."
+                        f"{axis!r}: {name_of[axis]!r} and {name!r}. An axis can shard only one dim "
+                        "of an array. Change the entry of one of these dims in the preset."
                     )
                 name_of[axis] = name
         setattr(config, field, split)

@@ -214,7 +214,7 @@ WRONG = {
     "more entries than the layer has dims": (
         in_vmap(ours(weight_split_dims_mapping=(None, None, "mdl"))),
         NO_RULES,
-        ["Linear.weight_split_dims_mapping", "3 entries", "2 dimensions", "Remove 1"],
+        ["Linear.weight_split_dims_mapping", "3 entries", "rank is 2", "one entry per dim"],
     ),
     "more names than a stack has dims": (
         in_vmap(flax_linear(("embed", "mlp", "kv")), "layers"),

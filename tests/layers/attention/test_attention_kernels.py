@@ -230,7 +230,7 @@ CHOICES = [
     ("auto", (), on(), "einsum", "default on cpu"),
     ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "default on gpu"),
     ("auto", (), on("gpu", jnp.float32), "einsum", "requires bfloat16 or float16, not float32"),
-    ("auto", (), on("gpu", dim=20), "einsum", "at most 128 dims per head, not 20"),
+    ("auto", (), on("gpu", dim=20), "einsum", "multiple of 8 up to 128, not 20"),
     (
         "auto",
         ("segment_ids",),

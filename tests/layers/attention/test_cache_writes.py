@@ -37,7 +37,7 @@ def test_a_tpus_scatter_writes_each_rows_entry_in_its_place(shape, split, has_me
     rng = np.random.default_rng(0)
     old = rng.normal(size=shape).astype(np.float32)
     new = rng.normal(size=(*shape[:-2], 1, K)).astype(np.float32)
-    write = jax.jit(lambda *args: caches.written(*args, split))
+    write = jax.jit(lambda *args: caches.write_entries(*args, split))
     if not has_mesh:
         actual = write(old, new, jnp.asarray(PLACES))
     else:

@@ -55,7 +55,7 @@ CASES = {
         T,
         TIME,
     ),
-    "zeros_where_none_is_seen": (
+    "zero_fully_masked": (
         6,
         2,
         {"kv_visible_BS": VISIBLE},
@@ -170,7 +170,7 @@ SLOW = {
             "packed_with_sinks",
             "window_and_cap",
             "window_to_both_sides",
-            "zeros_where_none_is_seen",
+            "zero_fully_masked",
             "across",
         )
     ),
@@ -205,7 +205,7 @@ SPLASH = {
         TIME,
     ),
     "paddings": (2, 2, {"right_context": 0, "kv_visible_BS": HIDDEN}, {}, False, LONG, TIME),
-    "zeros_where_none_is_seen": (
+    "zero_fully_masked": (
         2,
         2,
         {"kv_visible_BS": HIDDEN},
@@ -221,7 +221,7 @@ RINGS = [
     ("full", "ring", (1, 1, 2)),
     ("packed_with_sinks", "all_to_all+ring", (1, 1, 4)),
     ("paddings", "ring", (1, 2, 2)),
-    ("zeros_where_none_is_seen", "ring", (1, 1, 2)),
+    ("zero_fully_masked", "ring", (1, 1, 2)),
     ("across", "ring", (1, 1, 2)),
 ]
 
@@ -453,7 +453,7 @@ def called(**inputs):
         (lambda: called(atten_kernel="splash", window=3), "'ring'.*'splash'.*a window.*'chunked'"),
         (
             lambda: called(how="all_to_all+ring", atten_kernel="blocked"),
-            r"2 heads leave a ring of 2.*'blocked'.*'all_to_all'",
+            r"2 heads require a ring of 2 groups.*'blocked'.*'all_to_all'",
         ),
         (lambda: called(atten_mask=jnp.zeros((1, 1, 8, 8))), "'ring'.*atten_mask.*segment_ids"),
         (

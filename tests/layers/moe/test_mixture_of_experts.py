@@ -372,7 +372,7 @@ WRONG = {
     },
     r"capacity_factor.*0\.0.*expert_capacity_dim.*0": {"unadjusted_expert_capacity_factor": 0.0},
     r"capacity_factor.*-1\.0": {"unadjusted_expert_capacity_factor": -1.0},
-    "dropless.*True.*False.*gating_func.*'expert_choice'": {
+    "dropless=True.*gating_func 'expert_choice'.*False": {
         "dropless": True,
         "gating_func": "expert_choice",
     },

@@ -113,9 +113,11 @@ def test_inputs_that_are_kept_are_not_overwritten_before_they_go_backward(sizes)
     forward, backward = interleaved_tables(schedule)
     for key, tick in backward.items():
         assert schedule.tick_forward(np.int64(tick), key[2]) == forward[key]
-        assert tick - forward[key] < schedule.num_kept
-    assert schedule.num_kept <= 2 * sizes[0] * sizes[2] - 1
-    assert InterleavedSchedule(sizes[0], 100, sizes[2]).num_kept == 2 * sizes[0] * sizes[2] - 1
+        assert tick - forward[key] < schedule.num_saved_inputs
+    assert schedule.num_saved_inputs <= 2 * sizes[0] * sizes[2] - 1
+    assert (
+        InterleavedSchedule(sizes[0], 100, sizes[2]).num_saved_inputs == 2 * sizes[0] * sizes[2] - 1
+    )
 
 
 @pytest.mark.parametrize("split_backward", [False, True])

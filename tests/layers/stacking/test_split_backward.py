@@ -13,7 +13,7 @@ from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, BaseLayer, Pipeline, Repeat, intermediates
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
-from praxis_lite.layers.stacking.pipelining.split_backward import split_program, used_arguments
+from praxis_lite.layers.stacking.pipelining.split_backward import split_function, used_arguments
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (
     CASES,
@@ -49,7 +49,7 @@ def block_arguments():
 
 def test_a_program_in_two_parts_gives_the_same_and_no_product_is_in_both():
     given = block_arguments()
-    split = split_program(block_backward, given, num_again=1)
+    split = split_function(block_backward, given, num_shared=1)
     of_x, residuals = split.first(*given)
     actual = of_x, split.second(residuals, given[0])
     assert_trees_close(actual, block_backward(*given), rtol=1e-6)
@@ -63,7 +63,7 @@ def test_a_program_in_two_parts_gives_the_same_and_no_product_is_in_both():
 
 def test_residuals_are_no_arguments_that_are_given_again():
     given = block_arguments()
-    split = split_program(block_backward, given, num_again=2)
+    split = split_function(block_backward, given, num_shared=2)
     _, residuals = split.first(*given)
     assert sorted(a.shape for a in residuals) == [(3, 5), (3, 7), (3, 7)]
 

@@ -323,7 +323,7 @@ def test_an_experiment_configures_it():
         ),
         (
             lambda: lora(lora(Block, rank=2, only=("first",)), rank=3)(rngs=nnx.Rngs(0)),
-            "first/linear of Block already has an adapter.*only",
+            "already an adapter in first/linear of Block.*only",
         ),
     ],
 )

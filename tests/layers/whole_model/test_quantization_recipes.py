@@ -83,7 +83,7 @@ def test_a_preset_that_sums_by_hand_is_refused_with_what_to_change(preset):
     partitioner = preset_runs.partitioner_of(
         preset_runs.even_lm(), preset, preset_runs.mesh_of(preset, (1, 2, 4)), quantization="int8"
     )
-    with pytest.raises(ConfigError, match="(?s)'ring'.*one scale .of rounding.*'weights'"):
+    with pytest.raises(ConfigError, match="(?s)'ring'.*one scale .for rounding.*'weights'"):
         partitioner.train_step.lower(structs(BATCH))
 
 

@@ -1,8 +1,8 @@
 """Blocked attention, in which a block of queries reads only the keys that it may see.
 
 Causal attention then computes little more than half of the logits, and windowed attention even
-fewer. The blocks are unrolled into plain matmuls, which the compiler schedules, fuses and estimates
-like any other matmul. The backward pass is custom.
+fewer. The blocks are unrolled into plain matmuls, so the compiler can schedule, fuse and estimate
+them like any other matmul. The gradient is custom.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def blocked_attention(
     """Returns attention outputs [B, T, N, K].
 
     The residuals are the unnormalized probabilities of the computed blocks, in the queries' dtype.
-    With remat they exist only during the backward pass of a layer.
+    With remat, they exist only during the backward pass of a layer.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -160,7 +160,7 @@ def _backward(options, block_size, residuals, d_encoded):
     for block, (exp, share, highest) in zip(reversed(blocks), reversed(saved), strict=True):
         d_out = block.queries(d_encoded)
         d_sums = (d_out * _to_output_layout(share)).astype(q.dtype)
-        # The sum over s of p_s dp_s, which the softmax's derivative subtracts.
+        # The sum of p_s dp_s over keys s, which the gradient of the softmax subtracts.
         inner = _einsum("btgrk,btgrk->bgrt", d_out, block.queries(encoded)) * share
         logits_dtype = jnp.float32 if options.float32_logits else q.dtype
         d_exp = jnp.einsum(
@@ -178,7 +178,7 @@ def _backward(options, block_size, residuals, d_encoded):
         dk_part = _einsum("bgrts,btgrk->bsgk", d_logits, block.queries(q))
         dv_part = _einsum("bgrts,btgrk->bsgk", exp, d_sums)
         dk, dv = (
-            _added(total, part, block.first, num_keys)
+            _add_at(total, part, block.first, num_keys)
             for total, part in ((dk, dk_part), (dv, dv_part))
         )
         if _averages(q, k, mask, sinks, options):
@@ -192,7 +192,7 @@ def _backward(options, block_size, residuals, d_encoded):
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None if sinks is None else d_sinks
 
 
-def _added(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
+def _add_at(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
     """Adds `part` to `total` [B, S, G, K], starting at key `first`; None stands for zeros."""
     end = first + part.shape[1]
     if total is None:

@@ -92,7 +92,7 @@ KERNELS: dict[str, frozenset[str]] = {
 CONTEXT = "context"
 # Kernels that name their own residuals.
 _NAMING = ("chunked", *SPLASHES)
-# Minimum number of logits per head for which the chunked kernel's recomputation pays off.
+# Minimum number of logits per head for which "auto" prefers the chunked kernel to the einsum.
 CHUNKED_FROM = 4096 * 4096
 
 
@@ -116,12 +116,13 @@ class Workload:
 
 
 def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[str, str]:
-    """Returns the name of a kernel, and the reason for the choice.
+    """Returns the name of the kernel to use, and the reason for the choice.
 
     "auto" selects the platform's kernel if it supports the call. Otherwise it selects the chunked
-    kernel if there are many logits, and the einsum if not. It never selects "blocked", which is for
-    platforms without a kernel and for programs whose cost must be predicted. Calls with a cache,
-    whose mask depends on positions, use the einsum or the chunked kernel with any setting.
+    kernel if there are many logits, and the einsum if not. It never selects "blocked", which is
+    meant for platforms without a kernel and for cost estimates of compiled steps. Calls with a
+    cache, whose mask depends on positions, use the einsum or the chunked kernel, regardless of the
+    setting.
 
     Args:
       setting: A name in KERNELS, or "auto".
@@ -129,7 +130,7 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
       work: Properties of the call.
 
     Raises:
-      ConfigError: The selected kernel does not support the call. The message lists those that do.
+      ConfigError: The selected kernel does not support the call. The message lists kernels that do.
     """
     needs = frozenset(needs)
     check_kernel(setting, {})
@@ -140,22 +141,23 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
         able = [name for name in KERNELS if not _obstacle(name, needs, work)]
         raise ConfigError(
             f"DotProductAttention.atten_kernel is {setting!r}, but {obstacle}. Choose one of "
-            f"{able}."
+            f"{able}, or 'auto'."
         )
     if setting == "splash" and splash_of(setting) is splash_of("tokamax"):
-        return setting, "set by the user; tokamax's, because this jax version has none"
+        return setting, "set by the user; from tokamax, because this jax version has none"
     return setting, "set by the user"
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks that a kernel exists, is installed, and supports the options that are in use.
+    """Checks that a kernel exists, is installed and supports the options in use.
 
     Args:
       setting: A name in KERNELS, or "auto".
       needs: Whether each option is in use.
 
     Raises:
-      ConfigError: It does not, on any platform. The message lists kernels that do.
+      ConfigError: The kernel does not exist, is not installed, or does not support an option on any
+        platform. The message lists other kernels.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
@@ -182,7 +184,7 @@ def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
     if work.num_queries * work.num_keys >= CHUNKED_FROM:
         obstacle = _obstacle("chunked", needs, work)
         if obstacle is None:
-            return "chunked", f"{why_not}, and there would be many logits"
+            return "chunked", f"{why_not}, and the einsum would store many logits"
         why_not = f"{why_not}, and {obstacle}"
     return "einsum", why_not
 
@@ -200,7 +202,7 @@ def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
         if dtype not in ("bfloat16", "float16"):
             return f"cudnn requires bfloat16 or float16, not {dtype}"
         if dims % 8 or dims > 128:
-            return f"cudnn requires a multiple of 8 and at most 128 dims per head, not {dims}"
+            return f"cudnn requires dims per head to be a multiple of 8 up to 128, not {dims}"
     return None
 
 
@@ -244,9 +246,9 @@ def attend(
       dropout: See `einsum_attention`.
       key: See `einsum_attention`.
       chunk_size: Chunk size of the chunked kernel, or block size of the blocked kernel.
-      split: Split of queries and outputs.
+      split: Sharding of queries and outputs, [B, T, N, K].
       sinks_N: See `einsum_attention`.
-      context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is split over devices.
+      context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is sharded.
       dtype: Dtype of the outputs. If None, the dtype of the queries.
       value_dims: Number of value dims without padding. If None, values are not padded.
       is_part: Whether this call runs on one device inside another `attend`, which then names
@@ -266,8 +268,8 @@ def attend(
         if atten_mask is not None:
             raise ConfigError(
                 f"DotProductAttention.context_parallel is {context_parallel!r}, which does not "
-                "support an atten_mask. Pass segment_ids or paddings, or set "
-                "context_parallel=None, so that the compiler splits attention by time."
+                "support an atten_mask. Pass segment_ids or paddings instead, or set "
+                "context_parallel=None to let the compiler shard attention along time."
             )
         local_kernel = functools.partial(
             attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True

@@ -34,11 +34,11 @@ def chunked_attention(
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135). The
     backward pass recomputes each chunk's logits. Chunks in which no query can see a key are
-    skipped. Queries without visible keys get the same outputs as with the einsum.
+    skipped. Queries without visible keys get the same outputs as with `einsum_attention`.
 
-    In addition to arguments and results, it needs memory for two numbers per query and head, and
-    for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for the
-    formula.
+    In addition to arguments and results, the kernel needs memory for two numbers per query and
+    head, and for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for
+    the formula.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -76,7 +76,7 @@ def apply_sinks(
       encoded: Outputs without sinks, [B, T, G, R, K]; zeros for queries without visible keys.
       log_sums: Logsumexp of the logits, float32 [B, G, R, T]; LARGE_NEGATIVE for queries without
         visible keys.
-      options: Provides `extra`, the logit of a sink.
+      options: Options whose `extra` is the logit of a sink for all heads.
       sinks_N: An additional logit per head.
       mean_BGK: Mean of all values, which queries without visible keys output. If None, they output
         zeros.
@@ -101,7 +101,7 @@ def to_output_layout(x_BGRT: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
-    """Returns the results of `attend_in_chunks` with checkpoint names and a custom gradient."""
+    """Calls `attend_in_chunks`, with checkpoint names for the results and a custom gradient."""
     results = attend_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
     return name_residuals(results, residual_name)
 
@@ -194,6 +194,10 @@ def attend_in_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention outputs, and the logsumexp of each query's logits.
 
+    The outer loop is over chunks of queries. The inner loop is over chunks of keys and carries, per
+    query, the largest logit so far, the sum of exp(logit - largest) and the weighted sum of values.
+    When a larger logit is found, `decay` rescales the two sums.
+
     Args:
       q: Queries [B, T, G, R, K].
       k: Keys [B, S, G, K].
@@ -266,7 +270,7 @@ def _backward(options, chunk_size, residual_name, residuals, grads):
 
 
 def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
-    """Returns the sums over s of p_s dp_s, [B, G, R, T], for the derivative of the softmax."""
+    """Returns the sum of p_s dp_s over keys s, [B, G, R, T], for the gradient of the softmax."""
     return _einsum("btgrk,btgrk->bgrt", d_encoded, encoded)
 
 
@@ -282,7 +286,7 @@ def gradients_in_chunks(
     d_encoded: jax.Array,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients with respect to q, k and v; those of k and v are float32.
+    """Returns the gradients with respect to q, k and v; the latter two are float32.
 
     Args:
       q: Queries [B, T, G, R, K].
@@ -291,7 +295,8 @@ def gradients_in_chunks(
       mask: Mask of queries and keys.
       options: Options of the logits.
       chunk_size: Number of queries and keys in a chunk.
-      log_sums: Logsumexp over all keys, float32 [B, G, R, T]; k may contain only some of the keys.
+      log_sums: Logsumexp over all keys, float32 [B, G, R, T], although k may contain only some of
+        them.
       inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
         [B, G, R, T].
       d_encoded: Gradient with respect to these outputs, [B, T, G, R, K].

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences that are split over devices along time.
+"""Context parallelism: attention over sequences that are sharded along time.
 
 Each device has a part of the sequence, and its queries also attend to keys on other devices:
 
@@ -12,7 +12,7 @@ Each device has a part of the sequence, and its queries also attend to keys on o
     devices, there is only one group and no ring.
 
 With a causal mask, the device with the last part of the sequence would do most of the work. With
-`ring` and `gather`, each device therefore has two pieces of equal length, one from each end of the
+`ring` and `gather`, each device therefore has two pieces of equal length, one from each half of the
 sequence (zig-zag). Time and heads are padded to multiples of the number of devices; no query sees
 the padding.
 """
@@ -63,7 +63,7 @@ from praxis_lite.layers.base.foreign_kernels import without_vma
 # B batch, T queries, S keys, N query heads, G key/value heads, R query heads per key/value head,
 # K dims per head.
 
-# Values of the setting, with the data that is communicated.
+# Values of the setting, with a description of the data that is communicated.
 CONTEXT_PARALLEL = {
     "gather": "keys and values, gathered from all devices",
     "ring": "keys and values, in a ring",
@@ -79,30 +79,32 @@ def check_context_parallel(
     """Checks the setting `context_parallel` of a layer (see `check_way`), and its kernel.
 
     Raises:
-      ConfigError: See `check_way`; also if the kernel does not support context parallelism.
+      ConfigError: See `check_way`; or the kernel does not support context parallelism.
     """
     check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
     if setting in ("gather", "ring"):
         _check_kernel(type(layer).__name__, setting, atten_kernel, "")
 
 
-def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
-    able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
+def _check_kernel(
+    name: str, method: str, atten_kernel: str, context: str, cannot: str = ""
+) -> None:
+    able = ["chunked", "auto"] if method == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
-        cannot = "this"
+        cannot = "it"
     able = [name for name in able if name != atten_kernel]
     if cannot:
         raise ConfigError(
-            f"{name}.context_parallel is {how!r}{why}, but atten_kernel is {atten_kernel!r}, which "
-            f"does not support {cannot}. Set atten_kernel to one of {able}, or "
-            "context_parallel='all_to_all', which supports any kernel."
+            f"{name}.context_parallel is {method!r}{context}, but atten_kernel is "
+            f"{atten_kernel!r}, which does not support {cannot}. Set atten_kernel to one of "
+            f"{able}, or context_parallel='all_to_all', which supports any kernel."
         )
 
 
 def _block_attention(
-    how: str,
+    method: str,
     atten_kernel: str,
-    why: str,
+    context: str,
     mask: AttentionMask,
     options: LogitOptions,
     chunk_size: int,
@@ -110,18 +112,18 @@ def _block_attention(
     num_queries: int,
     num_keys: int,
 ) -> BlockAttention:
-    """Chooses the attention to one group's keys: splash if set or on TPU, otherwise chunked.
+    """Chooses how to attend to one group's keys: splash if set or on TPU, otherwise chunked.
 
     Raises:
       ConfigError: atten_kernel selects splash, which does not support the mask.
     """
     in_chunks = ChunkedBlocks(options, chunk_size)
-    if how == "gather" or atten_kernel == "chunked":
+    if method == "gather" or atten_kernel == "chunked":
         return in_chunks
     cannot = unsupported_feature(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
     if atten_kernel in SPLASHES:
-        _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
+        _check_kernel("DotProductAttention", method, atten_kernel, context, cannot)
         return SplashBlocks(options, not is_tpu, splash_of(atten_kernel))
     is_short = min(num_queries, num_keys) < length_multiple(ring.num_groups)
     if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
@@ -129,18 +131,18 @@ def _block_attention(
     return SplashBlocks(options, not is_tpu, splash_of("splash"))
 
 
-def is_context_parallel(how: str | None, split: SplitDims) -> bool:
-    """Returns whether time is split over several devices, and `how` is set.
+def is_context_parallel(method: str | None, split: SplitDims) -> bool:
+    """Returns whether `method` is set and time is sharded over several devices.
 
     Args:
-      how: A name in CONTEXT_PARALLEL, or None.
-      split: Split of queries [B, T, N, K].
+      method: A name in CONTEXT_PARALLEL, or None.
+      split: Sharding of queries [B, T, N, K].
     """
-    return how is not None and split is not None and num_shards_of((*split, None)[1]) > 1
+    return method is not None and split is not None and num_shards_of((*split, None)[1]) > 1
 
 
 def context_parallel_attention(
-    how: str,
+    method: str,
     q_BTNK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
@@ -154,10 +156,15 @@ def context_parallel_attention(
     sinks_N: jax.Array | None = None,
     residual_name: str | None = None,
 ) -> jax.Array:
-    """Computes attention outputs [B, T, N, K] if time is split over mesh axes.
+    """Computes attention outputs [B, T, N, K] if time is sharded over mesh axes.
+
+    On each device, heads are first exchanged within the group (`Ring.by_heads`), and tokens are
+    rearranged to zig-zag pieces. Then the device attends to the gathered or circulating keys, and
+    both rearrangements are inverted. Sinks and means of values are applied outside the
+    `jax.shard_map`, to the complete outputs and their logsumexp.
 
     Args:
-      how: A name in CONTEXT_PARALLEL.
+      method: A name in CONTEXT_PARALLEL.
       q_BTNK: See `einsum_attention`.
       k_BSGK: See `einsum_attention`.
       v_BSGK: See `einsum_attention`.
@@ -167,7 +174,7 @@ def context_parallel_attention(
         sequences.
       atten_kernel: The layer's setting.
       chunk_size: Number of queries and keys per chunk, for chunked attention.
-      split: Split of q.
+      split: Sharding of q.
       sinks_N: See `einsum_attention`.
       residual_name: Checkpoint name of the residuals, or None.
 
@@ -181,14 +188,15 @@ def context_parallel_attention(
         math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in (rows, time, heads)
     )
     (B, T, N, K), (S, G) = q_BTNK.shape, k_BSGK.shape[1:3]
-    ring = _ring_of(how, axes_of(time), num, -(-N // num_shards), mask)
-    is_by_time = how == "gather" or ring.num_groups > 1
+    ring = _ring_of(method, axes_of(time), num, -(-N // num_shards), mask)
+    is_by_time = method == "gather" or ring.num_groups > 1
     multiple = 2 * num
     if is_by_time:
-        why = "" if ring.group_size == 1 else f", and {N} heads leave a ring of {ring.num_groups}"
-        _check_kernel("DotProductAttention", how, atten_kernel, why)
+        is_grouped = ring.group_size > 1
+        context = f" and {N} heads require a ring of {ring.num_groups} groups" if is_grouped else ""
+        _check_kernel("DotProductAttention", method, atten_kernel, context)
         block_attention = _block_attention(
-            how, atten_kernel, why, mask, options, chunk_size, ring, T, S
+            method, atten_kernel, context, mask, options, chunk_size, ring, T, S
         )
         if isinstance(block_attention, SplashBlocks):
             multiple = math.lcm(multiple, length_multiple(ring.num_groups))
@@ -202,7 +210,7 @@ def context_parallel_attention(
     arrays = {name: pad(x) for name, x in _mask_arrays(mask, B, S, k.shape[1]).items()}
     sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
-    def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
+    def on_one_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
         local_mask = AttentionMask(
             mask.left_context,
             mask.right_context,
@@ -222,7 +230,7 @@ def context_parallel_attention(
             return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
         b, t, n, _ = q.shape
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
-        if how == "gather":
+        if method == "gather":
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             local_mask = mask_of_queries(local_mask, ring, t)
             encoded, log_sums = attention_with_log_sums(
@@ -238,7 +246,7 @@ def context_parallel_attention(
 
     spec = PartitionSpec(rows, time, heads, None)
     outputs = without_vma(
-        on_a_device,
+        on_one_device,
         (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
         (PartitionSpec(rows),) * len(arrays),
         (spec, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
@@ -254,10 +262,10 @@ def context_parallel_attention(
 
 
 def _ring_of(
-    how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
+    method: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the ring of device groups for `how`; each device has `num_heads` heads."""
-    size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
+    """Returns the ring of device groups for `method`, where each device has `num_heads` heads."""
+    size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(method, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
 
@@ -265,9 +273,9 @@ def _ring_of(
 def _mask_arrays(
     mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a mask by name, including one that hides padding keys if necessary.
+    """Returns the arrays of a mask by name, with an array that hides padding keys if necessary.
 
-    A causal mask needs none, because padding keys come last and no query sees them.
+    A causal mask does not need this array, because padding keys come last and no query sees them.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT,
@@ -280,7 +288,7 @@ def _mask_arrays(
 
 
 def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Truncates the mask of complete sequences to remove the padding at their ends."""
+    """Removes the padding at the ends of sequences from their mask."""
 
     def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]

@@ -1,4 +1,4 @@
-"""Attention with `jax.nn` (XLA or cuDNN), and a function that maps kernels over devices."""
+"""Attention with `jax.nn` (XLA or cuDNN), and a function that runs kernels on each device."""
 
 import math
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def cudnn_attention(
     """Computes attention outputs [B, T, N, K] with cuDNN's flash attention (arXiv:2307.08691).
 
     Supports 16-bit inputs, without a mask or with a causal mask that may have a window. Each device
-    processes its rows and heads according to `split` [B, T, N, K]. The kernel was lowered for CUDA,
-    but has not been run on a GPU yet.
+    processes its shard of the batch and heads; `split` is the sharding of [B, T, N, K]. The kernel
+    has been lowered for CUDA, but has not been run on a GPU yet.
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 
@@ -79,9 +79,9 @@ def per_device(
     rest: tuple[jax.Array, ...],
     split: SplitDims,
 ) -> jax.Array:
-    """Runs `attend(q, k, v, *rest)` on each device's rows and heads with `shard_map`.
+    """Runs `attend(q, k, v, *rest)` on each device's shard of the batch and heads.
 
-    XLA cannot partition a custom kernel, and would gather its operands. Rows and heads are padded
+    XLA cannot partition a custom kernel, and would gather its operands. Batch and heads are padded
     to multiples of the number of devices.
 
     Args:
@@ -90,7 +90,7 @@ def per_device(
       k_BSGK: Keys.
       v_BSGK: Values.
       rest: Other arrays [B, ...].
-      split: Split of queries [B, T, N, K].
+      split: Sharding of queries [B, T, N, K].
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)

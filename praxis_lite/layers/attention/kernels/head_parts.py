@@ -1,4 +1,4 @@
-"""Pads and copies heads so that they can be split evenly over devices."""
+"""Pads and copies heads, so that they can be sharded evenly over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +9,19 @@ from praxis_lite.layers.base.base_layer import pad_to
 def padded_num_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
     """Returns (number of query heads, number of key heads, copies of each key head).
 
-    Both numbers of heads are multiples of `num_parts`, and each part contains the key heads that
-    its query heads read. If there are too few key heads, they are copied. Padding heads come last.
+    Both numbers of heads are multiples of `num_parts`, the number of devices, and each device has
+    the key heads that its query heads read. If there are too few key heads, they are copied. Among
+    the possible numbers of copies, the one with the fewest query heads is chosen. Padding heads
+    come last.
     """
     num_shared = num_heads // num_kv_heads
 
-    def numbers(num_copies: int) -> tuple[int, int, int]:
+    def sizes_with_copies(num_copies: int) -> tuple[int, int, int]:
         num_kv = -(-num_kv_heads * num_copies // num_parts) * num_parts
         return num_kv * num_shared // num_copies, num_copies, num_kv
 
     copies = [n for n in range(1, num_shared + 1) if num_shared % n == 0]
-    num_q, num_copies, num_kv = min(map(numbers, copies))
+    num_q, num_copies, num_kv = min(map(sizes_with_copies, copies))
     return num_q, num_kv, num_copies
 
 

@@ -1,6 +1,7 @@
 """Ring attention: keys and values circulate, and each group attends to one part at a time.
 
-Liu et al. 2023, arXiv:2310.01889. For use inside `jax.shard_map`; the backward pass is custom.
+See Liu et al. 2023, arXiv:2310.01889. The functions are called inside `jax.shard_map`, and have a
+custom gradient.
 """
 
 import dataclasses
@@ -69,9 +70,10 @@ def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
 def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
     """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
 
-    Like `attention_with_log_sums`, but over the keys of all groups. The backward pass sends keys
-    and values around the ring again, together with their gradients. Only the arrays of this group
-    are saved as residuals.
+    Like `attention_with_log_sums`, but with the keys of all groups. In step i, a group attends to
+    the keys of the group i positions before it, and merges the result by its logsumexp. The
+    backward pass sends keys and values around the ring again, together with their gradients. Only
+    the arrays of this group are saved as residuals.
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
@@ -93,8 +95,8 @@ def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
 
 def merge_by_logsumexp(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Merges partial attention outputs by their logsumexp."""
-    log_sums = functools.reduce(jnp.logaddexp, (each for _, each in parts))
-    encoded = sum(to_output_layout(jnp.exp(each - log_sums)) * x for x, each in parts)
+    log_sums = functools.reduce(jnp.logaddexp, (log_sum for _, log_sum in parts))
+    encoded = sum(to_output_layout(jnp.exp(log_sum - log_sums)) * x for x, log_sum in parts)
     assert not isinstance(encoded, int), "There is at least one part."
     return encoded, log_sums
 
@@ -117,8 +119,8 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
 
     def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
         arrived = ring.shift(d_kv, 1)
-        more, d_here = gradients(step, kv)
-        return dq + more, jax.tree.map(jnp.add, arrived, d_here)
+        dq_part, d_here = gradients(step, kv)
+        return dq + dq_part, jax.tree.map(jnp.add, arrived, d_here)
 
     def ring_step(step: Any, carry: Any) -> Any:
         kv, dq, d_kv = carry

@@ -1,4 +1,7 @@
-"""Ring: the devices that share a sequence, as a ring of groups that swap heads internally."""
+"""Ring: the devices that share a sequence, arranged in a ring of groups.
+
+Devices exchange heads within a group, and keys and values circulate between groups.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +12,13 @@ import jax.numpy as jnp
 
 
 class Ring(NamedTuple):
-    """A ring of groups of devices along the mesh axes that split time.
+    """A ring of groups of devices along the mesh axes over which time is sharded.
 
     Attributes:
-      axes: Mesh axes that split time.
+      axes: Mesh axes over which time is sharded.
       num: Number of devices along these axes.
       num_groups: Number of groups in the ring.
-      is_zigzag: Whether a group's tokens are two pieces, one from each end of the sequence.
+      is_zigzag: Whether a group's tokens are two pieces, one from each half of the sequence.
     """
 
     axes: tuple[str, ...]
@@ -32,8 +35,8 @@ class Ring(NamedTuple):
     def groups(self) -> list[list[int]]:
         """The devices of each group, in the order of their tokens.
 
-        For a zig-zag with an even group size, devices are grouped such that each group already has
-        its two pieces.
+        For a zig-zag with an even group size, each group consists of devices from both halves, so
+        that it already has its two pieces.
         """
         if not self.is_paired:
             size = self.group_size
@@ -67,7 +70,7 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def by_heads(self, x: jax.Array) -> jax.Array:
-        """Swaps all heads of a device's tokens [B, T, N, ...] for some heads of its group's."""
+        """Exchanges [B, T, N, ...] within the group: each device gets some heads of all tokens."""
         return self._all_to_all(x, 2, 1)
 
     def by_time(self, x: jax.Array) -> jax.Array:
@@ -88,45 +91,45 @@ class Ring(NamedTuple):
     def to_zigzag(self, x: jax.Array) -> jax.Array:
         """Rearranges consecutive tokens [B, T, ...] so that each group has its two pieces.
 
-        Group i has pieces 2 i and 2 i + 1 of the sequence, and receives piece i and its mirror
-        image. One of these two has an even index and the other an odd index. Therefore one permute
-        can move all even pieces, and a second permute all odd pieces.
+        With n groups, there are 2 n pieces. Group i has pieces 2 i and 2 i + 1, and needs pieces i
+        and 2 n - 1 - i. One of these two has an even index and the other an odd index, so one
+        permute can move all even pieces and a second permute all odd pieces.
         """
         if not self.is_zigzag or self.is_paired:
             return x
         even, odd = (
-            self._moved(part, self._ways(parity))
+            self._permute(part, self._moves(parity))
             for parity, part in enumerate(jnp.split(x, 2, axis=1))
         )
-        return jnp.concatenate(self._swapped_if_odd(even, odd), axis=1)
+        return jnp.concatenate(self._swap_if_odd(even, odd), axis=1)
 
     def from_zigzag(self, x: jax.Array) -> jax.Array:
         """Inverts `to_zigzag`."""
         if not self.is_zigzag or self.is_paired:
             return x
-        parts = self._swapped_if_odd(*jnp.split(x, 2, axis=1))
+        parts = self._swap_if_odd(*jnp.split(x, 2, axis=1))
         return jnp.concatenate(
             [
-                self._moved(part, [(end, start) for start, end in self._ways(parity)])
+                self._permute(part, [(end, start) for start, end in self._moves(parity)])
                 for parity, part in enumerate(parts)
             ],
             axis=1,
         )
 
-    def _ways(self, parity: int) -> list[tuple[int, int]]:
+    def _moves(self, parity: int) -> list[tuple[int, int]]:
         """Returns the (source, target) groups for all even or all odd pieces."""
         num_pieces = 2 * self.num_groups
         return [(i // 2, min(i, num_pieces - 1 - i)) for i in range(parity, num_pieces, 2)]
 
-    def _swapped_if_odd(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _swap_if_odd(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (x, y), or (y, x) in groups with an odd index."""
         is_even = self.group_index() % 2 == 0
         return jnp.where(is_even, x, y), jnp.where(is_even, y, x)
 
-    def _moved(self, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
+    def _permute(self, x: jax.Array, moves: list[tuple[int, int]]) -> jax.Array:
         pairs = [
             pair
-            for start, end in ways
+            for start, end in moves
             for pair in zip(self.groups[start], self.groups[end], strict=True)
         ]
         return jax.lax.ppermute(x, self.axes, pairs)
@@ -139,7 +142,7 @@ class Ring(NamedTuple):
         return [(group * half, half), ((2 * self.num_groups - 1 - group) * half, half)]
 
     def part_of(self, x: jax.Array, group: jax.Array, length: int) -> jax.Array:
-        """Returns the `length` tokens of a group from a complete sequence [B, T]."""
+        """Selects the `length` tokens of a group from a complete sequence [B, T]."""
         pieces = self.starts(group, length)
         parts = [jax.lax.dynamic_slice_in_dim(x, *piece, axis=1) for piece in pieces]
         return jnp.concatenate(parts, axis=1)

@@ -16,10 +16,11 @@ Segments = tuple[jax.Array, jax.Array] | None  # Segments of queries [B, T] and 
 
 
 def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
-    """Returns which feature of `mask` splash does not support in a ring, or "" if none.
+    """Returns the feature of `mask` that splash does not support in a ring, or "" if none.
 
-    The blocks that splash computes must be known at compile time. With a causal mask, they depend
-    only on the order of the two groups; with a window, they depend on the distance between them.
+    The blocks that splash computes must be known at compile time. With a causal mask, the blocks
+    depend only on which of the two groups is earlier. With a window, they depend on the distance
+    between the groups.
     """
     if mask.left_context is not None:
         return "a window"
@@ -29,7 +30,7 @@ def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) ->
 
 
 class SplashBlocks(NamedTuple):
-    """A BlockAttention with splash kernels. If the mask is causal, the ring must be a zig-zag."""
+    """A BlockAttention with splash kernels; with a causal mask, the ring must be a zig-zag."""
 
     options: LogitOptions
     interpret: bool
@@ -97,11 +98,14 @@ class SplashBlocks(NamedTuple):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, is_causal: bool
     ) -> tuple[jax.Array, jax.Array]:
         encoded_BNTK, log_sums_BNT = jax.vmap(self._row_kernel(q, k, is_causal).with_log_sums)(
-            _rows(q * self.options.scale), _rows(k), _rows(v), segments
+            _to_splash_layout(q * self.options.scale),
+            _to_splash_layout(k),
+            _to_splash_layout(v),
+            segments,
         )
         encoded = _to_query_layout(encoded_BNTK, q.shape)
         log_sums = log_sums_BNT.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
-        # For queries that see no key, splash returns the mean of all values that it read.
+        # For queries that see no key, splash returns the mean of the values that it has read.
         sees_any = log_sums > 0.5 * LARGE_NEGATIVE
         return (
             jnp.where(sees_any.transpose(0, 3, 1, 2)[..., None], encoded, 0.0),
@@ -124,13 +128,13 @@ class SplashBlocks(NamedTuple):
         # The logits of queries that see no key equal their logsumexp, but their softmax must be 0.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
         dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
-            _rows(q * self.options.scale),
-            _rows(k),
-            _rows(v),
+            _to_splash_layout(q * self.options.scale),
+            _to_splash_layout(k),
+            _to_splash_layout(v),
             segments,
             sums.reshape(shape),
             inner.reshape(shape),
-            _rows(d_encoded),
+            _to_splash_layout(d_encoded),
         )
         return (
             _to_query_layout(dq, q.shape) * self.options.scale,
@@ -156,7 +160,7 @@ def _by_order(
 def _segments(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
 ) -> Segments:
-    """Returns the segments of this group's queries and of the keys; -1 for hidden keys."""
+    """Returns the segments of this group's queries and of the keys, which are -1 if hidden."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
     group = ring.group_index()
@@ -181,7 +185,7 @@ def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:
     return segments[0][:, first_query:], segments[1][:, : end_of_keys or None]
 
 
-def _rows(x: jax.Array) -> jax.Array:
+def _to_splash_layout(x: jax.Array) -> jax.Array:
     """Transposes [B, T, N, K] or [B, T, G, R, K] to [B, N, T, K]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1]).transpose(0, 2, 1, 3)
 
@@ -197,5 +201,5 @@ def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -
 
 
 def length_multiple(num_groups: int) -> int:
-    """Returns the number to whose multiples sequence lengths must be padded."""
+    """Returns the number of which sequence lengths must be a multiple."""
     return 2 * num_groups * LANES

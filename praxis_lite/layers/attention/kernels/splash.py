@@ -26,7 +26,7 @@ _OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
 def splash_of(name: str) -> type[RowSplash]:
     """Returns the kernels for a name in SPLASHES.
 
-    "splash" selects JAX's kernels, or tokamax's if this jax version has none. The results are the
+    "splash" selects JAX's kernels, or tokamax's if this jax version has none. Their results are the
     same.
     """
     is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
@@ -34,15 +34,15 @@ def splash_of(name: str) -> type[RowSplash]:
 
 
 def splash_is_installed(name: str) -> bool:
-    """Returns whether the kernels for a name are installed."""
+    """Returns whether the kernels for a name in SPLASHES are installed."""
     return splash_of(name) is JaxSplash or is_installed("tokamax")
 
 
 def require_splash(name: str) -> None:
-    """Checks that the kernels for a name are installed.
+    """Checks that the kernels for a name in SPLASHES are installed.
 
     Raises:
-      ConfigError: They are not installed. The message explains how to install them.
+      ConfigError: The kernels are not installed. The message explains how to install them.
     """
     if splash_of(name) is TokamaxSplash:
         why = f", as jax {jax.__version__} has no splash attention," if name == "splash" else ""
@@ -64,8 +64,8 @@ def splash_attention(
     """Computes attention outputs [B, T, N, K] with splash attention for TPU.
 
     Blocks of logits that the causal mask or the window hides are never computed. Each device
-    processes its rows and heads according to `split` [B, T, N, K]. The kernels were compiled for a
-    TPU v5e without hardware, and tested in interpret mode, which is slow but works on any platform.
+    processes its shard of the batch and heads. The kernels have been compiled for a TPU v5e without
+    the hardware, and tested in interpret mode, which is slow but works on any platform.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -74,14 +74,14 @@ def splash_attention(
       mask: See `einsum_attention`.
       options: See `einsum_attention`.
       name: A name in SPLASHES; see `splash_of`.
-      split: Split of q.
+      split: Sharding of q.
       interpret: Whether to run in interpret mode.
       residual_name: Checkpoint name of the residuals, or None.
     """
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
     q, k, v = (pad_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
-    # Padding keys (in the input or up to LANES) get a segment that no query belongs to.
+    # Padding keys, both those of the inputs and those added here, get a segment without queries.
     needs_segments = (
         mask.q_segments_BT is not None
         or mask.kv_visible_BS is not None

@@ -1,4 +1,4 @@
-"""Splash attention for one row, with the kernels of JAX or tokamax."""
+"""Splash attention for one sequence, with the kernels of JAX or tokamax."""
 
 import abc
 import contextlib
@@ -21,13 +21,13 @@ Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys 
 
 @dataclasses.dataclass(frozen=True)
 class RowSplash(abc.ABC):
-    """Splash attention for one row, with scaled q [N, T, K], and k and v [G, S, K].
+    """Splash attention for one sequence, with scaled q [N, T, K], and k and v [G, S, K].
 
     Attributes:
       lengths: T and S, multiples of LANES.
       num_heads: N.
-      mask: Provides the contexts; its arrays are not used.
-      options: Provides the cap; other options are not used.
+      mask: Mask whose left_context and right_context are used; its arrays are not used.
+      options: Options whose cap is used; other options are not used.
       interpret: Whether to run in interpret mode, which is slow but works on any platform.
       residual_name: Checkpoint name of the residuals, or None.
     """
@@ -69,13 +69,13 @@ class RowSplash(abc.ABC):
           v: Values [G, S, K].
           ids: Segments.
           log_sums: Logsumexp over all keys, [N, T].
-          inner: Inner products of the outputs and their gradients, [N, T].
+          inner: Inner product of each output and its gradient, [N, T].
           d_encoded: Gradients with respect to the outputs, [N, T, K].
         """
 
     @abc.abstractmethod
     def kernel(self, *, save_residuals: bool = False) -> Any:
-        """Returns the library's kernel; with save_residuals, it is not differentiable."""
+        """Returns the library's kernel, which is not differentiable with save_residuals."""
 
     @abc.abstractmethod
     def segments(self, ids: Ids) -> Any:
@@ -91,15 +91,15 @@ class RowSplash(abc.ABC):
     @property
     def block_sizes(self) -> tuple[int, int]:
         """The block sizes of queries and keys."""
-        # Up to a size of 512, the tiles of a fused backward kernel with 256 dims per head fit into
-        # a v5e's vector memory.
+        # With blocks of up to 512, the tiles of a fused backward kernel with 256 dims per head fit
+        # into a v5e's vector memory.
         block_q, block_kv = (
             max(size for size in (128, 256, 512) if length % size == 0) for length in self.lengths
         )
         return block_q, block_kv
 
     def annotated(self) -> contextlib.AbstractContextManager[Any]:
-        """Annotates kernels inside the `with` block with the fraction of blocks they compute."""
+        """Annotates kernels inside the `with` block with the fraction of computed blocks."""
         return share_of_blocks(self.share_of_blocks())
 
     def share_of_blocks(self) -> float:
@@ -118,7 +118,7 @@ class RowSplash(abc.ABC):
 
 
 class JaxSplash(RowSplash):
-    """JAX's kernels: one forward (two matmuls), one for dq (three), one for dk and dv (four)."""
+    """JAX's kernels: one forward (2 matmuls), one for dq (3), and one for dk and dv (4)."""
 
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
@@ -207,16 +207,16 @@ class JaxSplash(RowSplash):
         return ids and splash_attention_kernel.SegmentIds(*ids)
 
 
-# Up to this number of key blocks, each block has a separate dq, and they are summed after the
-# kernel. With more blocks, the kernel sums them into three arrays in the dtype of q.
+# With up to this number of key blocks, the kernel returns a separate dq per block, and these are
+# summed afterwards. With more blocks, the kernel adds them up in three arrays in the dtype of q.
 _MAX_SEPARATE_DQ = 4
 
 
 class TokamaxSplash(RowSplash):
-    """Tokamax's kernels: one forward (two matmuls) and one backward (five; JAX's two have seven).
+    """Tokamax's kernels: one forward (2 matmuls) and one backward (5 matmuls).
 
-    Results equal those of JAX's kernels: tokamax's optional exp2, which rounds queries once more,
-    is disabled. With 16-bit queries, dq is rounded for each key block.
+    Results equal those of JAX's kernels, because tokamax's optional exp2, which rounds queries once
+    more, is disabled. With 16-bit queries, dq is rounded for each key block.
     """
 
     def with_log_sums(

@@ -1,4 +1,4 @@
-"""Buffers for a pipeline's waiting microbatches, and the transfer between stages."""
+"""Buffers for the microbatches that wait in a pipeline, and transfers between its stages."""
 
 import functools
 from typing import Any
@@ -32,8 +32,8 @@ shift.defvjp(_shift_fwd, _shift_bwd)
 class Buffer:
     """A buffer for all microbatches, allocated on every stage but used only on stage 0.
 
-    A microbatch waits there before, between and after its repeats, always at the same index. The
-    other stages allocate the buffer too, because all stages run the same program.
+    A microbatch waits there before, between and after its repeats, always at the same index. Other
+    stages allocate the buffer as well, because all stages run the same code.
 
     Args:
       schedule: The pipeline's schedule.
@@ -56,8 +56,8 @@ class Buffer:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns stage 0's input at tick t, [S, rows, ...], and the buffer."""
         schedule = self._schedule
-        place = jnp.minimum(t % schedule.period, schedule.num_microbatches - 1)
-        return jax.lax.dynamic_index_in_dim(stored_SM, place, axis=1, keepdims=False), stored_SM
+        index = jnp.minimum(t % schedule.period, schedule.num_microbatches - 1)
+        return jax.lax.dynamic_index_in_dim(stored_SM, index, axis=1, keepdims=False), stored_SM
 
     def put(
         self, stored_SM: jax.Array, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array
@@ -65,9 +65,9 @@ class Buffer:
         """Returns the buffer after tick t, given the stages' outputs before and after `shift`."""
         schedule = self._schedule
         since = t - (schedule.num_stages - 1)
-        place, num_places = since % schedule.period, schedule.num_microbatches
-        place = jnp.where((since >= 0) & (place < num_places), place, num_places)
-        stored_SM = jax.lax.dynamic_update_index_in_dim(stored_SM, arrived_S, place, axis=1)
+        index, num_indices = since % schedule.period, schedule.num_microbatches
+        index = jnp.where((since >= 0) & (index < num_indices), index, num_indices)
+        stored_SM = jax.lax.dynamic_update_index_in_dim(stored_SM, arrived_S, index, axis=1)
         return self._layout.constrain(stored_SM, row_dim=2)
 
     def outputs(self, stored_SM: jax.Array) -> jax.Array:
@@ -76,11 +76,11 @@ class Buffer:
 
 
 class StreamBuffer:
-    """A buffer for the microbatches, split over the stages, with C = ceil(M / S) columns.
+    """A buffer for the microbatches, sharded over the stages, with C = ceil(M / S) columns.
 
-    At tick t, stage 0 takes its element of column t % C. The column then moves one stage towards
-    stage 0, and the last stage writes its output to the free element. Between repeats, up to M - S
-    microbatches wait in a second buffer on stage 0.
+    At tick t, stage 0 takes its element of column t % C. The column then moves by one stage towards
+    stage 0, and the last stage writes its output to the element that becomes free. Between repeats,
+    up to M - S microbatches wait in a second buffer on stage 0.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
@@ -90,14 +90,14 @@ class StreamBuffer:
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         num_stages = self._schedule.num_stages
-        if num_free := num_stages * self._num_columns - len(x_M):
+        if num_padding := num_stages * self._num_columns - len(x_M):
             # Pad with copies of the first microbatch, as in `Handover.start`.
-            x_M = jnp.concatenate([x_M, jnp.broadcast_to(x_M[:1], (num_free, *x_M.shape[1:]))])
+            x_M = jnp.concatenate([x_M, jnp.broadcast_to(x_M[:1], (num_padding, *x_M.shape[1:]))])
         stream = x_M.reshape(num_stages, self._num_columns, *x_M.shape[1:])
         waiting = None
         if self._schedule.circular_repeat > 1 and self._num_waiting:
-            room = jnp.zeros((num_stages, self._num_waiting, *x_M.shape[1:]), x_M.dtype)
-            waiting = self._layout.constrain(room, row_dim=2)
+            empty = jnp.zeros((num_stages, self._num_waiting, *x_M.shape[1:]), x_M.dtype)
+            waiting = self._layout.constrain(empty, row_dim=2)
         return self._layout.constrain(stream, row_dim=2), waiting
 
     def take(self, stored: tuple, arrived_S: jax.Array, t: jax.Array) -> tuple[jax.Array, tuple]:
@@ -105,40 +105,40 @@ class StreamBuffer:
         entering = self._column(stream, t)
         if self._schedule.circular_repeat == 1:
             return entering, stored
-        again = arrived_S
+        returning = arrived_S
         if waiting is not None:
-            place = t % self._num_waiting
-            again = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
-            waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, place, axis=1)
+            index = t % self._num_waiting
+            returning = jax.lax.dynamic_index_in_dim(waiting, index, axis=1, keepdims=False)
+            waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, index, axis=1)
             waiting = self._layout.constrain(waiting, row_dim=2)
         # Select by a scalar: jnp.where would save a mask of x's shape for the backward pass.
         is_first_repeat = t < self._schedule.num_microbatches
-        return jax.lax.select(is_first_repeat, entering, again), (stream, waiting)
+        return jax.lax.select(is_first_repeat, entering, returning), (stream, waiting)
 
     def put(self, stored: tuple, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array) -> tuple:
         stream, waiting = stored
         num_stages = self._schedule.num_stages
         is_last = (jnp.arange(num_stages) == num_stages - 1).reshape(-1, *[1] * (x_S.ndim - 1))
         column = jnp.where(is_last, x_S, shift(self._column(stream, t), -1))
-        place = t % self._num_columns
-        stream = jax.lax.dynamic_update_index_in_dim(stream, column, place, axis=1)
+        index = t % self._num_columns
+        stream = jax.lax.dynamic_update_index_in_dim(stream, column, index, axis=1)
         return self._layout.constrain(stream, row_dim=2), waiting
 
     def outputs(self, stored: tuple) -> jax.Array:
-        # The last microbatch was written in the last tick; the others are in preceding columns.
+        # The last tick wrote the last microbatch; the others are in preceding columns.
         stream = jnp.roll(stored[0], -(self._schedule.num_ticks % self._num_columns), axis=1)
         x_M = stream.reshape(-1, *stream.shape[2:])
         return x_M[len(x_M) - self._schedule.num_microbatches :]
 
     def _column(self, stream: jax.Array, t: jax.Array) -> jax.Array:
-        place = t % self._num_columns
-        return jax.lax.dynamic_index_in_dim(stream, place, axis=1, keepdims=False)
+        index = t % self._num_columns
+        return jax.lax.dynamic_index_in_dim(stream, index, axis=1, keepdims=False)
 
 
 class Handover:
     """The transfer of activations between stages at the start and end of a tick.
 
-    It is linear in all arrays, so its gradient does not depend on their values.
+    The transfer is linear in all arrays, so its gradient does not depend on their values.
 
     Args:
       schedule: The pipeline's schedule.
@@ -163,7 +163,7 @@ class Handover:
         return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
 
     def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
-        """Moves the stages' outputs to the next stages; returns them and the buffers."""
+        """Moves the stages' outputs to the next stages; returns the moved outputs and buffers."""
         arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
         return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
 
@@ -173,10 +173,10 @@ class Handover:
 
 
 class HandoverGradient:
-    """The transpose of a Handover: maps gradients of its results to gradients of its arguments.
+    """The transpose of a Handover: maps gradients of results to gradients of arguments.
 
     Args:
-      handover: The Handover.
+      handover: The forward transfer.
       grad_outputs: Gradient with respect to `Handover.outputs`, [M, rows, ...].
     """
 

@@ -1,4 +1,4 @@
-"""The 1F1B tick loop: a tick runs one microbatch forward and another one backward.
+"""The 1F1B tick loop: each tick runs one microbatch forward and another microbatch backward.
 
 The loss of a microbatch is computed in the tick in which it leaves the last stage, and its backward
 pass begins in the same tick. A stage therefore stores the inputs of at most 2 R S - 1 microbatches.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.stacking.pipelining.buffers import shift
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
-from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
 # R repeats, S stages, P layers per stage and repeat, M microbatches, K saved inputs. Name suffixes
@@ -31,7 +31,7 @@ class Carry(NamedTuple):
 
     x_S: jax.Array
     grad_x_S: jax.Array
-    kept_SK: jax.Array  # Stage inputs whose backward pass has not run yet.
+    saved_SK: jax.Array  # Stage inputs whose backward pass has not run yet.
     residuals: list[jax.Array]  # [S, ticks, ...], from the last S ticks or from this tick only.
     grad_floats: list[jax.Array]  # [X, S, ...], float32.
     grad_ends: PyTree
@@ -49,7 +49,7 @@ class InterleavedTicks:
       schedule: The tick schedule.
       work: The computation of a stage.
       ends: The parts of the model before and after its pipeline.
-      arrays: Arguments of `work`, [X, S, ...]; X is R for weights and M for inputs.
+      arrays: Arrays of `work`, [X, S, ...], where X is R for weights and M for inputs.
       keys_M: One random key per microbatch, or None.
     """
 
@@ -65,7 +65,7 @@ class InterleavedTicks:
         return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
-        """Runs all ticks and returns the gradients and metrics.
+        """Runs all ticks.
 
         Returns:
           (gradients of the arrays at `floats`, gradients of the ends' weights, metrics [M, ...],
@@ -80,7 +80,8 @@ class InterleavedTicks:
                 jnp.arange(ticks.start, ticks.stop),
             )
         grad_floats = [
-            self.work.together(i, of) for i, of in zip(self.floats, carry.grad_floats, strict=True)
+            self.work.stack_layers(i, of)
+            for i, of in zip(self.floats, carry.grad_floats, strict=True)
         ]
         return grad_floats, carry.grad_ends, carry.reported_M, carry.weight_M
 
@@ -95,21 +96,23 @@ class InterleavedTicks:
             self.ends.leave, jnp.array(0), x, assigned
         )
         values, grad_values = (
-            room_for_values(a, num_microbatches) for a in (assigned, grad_values)
+            zeros_for_values(a, num_microbatches) for a in (assigned, grad_values)
         )
         stages, _ = self.work.stages, self.split  # Trace `split` here, outside loops.
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, grad_values)
-        kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
+        saved_SK = jnp.broadcast_to(
+            x_S[:, None], (num_stages, self.schedule.num_saved_inputs, *x.shape)
+        )
         return Carry(
             x_S,
             jnp.zeros_like(x_S),
-            self.work.layout.constrain(kept_SK, row_dim=2),
+            self.work.layout.constrain(saved_SK, row_dim=2),
             [
                 jnp.zeros((num_stages, self.schedule.num_residuals, *a.shape[1:]), a.dtype)
                 for a in residuals
             ],
             [
-                self.work.apart(i, jnp.zeros(self.arrays[i].shape, jnp.float32), dim=2)
+                self.work.unstack_layers(i, jnp.zeros(self.arrays[i].shape, jnp.float32), dim=2)
                 for i in self.floats
             ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), grad_ends),
@@ -135,16 +138,16 @@ class InterleavedTicks:
         return carry, None
 
     def forward(self, carry: Carry, t: jax.Array) -> tuple[Carry, jax.Array]:
-        """Runs the stages forward; returns the carry and their outputs [S, rows, ...]."""
+        """Runs the stages' forward passes; returns the carry and their outputs [S, rows, ...]."""
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
         x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
         x_S = self.constrain_activations(x_S)
-        kept_SK = jax.lax.dynamic_update_index_in_dim(
-            carry.kept_SK, x_S, t % self.schedule.num_kept, axis=1
+        saved_SK = jax.lax.dynamic_update_index_in_dim(
+            carry.saved_SK, x_S, t % self.schedule.num_saved_inputs, axis=1
         )
-        kept_SK = self.work.layout.constrain(kept_SK, row_dim=2)
+        saved_SK = self.work.layout.constrain(saved_SK, row_dim=2)
 
         def work(
             arrays: list,
@@ -161,7 +164,7 @@ class InterleavedTicks:
         y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
         )
-        return carry._replace(kept_SK=kept_SK, values=values), self.constrain_activations(y_S)
+        return carry._replace(saved_SK=saved_SK, values=values), self.constrain_activations(y_S)
 
     def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
         """Computes the loss and its gradient if a microbatch leaves the last stage."""
@@ -192,15 +195,15 @@ class InterleavedTicks:
         """Computes the gradients with respect to the stages' inputs."""
         stages, layout = self.work.stages, self.work.layout
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
-        counts = is_valid & (carry.weight_M[microbatch] != 0)
-        place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
-        x_S = self.constrain_activations(self.work.vmap(pick)(carry.kept_SK, place))
+        has_weight = is_valid & (carry.weight_M[microbatch] != 0)
+        place = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
+        x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, place))
         grad_x_S, residuals = self.by_inputs(
             microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
         )
         # Idle stages and microbatches with weight 0 may produce NaN.
-        counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
-        grad_x_S = self.constrain_activations(jnp.where(counts, grad_x_S, 0))
+        has_weight = has_weight.reshape(-1, *[1] * (x_S.ndim - 1))
+        grad_x_S = self.constrain_activations(jnp.where(has_weight, grad_x_S, 0))
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
         grad_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(grad_x_S, 0))
@@ -225,7 +228,10 @@ class InterleavedTicks:
         grad_y_S: jax.Array,
         grad_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the gradients with respect to all stages' inputs, and residuals for weights."""
+        """Returns the gradients with respect to the stages' inputs, and residuals.
+
+        The residuals are for the weight gradients.
+        """
 
         def first(
             arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
@@ -242,7 +248,7 @@ class InterleavedTicks:
         stages = self.work.stages
         since = stages if self.schedule.split_backward else 0 * stages
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
-        counts = is_valid & (carry.weight_M[microbatch] != 0)
+        has_weight = is_valid & (carry.weight_M[microbatch] != 0)
 
         def second(
             arrays: list,
@@ -252,13 +258,13 @@ class InterleavedTicks:
             since: Any,
             m: Any,
             r: Any,
-            counts: Any,
+            has_weight: Any,
         ) -> list:
             place = (t - since) % self.schedule.num_residuals
             residuals = [pick(kept, place) for kept in residuals]
             parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
             return jax.tree.map(
-                lambda total, part: added(total, _if(counts, part), r), totals, parts
+                lambda total, part: add_at(total, _if(has_weight, part), r), totals, parts
             )
 
         slot_axis = 0 if microbatch.ndim else None  # None if all stages share one microbatch.
@@ -272,7 +278,7 @@ class InterleavedTicks:
             since,
             microbatch,
             repeat,
-            counts,
+            has_weight,
         )
         return carry._replace(
             grad_floats=jax.tree.map(
@@ -282,7 +288,7 @@ class InterleavedTicks:
 
     @functools.cached_property
     def split(self) -> Any:
-        """A stage's backward pass, split into two programs."""
+        """A stage's backward pass, split into input gradients and weight gradients."""
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
@@ -292,7 +298,7 @@ class InterleavedTicks:
     def picked(
         self, arrays: list, stage: Any, microbatch: Any, repeat: Any
     ) -> tuple[list[jax.Array], Any, Any, Any, Any]:
-        """Returns all arguments of `StageWork.work` except x."""
+        """Returns the arguments of `StageWork.work` except x."""
         key = None if self.keys_M is None else pick(self.keys_M, microbatch)
         # The key is already specific to the microbatch, so `work` folds in index 0.
         return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
@@ -307,9 +313,9 @@ class InterleavedTicks:
         return jax.lax.cond(is_any, function, zeros, *args)
 
     def at_stage(self, number: int, condition: jax.Array, x_S: jax.Array) -> jax.Array:
-        """Returns a mask [S, 1, ...] with the condition at one stage and False at all others."""
-        is_there = (self.work.stages == number) & condition
-        return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
+        """Returns a mask [S, 1, ...]: the condition at one stage, False at all other stages."""
+        is_at_stage = (self.work.stages == number) & condition
+        return is_at_stage.reshape(-1, *[1] * (x_S.ndim - 1))
 
     def constrain_activations(self, x_S: jax.Array) -> jax.Array:
         """Constrains the sharding of activations."""
@@ -317,7 +323,7 @@ class InterleavedTicks:
 
 
 def _at(x_S: jax.Array, stage: int) -> jax.Array:
-    """Returns `x_S[stage]`; without the barrier, XLA would first reshard x_S like the ends."""
+    """Returns `x_S[stage]`. Without the barrier, XLA would first reshard x_S like the ends."""
     return jax.lax.optimization_barrier(x_S)[stage]
 
 
@@ -325,20 +331,20 @@ def _at(x_S: jax.Array, stage: int) -> jax.Array:
 # select separates it from the sum over ticks. A multiplication by a weight would prevent this.
 
 
-def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
-    return jnp.where(counts, gradient.astype(jnp.float32), 0.0)
+def _if(has_weight: jax.Array, gradient: jax.Array) -> jax.Array:
+    return jnp.where(has_weight, gradient.astype(jnp.float32), 0.0)
 
 
-def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
-    return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
+def _sum(total: PyTree, gradients: PyTree, has_weight: jax.Array) -> PyTree:
+    return jax.tree.map(lambda a, g: a + _if(has_weight, g), total, gradients)
 
 
 # Values that the stages assign are stored per microbatch until its loss is computed. `values` has
 # the model's layout [R, S, P, ...]; `kept` has the layout [S, M, R, P, ...].
 
 
-def room_for_values(values: Values, num_microbatches: int) -> Values:
-    """Returns a buffer of zeros for the values of all microbatches, [S, M, R, P, ...]."""
+def zeros_for_values(values: Values, num_microbatches: int) -> Values:
+    """Returns zeros for the values of all microbatches, [S, M, R, P, ...]."""
     return {
         path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
         for path, a in values.items()

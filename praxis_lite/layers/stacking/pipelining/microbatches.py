@@ -15,7 +15,7 @@ from praxis_lite.layers.base.calls import require_positive
 def check_microbatches(
     layer: Any, num_microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Raises ConfigError unless exactly one of the two settings is set, to a positive number."""
+    """Raises ConfigError unless exactly one of the two settings is a positive number."""
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
             "Pipeline requires exactly one of num_microbatches and microbatch_size, but "
@@ -37,11 +37,11 @@ def num_microbatches_of(
     """Returns the number of microbatches for a batch.
 
     Args:
-      num_rows: Number of rows in the batch.
-      num_microbatches: See Pipeline.
-      microbatch_size: See Pipeline. Exactly one of the two is None.
+      num_rows: Batch size.
+      num_microbatches: See Pipeline; None if microbatch_size is set.
+      microbatch_size: See Pipeline; None if num_microbatches is set.
       must_divide: Whether to reject batches that need padding rows, because the blocks assign
-        variables, which would include these rows.
+        variables, which padding rows would affect.
 
     Raises:
       ConfigError: must_divide is set, and the batch needs padding rows.
@@ -53,14 +53,14 @@ def num_microbatches_of(
     if must_divide and num_rows % actual:
         raise ConfigError(
             f"Pipeline.{name} is {actual}; expected a divisor of the batch size {num_rows}, "
-            "because the blocks assign variables, which would include the padding rows of the last "
-            f"microbatches. Change {name} or the batch size."
+            "because the blocks assign variables, which padding rows in the last microbatches "
+            f"would affect. Change {name} or the batch size."
         )
     return -(-num_rows // actual) if by_size else actual
 
 
 def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
-    """Splits inputs into those with rows and the others (None, flags, scalars).
+    """Splits inputs into arrays with a batch dim and all others (None, flags, scalars).
 
     Raises:
       ConfigError: The first dim of an array is neither `num_rows` nor 1.
@@ -75,7 +75,7 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
                     f"Pipeline's input {name!r} has shape {leaf.shape}; expected its first dim to "
-                    f"be {num_rows}, the number of rows of x, or 1."
+                    f"be {num_rows}, the batch size of x, or 1."
                 )
     return arrays, others
 
@@ -85,8 +85,8 @@ def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> ja
 
     A microbatch consists of every M-th row, so that each device contributes rows to it.
     """
-    if num_free := -x.shape[0] % num_microbatches:
-        x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])
+    if num_padding := -x.shape[0] % num_microbatches:
+        x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_padding, *x.shape[1:]))])
     shape = num_streams, x.shape[0] // num_microbatches, num_microbatches // num_streams
     x = jnp.swapaxes(x.reshape(*shape, *x.shape[1:]), 1, 2)
     return x.reshape(num_microbatches, shape[1], *x.shape[3:])

@@ -1,4 +1,4 @@
-"""OneForwardOneBackward: trains a pipelined model with 1F1B, computing the loss in the ticks."""
+"""OneForwardOneBackward: trains a model that contains a Pipeline with the 1F1B schedule."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Computes the gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
+    """Computes the gradients of a model that contains one Pipeline by 1F1B (arXiv:2104.04473).
 
     The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
     stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model before and
@@ -43,8 +43,8 @@ class OneForwardOneBackward:
     With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1, arXiv:2401.10241).
 
     Gradient accumulation over the same microbatches gives the same results, and is used instead on
-    meshes without the stage axis. If the loss is a weighted mean over rows, a pass over the
-    complete batch gives the same results as well.
+    meshes without the stage axis. If the loss is a weighted mean over examples, a pass over the
+    complete batch gives the same results, too.
     """
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
@@ -69,9 +69,9 @@ def _pipeline_of(task: Task) -> Pipeline:
     pipelines = [node for node in modules if isinstance(node, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
-            "OneForwardOneBackward requires a model with exactly one Pipeline, but found "
-            f"{len(pipelines)}. Omit the Partitioner's gradients, or make the model's stack a "
-            "Pipeline."
+            "OneForwardOneBackward requires a model with exactly one Pipeline, but the number of "
+            f"Pipelines is {len(pipelines)}. Make the model's stack a Pipeline, or omit the "
+            "Partitioner's `gradients`."
         )
     updated = {
         str(path[-1])
@@ -81,9 +81,9 @@ def _pipeline_of(task: Task) -> Pipeline:
     if updated:
         raise ConfigError(
             "OneForwardOneBackward does not support variables that each pass updates, such as "
-            "batch statistics, because a stage does not know yet which microbatches have weight 0. "
-            f"The model contains {', '.join(sorted(updated))}. Omit the Partitioner's gradients: "
-            "without OneForwardOneBackward, the Pipeline supports such variables."
+            "batch statistics, because a stage runs before the weights of its microbatches are "
+            f"known. The model contains {', '.join(sorted(updated))}. Omit the Partitioner's "
+            "`gradients`; the default supports such variables."
         )
     return pipelines[0]
 
@@ -105,7 +105,7 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
         raise ConfigError(
             f"The batch size {num_rows} is not divisible by the {num_microbatches} microbatches. "
             "Padding rows cannot be added, because the Pipeline's blocks assign variables, which "
-            f"would include these rows. Make the batch size a multiple of {num_microbatches}."
+            f"these rows would affect. Make the batch size a multiple of {num_microbatches}."
         )
     return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
@@ -122,7 +122,7 @@ def _value_and_grad(
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `accumulation.value_and_grad` over all microbatches.
 
-    The ticks run with Auto axes, because the computation of a stage cannot be typed in JAX.
+    The ticks run with Auto axes, because JAX cannot infer the types of a stage over Explicit axes.
     """
 
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
@@ -147,7 +147,7 @@ def _grads_in_ticks(
     inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Implements `_value_and_grad`, without types."""
+    """Implements `_value_and_grad` with Auto axes."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:

@@ -17,8 +17,8 @@ __all__ = ("Schedule",)
 class Schedule:
     """The ticks of a pipeline with S stages, M microbatches and R repeats.
 
-    At tick t, stage s continues with the microbatch that stage s - 1 processed at tick t - 1. Once
-    all microbatches have started a repeat, stage 0 continues with those from the last stage.
+    At tick t, stage s processes the microbatch that stage s - 1 processed at tick t - 1. Once all
+    microbatches have started a repeat, stage 0 continues with the outputs of the last stage.
     """
 
     num_stages: int
@@ -28,7 +28,7 @@ class Schedule:
     @property
     def period(self) -> int:
         """Number of ticks from a microbatch's entry into stage 0 to its next entry."""
-        # With fewer microbatches than stages, stage 0 waits until the first one returns.
+        # With fewer microbatches than stages, stage 0 waits until the first microbatch returns.
         return max(self.num_microbatches, self.num_stages)
 
     @property
@@ -57,7 +57,7 @@ class Schedule:
     def split_bubble_share(
         self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
     ) -> float:
-        """Returns the fraction of time that a stage is idle if the backward pass is split.
+        """Returns the fraction of time in which a stage is idle if the backward pass is split.
 
         It is (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) if M >= S or R = 1, and equals
         `bubble_share` for W = 0.
@@ -122,7 +122,7 @@ class InterleavedSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick in which the first microbatch leaves the last stage and turns backward."""
+        """The tick in which the first microbatch leaves the last stage and starts backward."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
@@ -131,8 +131,8 @@ class InterleavedSchedule:
         return self.first_backward + (self.num_stages - 1 if self.split_backward else 0)
 
     @property
-    def num_kept(self) -> int:
-        """Number of inputs that a stage stores: 2 R S - 1 for any M."""
+    def num_saved_inputs(self) -> int:
+        """Number of inputs that a stage stores: at most 2 R S - 1, regardless of M."""
         in_all = self.first_backward + self.num_ticks
         return min(2 * self.circular_repeat * self.num_stages - 1, in_all)
 
@@ -143,7 +143,7 @@ class InterleavedSchedule:
 
     @property
     def phases(self) -> list[tuple[range, bool, bool, bool]]:
-        """Ranges of ticks, each with flags for forward passes, input and weight gradients."""
+        """Ranges of ticks, each with (has forward passes, input gradients, weight gradients)."""
         begins, end = self.first_backward, self.first_backward + self.num_ticks
         bounds = sorted({0, begins, min(self.first_weights, end), self.num_ticks, end})
         return [
@@ -154,7 +154,7 @@ class InterleavedSchedule:
     def bubble_share(
         self, forward: float = 1.0, by_inputs: float = 2.0, by_weights: float = 1.0
     ) -> float:
-        """Returns the fraction of a step's time that a stage is idle.
+        """Returns the fraction of a step's time in which a stage is idle.
 
         It is (S - 1) / (R M + S - 1) if M is divisible by S. With split_backward, weight gradients
         have no bubbles.
@@ -183,14 +183,14 @@ class InterleavedSchedule:
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of a stage's weight gradients.
 
-        With split_backward, they are scalars, because they are equal on all stages.
+        With split_backward, they are scalars, because all stages process the same microbatch.
         """
         if not self.split_backward:
             return self.backward(tick, stage)
         return self.backward(tick - (self.num_stages - 1), self.num_stages - 1)
 
     def tick_forward(self, tick: Any, stage: Any) -> Any:
-        """Returns the tick in which a stage ran the forward pass that `tick` runs backward."""
+        """Returns the tick of the forward pass whose backward pass a stage runs in `tick`."""
         slot = self._slot_backward(tick, stage)
         _, repeat, _ = self._at(slot)  # Counted from the last repeat.
         forward_slot = slot + (self.circular_repeat - 1 - 2 * repeat) * self.num_stages

@@ -1,8 +1,8 @@
-"""Splits a jaxpr into two programs: one computes the results needed first, one the others.
+"""Splits a function into two: the first computes the results needed first, the second the others.
 
 A split backward pass first computes the gradient with respect to its inputs, because the previous
 stage is waiting for it, and later the weight gradients (zero bubble, arXiv:2401.10241). No
-operation runs in both programs.
+operation runs in both functions.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitProgram:
-    """A function that was split into two programs.
+class SplitFunction:
+    """A function that has been split into two.
 
     Attributes:
-      first: Takes (*args), and returns (results needed first, residuals for `second`).
-      second: Takes (residuals, *leading args), and returns the other results.
+      first: Takes the arguments, and returns (results needed first, residuals for `second`).
+      second: Takes the residuals and the leading arguments, and returns the other results.
       manual_axes: Mesh axes that are manual in every `jax.shard_map` of the function; None if it
         contains no `jax.shard_map`.
     """
@@ -36,29 +36,32 @@ class SplitProgram:
     manual_axes: frozenset[str] | None
 
 
-def split_program(
-    program: Callable[..., tuple[PyTree, PyTree]], args: Sequence[PyTree], num_again: int
-) -> SplitProgram:
-    """Splits `program`, which returns (results needed first, other results).
+def split_function(
+    function: Callable[..., tuple[PyTree, PyTree]], args: Sequence[PyTree], num_shared: int
+) -> SplitFunction:
+    """Splits a function that returns (results needed first, other results).
+
+    The function is traced, and its equations are assigned: those that the first results need to
+    `first`, and the remaining ones to `second`. What `second` reads from `first` is a residual.
 
     Args:
-      program: The function.
+      function: The function to split.
       args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
-      num_again: Number of leading arguments that `second` also takes; they are not saved as
-        residuals.
+      num_shared: Number of leading arguments that `second` takes as well, so that they need not be
+        saved as residuals.
     """
-    closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
     constants = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     eqns: list[core.JaxprEqn] = []
-    outvars = _inlined(closed, jaxpr.invars, eqns, constants)
+    outvars = _inline_calls(closed, jaxpr.invars, eqns, constants)
     num_first = len(jax.tree.leaves(results[0]))
     first_outvars, second_outvars = outvars[:num_first], outvars[num_first:]
-    first_eqns = _needed(eqns, first_outvars)
-    are_first = set(map(id, first_eqns))
-    second_eqns = _needed([eqn for eqn in eqns if id(eqn) not in are_first], second_outvars)
-    again = jaxpr.invars[: len(jax.tree.leaves(list(args[:num_again])))]
-    known = {*again, *constants, *(var for eqn in second_eqns for var in eqn.outvars)}
+    first_eqns = _needed_eqns(eqns, first_outvars)
+    first_ids = set(map(id, first_eqns))
+    second_eqns = _needed_eqns([eqn for eqn in eqns if id(eqn) not in first_ids], second_outvars)
+    shared_vars = jaxpr.invars[: len(jax.tree.leaves(list(args[:num_shared])))]
+    known = {*shared_vars, *constants, *(var for eqn in second_eqns for var in eqn.outvars)}
     used = [*(atom for eqn in second_eqns for atom in eqn.invars), *second_outvars]
     residuals = list(
         dict.fromkeys(
@@ -69,31 +72,31 @@ def split_program(
 
     def first(*args: PyTree) -> tuple[PyTree, list[jax.Array]]:
         values = constants | dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
-        actual = _evaluated(first_eqns, values, [*first_outvars, *residuals])
+        actual = _evaluate(first_eqns, values, [*first_outvars, *residuals])
         return jax.tree.unflatten(first_tree, actual[:num_first]), actual[num_first:]
 
     def second(arrays: list[jax.Array], *args: PyTree) -> PyTree:
-        values = constants | dict(zip(again, jax.tree.leaves(args), strict=True))
+        values = constants | dict(zip(shared_vars, jax.tree.leaves(args), strict=True))
         values |= zip(residuals, arrays, strict=True)
-        actual = _evaluated(second_eqns, values, second_outvars)
+        actual = _evaluate(second_eqns, values, second_outvars)
         return jax.tree.unflatten(second_tree, actual)
 
-    return SplitProgram(first, second, _common_manual_axes(eqns))
+    return SplitFunction(first, second, _common_manual_axes(eqns))
 
 
-def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns, for each leaf of `args`, whether a result of `program` depends on it."""
-    closed = jax.make_jaxpr(program)(*args)
+def used_arguments(function: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
+    """Returns whether the results of a function depend on each leaf of its arguments."""
+    closed = jax.make_jaxpr(function)(*args)
     eqns: list[core.JaxprEqn] = []
-    outvars = _inlined(closed, open_jaxpr(closed).invars, eqns, {})
+    outvars = _inline_calls(closed, open_jaxpr(closed).invars, eqns, {})
     used = {atom for atom in outvars if not isinstance(atom, core.Literal)}
-    for eqn in _needed(eqns, outvars):
+    for eqn in _needed_eqns(eqns, outvars):
         used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
     return [var in used for var in open_jaxpr(closed).invars]
 
 
 def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
-    """Returns the axes that are manual in every `jax.shard_map`; None without a shard_map."""
+    """Returns the axes that are manual in every `jax.shard_map`, or None if there is none."""
     manual_axes = []
     for eqn in all_eqns(eqns):
         if eqn.primitive.name == "shard_map":
@@ -102,13 +105,13 @@ def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
     return frozenset.intersection(*manual_axes) if manual_axes else None
 
 
-def _inlined(
-    program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
+def _inline_calls(
+    closed: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:
-    """Appends a jaxpr's equations to `eqns`, inlining calls, and returns its output variables."""
-    jaxpr = open_jaxpr(program)
+    """Appends a jaxpr's equations to `eqns` with calls inlined; returns its output variables."""
+    jaxpr = open_jaxpr(closed)
     names = dict(zip(jaxpr.invars, arguments, strict=True))
-    for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
+    for var, value in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True):
         constants[var] = value
 
     def rename(atoms: Iterable[Any]) -> list[Any]:
@@ -117,7 +120,7 @@ def _inlined(
     for eqn in map(expand_high_level, jaxpr.eqns):
         invars = rename(eqn.invars)
         if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
-            outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)
+            outvars = _inline_calls(eqn.params["jaxpr"], invars, eqns, constants)
         else:
             # New variables, because a jaxpr may be called twice.
             outvars = [core.Var(var.aval) for var in eqn.outvars]
@@ -126,7 +129,7 @@ def _inlined(
     return rename(jaxpr.outvars)
 
 
-def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
+def _needed_eqns(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
     """Returns the equations needed to compute `atoms`, in their original order."""
     needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
     used = []
@@ -137,8 +140,8 @@ def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.Ja
     return used[::-1]
 
 
-def _evaluated(eqns: Sequence[core.JaxprEqn], values: dict, atoms: Sequence[Any]) -> list[Any]:
-    """Evaluates equations and returns the values of `atoms`."""
+def _evaluate(eqns: Sequence[core.JaxprEqn], values: dict, atoms: Sequence[Any]) -> list[Any]:
+    """Evaluates the equations, and returns the values of `atoms`."""
     values = dict(values)
 
     def read(atoms: Sequence[Any]) -> list[Any]:

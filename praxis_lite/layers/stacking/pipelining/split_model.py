@@ -1,8 +1,8 @@
-"""Splits a model at its pipeline into functions for the parts before and after it.
+"""Splits a model into functions for the parts before and after its pipeline.
 
-While a cut function is active, a Pipeline that is called without a cache calls this function
+While a cut function is active, a Pipeline that is called without a cache calls the cut function
 instead of its blocks. Layers and tasks therefore need not declare where to split the model: each
-function traces the complete model, and XLA removes the operations that its results do not need.
+part traces the complete model, and XLA removes the operations that the part does not need.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ __all__ = ("in_one_microbatch",)
 
 PyTree = Any
 
-# (pipeline, x, key, inputs) -> x.
+# Takes the arguments of a Pipeline's call, (pipeline, x, key, inputs), and returns x.
 Cut = Callable[[Any, Any, Any, dict[str, Any]], Any]
 
 _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
@@ -65,8 +65,8 @@ class SplitModel:
       loss: Takes (params, microbatch), and returns (loss, metrics).
       params: The weights.
       num_microbatches: Number of microbatches, M.
-      full_weight: Expected loss weight of a microbatch. Weights are divided by it, so that weighted
-        gradients are as large as unweighted ones and stay within the range of float16.
+      full_weight: Expected loss weight of a microbatch. Loss weights are divided by it, so that
+        weighted gradients stay within the range of float16.
 
     Raises:
       ConfigError: The pipeline is not called exactly once, or an input other than x depends on
@@ -80,23 +80,25 @@ class SplitModel:
         self._loss, self._num_microbatches = loss, num_microbatches
         self._params, self._form = jax.tree.flatten(params)
         self._call: dict[str, Any] = {}  # Arguments of the pipeline's call that are not arrays.
-        x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
-        if any(self._used(lambda params: self._called(params, 0)[1])):
+        x, *_ = jax.eval_shape(self._pipeline_args, self._params, jnp.array(0))
+        if any(self._used(lambda params: self._pipeline_args(params, 0)[1])):
             raise ConfigError(
-                "OneForwardOneBackward requires that the inputs of the Pipeline, except x, depend "
-                "only on data, but some depend on weights, such as those of an encoder. Omit the "
-                "Partitioner's gradients."
+                "OneForwardOneBackward requires that only the first input of the Pipeline depends "
+                "on weights, but other inputs depend on weights as well, such as the outputs of an "
+                "encoder. Omit the Partitioner's `gradients`."
             )
-        before = self._used(lambda params: self._called(params, 0)[0])
-        behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype), {}))
-        at_ends = [any(are_used) for are_used in zip(before, behind, strict=True)]
+        before = self._used(lambda params: self._pipeline_args(params, 0)[0])
+        after = self._used(
+            lambda params: self._loss_of_output(params, 0, jnp.zeros(x.shape, x.dtype), {})
+        )
+        at_ends = [any(are_used) for are_used in zip(before, after, strict=True)]
         self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
 
     def parts(self) -> tuple[StageWork, "SplitModel", list[jax.Array], jax.Array | None]:
         """Returns the arguments (work, ends, arrays, keys_M) of InterleavedTicks."""
         leaves = self._leaves(self._params)
         _, inputs_M, keys_M = jax.lax.map(
-            lambda microbatch: (0, *self._called(self._params, microbatch)[1:]),
+            lambda microbatch: (0, *self._pipeline_args(self._params, microbatch)[1:]),
             jnp.arange(self._num_microbatches),
         )
         pipeline, inputs, inputs_form = self._call["pipeline"], *jax.tree.flatten(inputs_M)
@@ -112,7 +114,7 @@ class SplitModel:
         return work, self, work.arrays(leaves, inputs), keys_M
 
     def grad_params(self, grad_leaves: dict[int, jax.Array], grad_ends: list[jax.Array]) -> PyTree:
-        """Combines the gradients of blocks and ends into float32 gradients of all weights."""
+        """Adds up the gradients of the blocks and ends into float32 gradients of all weights."""
         numbers = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
@@ -135,12 +137,12 @@ class SplitModel:
 
     def enter(self, microbatch: jax.Array) -> jax.Array:
         """Returns the pipeline's input x for a microbatch."""
-        return self._called(self._params, microbatch)[0]
+        return self._pipeline_args(self._params, microbatch)[0]
 
     def enter_gradient(self, microbatch: jax.Array, grad_x: jax.Array) -> list[jax.Array]:
         """Backpropagates the gradient of x to the ends' weights."""
         ends = [self._params[i] for i in self._ends]
-        _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
+        _, pull = jax.vjp(lambda ends: self._pipeline_args(self._with(ends), microbatch)[0], ends)
         return pull(grad_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
@@ -157,12 +159,12 @@ class SplitModel:
         ends = [self._params[i] for i in self._ends]
         floats = {path: value for path, value in values.items() if floats_of([value])}
 
-        def left(
+        def loss_of(
             ends: list[jax.Array], x: jax.Array, floats: Values
         ) -> tuple[jax.Array, dict[str, Any]]:
-            return self._left(self._with(ends), microbatch, x, values | floats)
+            return self._loss_of_output(self._with(ends), microbatch, x, values | floats)
 
-        loss, pull, metrics = jax.vjp(left, ends, x, floats, has_aux=True)
+        loss, pull, metrics = jax.vjp(loss_of, ends, x, floats, has_aux=True)
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
         if self._num_microbatches == 1:  # A single microbatch is not weighted.
             weight = jnp.ones_like(weight)
@@ -181,6 +183,17 @@ class SplitModel:
     def _cut(
         self, params: list, microbatch: Any, cut: Callable[..., jax.Array], values: Values
     ) -> tuple:
+        """Runs the model with `cut` instead of the blocks.
+
+        Args:
+          params: Leaves of the weights.
+          microbatch: Index of the microbatch.
+          cut: Takes the pipeline's input x, and returns its output.
+          values: Values to assign to the blocks' variables.
+
+        Returns:
+          (result of the loss function, arguments of the pipeline's call).
+        """
         calls = []
 
         def record(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
@@ -192,16 +205,16 @@ class SplitModel:
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
-                "OneForwardOneBackward requires that each pass calls the Pipeline once, but it was "
-                f"called {len(calls)} times. Omit the Partitioner's gradients."
+                "OneForwardOneBackward requires that each pass calls the Pipeline exactly once, "
+                f"but the number of calls was {len(calls)}. Omit the Partitioner's `gradients`."
             )
         return result, calls[0]
 
-    def _left(self, params: list, microbatch: Any, x: jax.Array, values: Values) -> tuple:
+    def _loss_of_output(self, params: list, microbatch: Any, x: jax.Array, values: Values) -> tuple:
         """Returns the loss and metrics, given the pipeline's output and its assigned values."""
         return self._cut(params, microbatch, lambda _: x, values)[0]
 
-    def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
+    def _pipeline_args(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
         """Returns the arguments (x, inputs, key) that the model passes to the pipeline."""
         _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
         arrays, others = arrays_of(inputs, x.shape[0])
@@ -213,7 +226,7 @@ class SplitModel:
         return x, {**arrays, **scalars}, key
 
     def _leaves(self, params: list) -> list[jax.Array]:
-        """Returns the blocks' arrays, [R, S, P, ...]."""
+        """Returns the arrays of the blocks, [R, S, P, ...]."""
         _, (pipeline, *_) = self._cut(params, 0, lambda x: x, {})
         leaves, form = jax.tree.flatten(pipeline.on_stages(pipeline.blocks))
         self._call |= dict(form=form)

@@ -1,9 +1,9 @@
 """The tick loop of a pipeline with a split backward pass: input gradients, then weight gradients.
 
-In a backward tick, a stage computes the gradient with respect to its inputs, because the previous
-stage is waiting for it. Stage s computes its weight gradients s ticks later. In this way, all
-stages compute the weight gradients of the same microbatch in the same tick, and none is idle: only
-forward passes and input gradients have bubbles (zero bubble, arXiv:2401.10241).
+In a backward tick, a stage computes only the gradient with respect to its inputs, because the
+previous stage is waiting for it. Stage s computes its weight gradients s ticks later. All stages
+then compute the weight gradients of the same microbatch in the same tick, and no stage is idle:
+only forward passes and input gradients have bubbles (zero bubble, arXiv:2401.10241).
 
 The forward pass is one scan. The backward pass is two scans: the first runs S - 1 ticks without
 weight gradients, the second runs the remaining ticks with them.
@@ -19,11 +19,16 @@ from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover, HandoverGradient
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
-from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
-from praxis_lite.layers.stacking.pipelining.ticks import StageLayout, Values, gathered, pick
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at, floats_of
+from praxis_lite.layers.stacking.pipelining.ticks import (
+    StageLayout,
+    Values,
+    accumulate_values,
+    pick,
+)
 
 # R repeats, S stages, P layers per stage and repeat, M microbatches, T ticks. Name suffixes give
-# the leading dims of arrays: x_M is [M, rows, ...]. X is R for weights and M for inputs.
+# the leading dims of arrays: x_M is [M, rows, ...]. X is R for weights, and M for inputs.
 
 PyTree = Any
 
@@ -42,11 +47,11 @@ def run_split_ticks(
 ) -> tuple[jax.Array, Values]:
     """Runs all ticks; returns x_M after all blocks, and the assigned values.
 
-    The inputs of each tick are saved, and the backward pass recomputes the tick from them. It also
-    stores the residuals of S microbatches for their weight gradients. See `run_ticks` for the
-    arguments.
+    The inputs of each tick are saved, and the backward pass recomputes the tick from its inputs.
+    The backward pass also stores the residuals of S microbatches for their weight gradients. See
+    `run_ticks` for the arguments.
     """
-    # A custom_vjp needs all arrays as arguments. Arrays without rows get a row dim.
+    # A custom_vjp needs all arrays as arguments. Arrays without a batch dim get one.
     scalars = {
         name: jax.tree.map(lambda a: a[None], value)
         for name, value in others.items()
@@ -98,7 +103,7 @@ class _Ticks:
                 arrays, self.work.stages, microbatch, repeat, x_S
             )
             y_S = self.work.layout.constrain(y_S, row_dim=1)
-            values = gathered(
+            values = accumulate_values(
                 values, old_values, new_values, repeat, is_valid, self.schedule, self.work.layout
             )
             arrived_S, stored = self.handover.leave(y_S, stored, t)
@@ -109,9 +114,10 @@ class _Ticks:
         return (self.handover.outputs(stored), values), x_TS
 
     def backward(self, saved: tuple, gradients: tuple) -> tuple:
-        """Returns the gradients with respect to `forward`'s arguments; None for integers and keys.
+        """Runs the ticks of `forward` in reverse order.
 
-        Runs the ticks of `forward` in reverse order.
+        Returns:
+          The gradients with respect to the arguments of `forward`; None for integers and keys.
         """
         leaves, inputs, key, x_TS = saved
         arrays = self.work.arrays(leaves, inputs)
@@ -123,7 +129,7 @@ class _Ticks:
             if grad_value.dtype != jax.dtypes.float0
         }
         split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
-        handed = HandoverGradient(self.handover, grad_outputs)
+        transposed = HandoverGradient(self.handover, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
         def first(
@@ -141,11 +147,11 @@ class _Ticks:
 
         first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
-        def by_inputs(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+        def input_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             grad_arrived_S, grad_stored, residuals = carry
             t, x_S = tick
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
-            grad_y_S, grad_stored = handed.leave(grad_arrived_S, grad_stored, t)
+            grad_y_S, grad_stored = transposed.leave(grad_arrived_S, grad_stored, t)
             grad_x_S, new_residuals = first_S(
                 arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
             )
@@ -158,16 +164,16 @@ class _Ticks:
                 )
                 for kept, new in zip(residuals, new_residuals, strict=True)
             ]
-            return (*handed.enter(grad_x_S, grad_stored, t), residuals), None
+            return (*transposed.enter(grad_x_S, grad_stored, t), residuals), None
 
         def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
-            # At tick t + s, stage s had the microbatch that stage 0 has at tick t.
+            # The microbatch that stage 0 has at tick t was on stage s at tick t + s.
             residuals = [pick(kept, (t + stage) % num_stages) for kept in residuals]
             return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
 
-        def with_weights(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+        def weight_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             carry, grad_floats = carry
-            carry, _ = by_inputs(carry, tick)
+            carry, _ = input_gradients_tick(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
             new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
@@ -175,7 +181,7 @@ class _Ticks:
             )
             grad_floats = [
                 jax.tree.map(
-                    lambda total, part, i=i: added(
+                    lambda total, part, i=i: add_at(
                         total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
                     ),
                     totals,
@@ -188,10 +194,10 @@ class _Ticks:
         _, residuals = jax.eval_shape(
             first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
         )
-        room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
-        totals = [self.work.apart(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
+        empty = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
+        totals = [self.work.unstack_layers(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
         carry, grad_floats = varying_alike(
-            ((*handed.start(), room), totals), (leaves, grad_outputs)
+            ((*transposed.start(), empty), totals), (leaves, grad_outputs)
         )
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (
@@ -199,11 +205,13 @@ class _Ticks:
             for part in (slice(num_stages - 1), slice(num_stages - 1, None))
         )
         if num_stages > 1:
-            carry, _ = jax.lax.scan(by_inputs, carry, before)
-        (carry, grad_floats), _ = jax.lax.scan(with_weights, (carry, grad_floats), after)
-        grad_floats = [self.work.together(i, of) for i, of in zip(floats, grad_floats, strict=True)]
+            carry, _ = jax.lax.scan(input_gradients_tick, carry, before)
+        (carry, grad_floats), _ = jax.lax.scan(weight_gradients_tick, (carry, grad_floats), after)
+        grad_floats = [
+            self.work.stack_layers(i, of) for i, of in zip(floats, grad_floats, strict=True)
+        ]
         grad_arrays = dict(zip(floats, grad_floats, strict=True))
         grad_leaves = [grad_arrays.get(i) for i in range(self.work.num_leaves)]
         grad_inputs = [grad_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
         grad_inputs = [None if a is None else jnp.sum(a, axis=1) for a in grad_inputs]
-        return grad_leaves, grad_inputs, handed.inputs(*carry[:2]), None
+        return grad_leaves, grad_inputs, transposed.inputs(*carry[:2]), None

@@ -1,4 +1,4 @@
-"""The computation of a stage for one microbatch: the forward pass and the split backward pass."""
+"""What a stage computes for one microbatch: a forward pass, and a backward pass in two parts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from praxis_lite.core.collectives.vmapped_axes import before_vmap, vmap_over
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
+from praxis_lite.layers.stacking.pipelining.split_backward import SplitFunction, split_function
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
     apply_layer_at,
-    of_each_stage,
+    copy_to_stages,
     pick,
 )
 
@@ -33,16 +33,17 @@ def floats_of(arrays: Sequence[jax.Array]) -> list[int]:
 class StageWork:
     """The computation of all stages.
 
-    Its `arrays` are the arrays of the blocks [R, S, P, ...], followed by the inputs [M, S, ...].
+    Methods take `arrays`: the arrays of the blocks [R, S, P, ...], followed by the inputs
+    [M, S, ...].
 
     Attributes:
       form: Tree structure of the blocks.
-      num_leaves: Number of arrays of the blocks.
+      num_leaves: Number of arrays in the blocks.
       inputs_form: Tree structure of the inputs.
       others: Inputs that are not arrays.
       num_stages: S.
       num_layers: Number of layers per repeat, at most S P.
-      layout: Layout of the stages.
+      layout: The sharding of arrays with a stage dim.
     """
 
     form: Any
@@ -59,13 +60,13 @@ class StageWork:
         return jnp.arange(self.num_stages)
 
     def vmap(
-        self, function: Callable[..., Any], split: SplitProgram | None = None, **settings: Any
+        self, function: Callable[..., Any], split: SplitFunction | None = None, **settings: Any
     ) -> Callable[..., Any]:
         """Returns `jax.vmap(function, **settings)` over the stages.
 
         Args:
           function: A function of the arrays of one stage.
-          split: A split program that the function calls, if any.
+          split: The split function that `function` calls, if any.
           settings: Arguments of `jax.vmap`.
         """
         axes = self.layout.vmapped_axes(self.num_stages)
@@ -75,7 +76,7 @@ class StageWork:
 
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the blocks' arrays and a copy of the inputs for each stage, [X, S, ...]."""
-        return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
+        return [*leaves, *copy_to_stages(list(inputs), self.num_stages, self.layout, dim=1)]
 
     def assigned(self, arrays: Sequence[jax.Array]) -> Values:
         """Returns the values of the variables that the blocks assign, [R, S, P, ...]."""
@@ -98,9 +99,9 @@ class StageWork:
         repeat: jax.Array,
         x: jax.Array,
     ) -> tuple[jax.Array, Values]:
-        """Runs a stage on `picked` arrays; returns (x, assigned values [P, ...]).
+        """Runs a stage on arrays from `picked`; returns (x, assigned values [P, ...]).
 
-        Layers are unrolled, because `split_program` does not split loops.
+        Layers are unrolled, because `split_function` does not split loops.
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
@@ -123,11 +124,11 @@ class StageWork:
             values_P.append(values)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
 
-    def apart(self, number: int, array: jax.Array, dim: int) -> PyTree:
+    def unstack_layers(self, number: int, array: jax.Array, dim: int) -> PyTree:
         """Unstacks an array of the blocks along its layer dim; returns inputs unchanged.
 
-        Gradients are accumulated unstacked. JAX would stack the gradients of the layers with pads,
-        and on TPU, XLA does not recognize cross-device reductions that are followed by pads.
+        Gradients are accumulated unstacked, because JAX would stack the layers' gradients with
+        pads. On TPU, XLA does not recognize a cross-device reduction that is followed by a pad.
         """
         if number >= self.num_leaves:
             return array
@@ -136,17 +137,17 @@ class StageWork:
             for index in range(array.shape[dim])
         ]
 
-    def together(self, number: int, array: PyTree) -> jax.Array:
-        """Inverts `apart` for arrays [R, S, P, ...]."""
+    def stack_layers(self, number: int, array: PyTree) -> jax.Array:
+        """Inverts `unstack_layers` for arrays [R, S, P, ...]."""
         return array if number >= self.num_leaves else jnp.stack(array, axis=2)
 
     def split(
         self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
-    ) -> SplitProgram:
-        """Splits a stage's backward pass: first the gradient of x, then the array gradients.
+    ) -> SplitFunction:
+        """Splits a stage's backward pass: first the gradient of x, then those of the arrays.
 
         The backward pass takes the arguments of `work`, followed by the gradients with respect to
-        its results. It returns array gradients unstacked, as by `apart`.
+        the results of `work`. The gradients of arrays are unstacked, as by `unstack_layers`.
 
         Args:
           arrays: All arrays, [X, S, ...].
@@ -155,9 +156,9 @@ class StageWork:
           x_S: An array [S, rows, ...], or its `jax.ShapeDtypeStruct`.
           values: Assigned values [R, S, P, ...], or their shapes; only floats have gradients.
         """
-        num_again = 5  # The arguments of `work` before x.
+        num_shared = 5  # The arguments of `work` before x.
 
-        def program(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
+        def backward(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
             arrays, key, stage, microbatch, repeat, x, grad_y, grad_values = args
 
             def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
@@ -165,7 +166,7 @@ class StageWork:
                 y, assigned = self.work(list(given.values()), key, stage, microbatch, repeat, x)
                 return y, {path: assigned[path] for path in grad_values}
 
-            _, pull = jax.vjp(work, [self.apart(i, arrays[i], 0) for i in floats], x)
+            _, pull = jax.vjp(work, [self.unstack_layers(i, arrays[i], 0) for i in floats], x)
             grad_floats, grad_x = pull((grad_y, grad_values))
             return grad_x, grad_floats
 
@@ -179,10 +180,10 @@ class StageWork:
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
         args = arrays, key, index, index, index, x, x, grad_values
         with before_vmap(self.layout.vmapped_axes(self.num_stages)):
-            return split_program(program, args, num_again)
+            return split_function(backward, args, num_shared)
 
 
-def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+def add_at(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     """Adds `part` to total[index], or to total[0] if that is the only entry."""
     at = 0 if total.shape[0] == 1 else index
     part += jax.lax.dynamic_index_in_dim(total, at, axis=0, keepdims=False)

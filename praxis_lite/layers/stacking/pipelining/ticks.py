@@ -1,7 +1,8 @@
-"""The tick loop of a pipeline: in each tick, every stage runs and passes its output on.
+"""The tick loop of a pipeline: in each tick, every stage runs once and passes on its output.
 
-Every array has a stage dim. XLA compiles a `jax.vmap` over this dim to one program per device, and
-a roll along it to a collective-permute.
+Every array has a stage dim, which is sharded over the stage axis. XLA partitions a `jax.vmap` over
+this dim, so that each device runs only its own stages, and compiles a roll along this dim to a
+collective-permute.
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ class StageLayout:
     """The sharding of arrays with a stage dim on the current mesh.
 
     Attributes:
-      stage_axis: Split of the stage dim.
-      row_split: Split of activations [rows, ...]. If None, XLA chooses it.
+      stage_axis: Mesh axis over which the stage dim is sharded, or None.
+      row_split: Sharding of activations [rows, ...]. If None, XLA chooses the sharding.
     """
 
     stage_axis: DimSplit
@@ -77,12 +78,13 @@ class StageLayout:
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
     ) -> jax.Array:
-        """Constrains the sharding of `x`: its stage dim, and the activation dims from `row_dim` on.
+        """Constrains the sharding of the stage dim of `x`, and of its activation dims if given.
 
         Args:
           x: An array with a stage dim.
           dim: Index of the stage dim.
-          row_dim: Index of the row dim. If None, the activation dims are not constrained.
+          row_dim: Index of the first activation dim, rows. If None, activation dims are not
+            constrained.
           rank: Number of leading entries of row_split to apply. If None, all are applied.
         """
         axis, mesh = self.axis, jax.sharding.get_abstract_mesh()
@@ -149,7 +151,7 @@ def run_ticks(
       num_layers: Number of layers per repeat, at most S P.
       stream_io: See Pipeline.
       rematerialized: `remat` with every argument bound except the function.
-      layout: Layout of the stages.
+      layout: The sharding of arrays with a stage dim.
     """
     num_stages = schedule.num_stages
     stages = jnp.arange(num_stages)
@@ -167,17 +169,17 @@ def run_ticks(
         """Runs one stage in one tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
-        # Idle stages compute too: an arbitrary layer, on rows of the batch.
-        block_P, x, inputs = without_gradient_unless(is_valid, (block_P, x, inputs))
+        # Idle stages also compute, with an arbitrary layer and rows of the batch.
+        block_P, x, inputs = stop_gradient_unless(is_valid, (block_P, x, inputs))
         num_layers_here = jax.tree.leaves(block_P)[0].shape[0]
         first = stage * num_layers_here
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
-            block, place, cache = layer
+            block, index_in_repeat, cache = layer
             x, cache, values = apply_layer_at(
                 block,
                 x,
-                place,
+                index_in_repeat,
                 repeat,
                 microbatch,
                 num_layers=num_layers,
@@ -201,7 +203,7 @@ def run_ticks(
         )
         return x, cache_RP, values_P
 
-    inputs_SM = of_each_stage(inputs_M, num_stages, layout)
+    inputs_SM = copy_to_stages(inputs_M, num_stages, layout)
     handover = Handover(schedule, layout, stream_io)
     old_values = assigned_values(blocks)
 
@@ -213,7 +215,9 @@ def run_ticks(
             x_S, blocks, cache, inputs_SM, stages, microbatch, repeat, is_valid
         )
         x_S = layout.constrain(x_S, row_dim=1)
-        values = gathered(values, old_values, new_values, repeat, is_valid, schedule, layout)
+        values = accumulate_values(
+            values, old_values, new_values, repeat, is_valid, schedule, layout
+        )
         arrived_S, stored = handover.leave(x_S, stored, t)
         return (arrived_S, stored, cache, values), None
 
@@ -233,7 +237,7 @@ def run_ticks(
 def apply_layer_at(
     block: Any,
     x: jax.Array,
-    place: jax.Array,
+    index_in_repeat: jax.Array,
     repeat: jax.Array,
     microbatch: jax.Array,
     *,
@@ -242,20 +246,24 @@ def apply_layer_at(
     cache: PyTree,
     **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Applies layer `place` of a repeat, or returns x unchanged if `place` is a padding layer."""
-    layer = repeat * num_layers + place
+    """Applies a layer of a repeat, or returns x unchanged if it is a padding layer.
+
+    Returns:
+      (x, cache, assigned values).
+    """
+    layer = repeat * num_layers + index_in_repeat
     if not has_padding_layers:
         return apply_layer(block, x, layer, microbatch, cache=cache, **inputs)
-    exists = place < num_layers
-    block, given = without_gradient_unless(exists, (block, x))
+    exists = index_in_repeat < num_layers
+    block, given = stop_gradient_unless(exists, (block, x))
     new_x, cache, values = apply_layer(block, given, layer, microbatch, cache=cache, **inputs)
     return jnp.where(exists, new_x, x), cache, values
 
 
-def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
-    """Stops the gradient of `tree` unless a condition holds.
+def stop_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
+    """Stops the gradient of `tree` unless the results are valid.
 
-    Unused results may be NaN, and their gradient would then be NaN as well (zero times NaN).
+    Unused results may be NaN; their gradient would then be NaN as well (zero times NaN).
     """
 
     def cut(a: jax.Array) -> jax.Array:
@@ -266,12 +274,12 @@ def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(cut, tree)
 
 
-def of_each_stage(
+def copy_to_stages(
     inputs_M: PyTree, num_stages: int, layout: StageLayout, *, dim: int = 0
 ) -> PyTree:
-    """Copies the blocks' inputs to every stage; S is inserted as dim `dim` of [M, rows, ...].
+    """Copies the blocks' inputs [M, rows, ...] to every stage, with S as a new dim `dim`.
 
-    The stages' gradients are then summed only once, after the last tick.
+    Gradients with respect to the copies are summed only once, after the last tick.
     """
 
     def copied(a: jax.Array) -> jax.Array:
@@ -283,7 +291,7 @@ def of_each_stage(
     return jax.tree.map(copied, inputs_M)
 
 
-def gathered(
+def accumulate_values(
     values: Values,
     old_values: Values,
     new_values: Values,
@@ -292,22 +300,22 @@ def gathered(
     schedule: Schedule,
     layout: StageLayout,
 ) -> Values:
-    """Adds a tick to the running `mean_update` of the assigned variables, [R, S, P, ...].
+    """Adds a tick's values to the running means of the assigned variables, [R, S, P, ...].
 
     Args:
-      values: The running values before the tick.
+      values: The running means before the tick; see `mean_update`.
       old_values: Values before the pass.
       new_values: Values assigned in the tick, [S, P, ...].
       repeat: The repeat that each stage processed, [S].
       is_valid: False for stages that were idle, [S].
       schedule: The tick schedule.
-      layout: Layout of the stages.
+      layout: The sharding of arrays with a stage dim.
     """
     repeats = jnp.arange(schedule.circular_repeat)[:, None]
-    is_worked_RS = (repeats == repeat[None]) & is_valid[None]
+    is_updated_RS = (repeats == repeat[None]) & is_valid[None]
     for path, new in new_values.items():
-        value = _gathered(
-            values[path], old_values[path], new, is_worked_RS, schedule.num_microbatches
+        value = _accumulate(
+            values[path], old_values[path], new, is_updated_RS, schedule.num_microbatches
         )
         values = {**values, path: layout.constrain(value, dim=1)}
     return values
@@ -317,23 +325,23 @@ def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:
     """Returns the mean of a variable over microbatches that all started from `old`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new_M[-1]
-    # Average the differences, so that a value that no microbatch changed stays bit-identical.
+    # Average the differences, so that values that no microbatch changes stay bit-identical.
     return old + jnp.mean(new_M - old[None], axis=0)
 
 
-def _gathered(
+def _accumulate(
     value_RSP: jax.Array,
     old_RSP: jax.Array,
     new_SP: jax.Array,
-    is_worked_RS: jax.Array,
+    is_updated_RS: jax.Array,
     num_microbatches: int,
 ) -> jax.Array:
     """Returns the running `mean_update` of one variable."""
-    is_worked = is_worked_RS.reshape(*is_worked_RS.shape, *[1] * (value_RSP.ndim - 2))
+    is_updated = is_updated_RS.reshape(*is_updated_RS.shape, *[1] * (value_RSP.ndim - 2))
     if num_microbatches == 1 or not jnp.issubdtype(value_RSP.dtype, jnp.inexact):
-        return jnp.where(is_worked, new_SP[None], value_RSP)
+        return jnp.where(is_updated, new_SP[None], value_RSP)
     change = (new_SP[None] - old_RSP) / num_microbatches
-    return value_RSP + jnp.where(is_worked, change, jnp.zeros_like(change))
+    return value_RSP + jnp.where(is_updated, change, jnp.zeros_like(change))
 
 
 def pick(a: jax.Array, index: jax.Array | int) -> jax.Array:

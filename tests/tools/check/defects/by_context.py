@@ -117,7 +117,7 @@ IN_A_RING = {
         lambda ring, start, length: (start + length) % (length * ring.num_groups)
     ),
     "pieces of the zig-zag are exchanged": replaced(
-        f"{RING}._swapped_if_odd", lambda old: lambda self, x, y: (x, y)
+        f"{RING}._swap_if_odd", lambda old: lambda self, x, y: (x, y)
     ),
     "the zig-zag is not undone": replaced(f"{RING}.from_zigzag", lambda old: lambda self, x: x),
     "parts are joined with equal shares": replaced(

@@ -108,7 +108,7 @@ def _of_other_rows(split, *_):
 IN_1F1B = {
     "the last tick is dropped": _phases(_without_its_last),
     "inputs that are kept are overwritten": replaced(
-        f"{INTERLEAVED}.num_kept", lambda old: property(lambda self: 1)
+        f"{INTERLEAVED}.num_saved_inputs", lambda old: property(lambda self: 1)
     ),
     "a stage goes backward with the inputs of the tick before": after(
         f"{INTERLEAVED}.tick_forward", lambda tick, *_: tick - 1
@@ -168,7 +168,7 @@ IN_THE_LAYER = {
         lambda old: lambda self, of_x, of_stored, t: old(self, jnp.roll(of_x, 1, 0), of_stored, t),
     ),
     "weights' gradients of a tick replace those before": after(
-        f"{PIPELINING}.split_ticks:added", lambda total, old, part, index: total - old
+        f"{PIPELINING}.split_ticks:add_at", lambda total, old, part, index: total - old
     ),
     "the last tick is dropped": replaced(
         f"{SCHEDULE}.num_ticks", lambda old: property(lambda self: old.fget(self) - 1)
