@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import require
 from praxis_lite.modes.evaluate import add_step
 from praxis_lite.modes.following import add_follow, each_checkpoint
-from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.job_from_command import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:

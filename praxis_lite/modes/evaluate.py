@@ -3,7 +3,7 @@
 import argparse
 
 from praxis_lite.modes.following import add_follow, each_checkpoint
-from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.job_from_command import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
 
 __all__ = ("add_step",)

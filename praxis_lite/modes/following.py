@@ -9,7 +9,7 @@ from praxis_lite.core.errors import StepLost, require
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 
 _SILENT_SECONDS = 600

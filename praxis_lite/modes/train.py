@@ -10,7 +10,7 @@ from praxis_lite.core.errors import Error, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import IMPORT, INIT, events
 from praxis_lite.job.processes.stop_request import StopRequest
-from praxis_lite.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:
