@@ -155,9 +155,9 @@ def other_batches(items):
         (flipped, "steps 22 to 28 (start 3, process 0): the recorded digest is"),
         (removed, "steps 15 to 21 are not on record"),
         (removed_last, "steps 29 to 29, which is saved, are not on record"),
-        (removed_start, "the record has no line of start 3"),
+        (removed_start, "the record has no line for start 3"),
         (made_twice, "steps 22 to 28 are on record twice"),
-        (fewer_rows, "rows 12 to 12 of each batch were fed by no process"),
+        (fewer_rows, "rows 12 to 12 of each batch were not fed by any process"),
         (unsaid, "steps 15 to 21 were fed the batches 14 to 21; expected 14 to 20"),
         (other_batches, "steps 1 to 7 were fed the batches 1 to 7; expected 0 to 6"),
     ],
@@ -283,7 +283,7 @@ def test_each_step_counts_by_the_start_that_made_it_for_good():
     [
         ((((0, 3),), ((3, 7),)), None),
         ((((0, 1), (2, 7)), ((1, 2),)), None),
-        ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were fed by no process"),
+        ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were not fed by any process"),
         ((((0, 4),), ((3, 7),)), "rows 3 to 3 were fed twice"),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_process_whose_file_is_gone_is_missed():
     record = Record(starts(0, processes=2, rows=rows)[:1], [stretch(1, 1, 5, 0)], 0)
     faults = " ".join(history_of(record, 5).faults)
     assert "lines of the processes [0], but had 2" in faults
-    assert "rows 3 to 6 of each batch were fed by no process" in faults
+    assert "rows 3 to 6 of each batch were not fed by any process" in faults
 
 
 def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
