@@ -95,13 +95,13 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
     for process in range(count()):
         milliseconds_left = max(1, int(1000 * (deadline - time.monotonic())))
         try:
-            texts.append(
-                service.blocking_key_value_get(f"{folder}/{process}", milliseconds_left)[1:]
-            )
+            text = service.blocking_key_value_get(f"{folder}/{process}", milliseconds_left)
         except RuntimeError as error:  # A JaxRuntimeError.
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             missing.append(process)
+        else:
+            texts.append(text[1:])
     if missing:
         raise _timeout_error(name, missing, timeout_seconds)
     # The last process that reads all strings deletes the keys.

@@ -305,7 +305,7 @@ def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
     record = Record(starts(5, is_new=False), [stretch(1, 6, 9)], 0)
     assert list(history_of(record, 9).faults) == ["steps 1 to 5 are not on record"]
     begun = history_of(Record(starts(5), [stretch(1, 6, 9)], 0), 9)
-    assert list(begun.faults) == [] and "started from a state of step 5" in begun.notes[0]
+    assert list(begun.faults) == [] and "started from the state of step 5" in begun.notes[0]
 
 
 def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):
