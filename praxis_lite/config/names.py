@@ -1,4 +1,4 @@
-"""Looks up objects by their names in configs, and names by their objects."""
+"""Looks up the objects that names in configs refer to, and the names of objects."""
 
 import enum
 import importlib

@@ -211,8 +211,8 @@ class HuggingFaceModel:
         )
         eos_ids: tuple[int, ...] = ()
         if eos_id is not None:
-            eos_ids = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
-            eos_ids = tuple(token_ids(eos_ids, "generate: eos_id", vocab_size, ndim=1).tolist())
+            given = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
+            eos_ids = tuple(token_ids(given, "generate: eos_id", vocab_size, ndim=1).tolist())
         padded_length = length_of_prompts(longest, max_new_tokens, num_positions)
         ids = np.zeros((len(lengths), padded_length), np.int32)
         for padded, row in zip(ids, rows, strict=True):
@@ -229,8 +229,8 @@ class HuggingFaceModel:
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
         config = self.experiment.task
-        decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
-        decoder = changed_decoder(self.partitioner.task, config, decoder, settings)
+        greedy = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
+        decoder = changed_decoder(self.partitioner.task, config, greedy, settings)
         if decoder not in self._decoding:
             task = fdl.build(fdl.copy_with(config, decoder=decoder))
             self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)

@@ -78,9 +78,9 @@ class Pretrained:
         parts = map_tensors(family, settings, weights)
         self.parts = parts_in_files(family, parts, self.files, skipped_layers)
         self.reference_parts = [
-            dataclasses.replace(part, path=path)
+            dataclasses.replace(part, path=reference_path)
             for part in self.parts
-            if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
+            if (reference_path := part.path.replace("params/", _REFERENCE, 1)) in shapes
         ]
 
     def _check_shapes(

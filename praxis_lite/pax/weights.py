@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.models.model import MdlVars, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -121,9 +121,12 @@ class FromPax:
         new: Sequence[str] = (),
         seed: int = 0,
     ):
-        self._variables, self._model = variables, partitioner.task.model
+        model = partitioner.task.model
+        require(isinstance(model, NnxModel), "task.model", model, "a model of Flax NNX modules")
+        assert isinstance(model, NnxModel)
+        self._variables, self._model = variables, model
         self._layout = partitioner.layout.select("mdl_vars")
-        self._settings = {"ignore": ignore, "new": new, "key": jax.random.key(seed)}
+        self._ignore, self._new, self._key = ignore, new, jax.random.key(seed)
         self.paths = [f"mdl_vars/{leaf.path}" for leaf in self._layout.leaves()]
 
     def keep(self, files: JobDir) -> None:
@@ -135,7 +138,9 @@ class FromPax:
         Raises:
           ConfigError: The variables do not fit the model.
         """
-        mdl_vars = mdl_vars_from_pax(self._model, self._variables, **self._settings)
+        mdl_vars = mdl_vars_from_pax(
+            self._model, self._variables, ignore=self._ignore, new=self._new, key=self._key
+        )
         pad = jax.jit(self._layout.pad, out_shardings=self._layout.shardings(mesh))
         return dict(zip(self.paths, jax.tree.leaves(pad(mdl_vars)), strict=True))
 
@@ -289,8 +294,12 @@ class _PaxLayers:
         """
         parts = [self.sources[*leaf.split.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
-        arrays = {path: self._unpadded(path, leaf.own_shape) for path in paths}
-        if any(array is None for array in arrays.values()):
+        arrays: dict[str, np.ndarray] = {}
+        for path in paths:
+            unpadded = self._unpadded(path, leaf.own_shape)
+            if unpadded is not None:
+                arrays[path] = unpadded
+        if len(arrays) < len(paths):
             return np.zeros(leaf.spec.shape, leaf.spec.dtype)
         array = arrays[parts[0][0]]
         if len(paths) > 1 or [i for _, i in parts] != list(range(len(array))):

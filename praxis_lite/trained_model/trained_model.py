@@ -280,11 +280,11 @@ class TrainedModel:
                     f"The job's {root} are {sorted(known)}; there is no {data!r}."
                     f"{did_you_mean(data, known)} Choose one of them, or pass a pipeline."
                 )
-            data, name = known[data], f"{root}.{data}"
+            name, pipeline = f"{root}.{data}", known[data]
         else:
-            name = type(data).__name__
-        data.check()
-        return name, data
+            name, pipeline = type(data).__name__, data
+        pipeline.check()
+        return name, pipeline
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
         """Returns a partitioner for the given decoder, or the job's partitioner."""

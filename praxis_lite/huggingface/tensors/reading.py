@@ -38,7 +38,8 @@ def parts_in_files(
     Raises:
       ConfigError: A tensor is missing, has the wrong shape or dtype, or is unknown.
     """
-    prefix, names = family.optional_prefix, {}
+    prefix = family.optional_prefix
+    names: dict[str, str] = {}  # Names of the tensors in the files, by their names in the table.
     for part in parts:
         for name in (part.tensor, prefix + part.tensor):
             if name in files.file_of:
@@ -136,7 +137,8 @@ def read_weights(
         parts_by_weight[part.path].append(part)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     start = last_note = time.monotonic()
-    arrays, done = {}, 0
+    arrays: dict[str, jax.Array] = {}
+    done = 0
     for leaf in leaves:
         weight = _read_sharded(leaf, mesh, parts_by_weight[leaf.path], files, note)
         arrays |= convert(leaf.path, weight)

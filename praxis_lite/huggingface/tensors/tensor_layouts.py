@@ -109,7 +109,8 @@ def named_form(piece: Piece, dims: str) -> Form:
       ConfigError: `dims` does not name every dim exactly once.
     """
     group = r"\([\w\s]*\)|\w+"
-    remaining, form = list(range(len(piece.sizes))), []
+    remaining = list(range(len(piece.sizes)))
+    form: list[tuple[int, ...]] = []
     for names in re.findall(group, dims):
         form.append(())
         for name in names.strip("()").split():
