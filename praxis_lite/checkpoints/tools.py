@@ -137,7 +137,7 @@ def what_is_wrong_within(step_dir: Path) -> list[str]:
         for array in tracked(list(stored_arrays(step_dir, manifest_of(step_dir)).values())):
             try:
                 if not array.padding_is_zero():
-                    errors.append(f"{array.path} has a padding that is not zero")
+                    errors.append(f"the padding of {array.path} is not zero")
             except Error as error:
                 errors.append(str(error))
     except Error as error:

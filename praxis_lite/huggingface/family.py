@@ -53,7 +53,9 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table in `families/`, merged with the table that it extends; false removes an entry.
+    """A table in `families/`, merged with the table that it extends.
+
+    In a table that extends another one, the value false removes an entry.
 
     Attributes:
       name: Name of the TOML file.
@@ -293,7 +295,7 @@ def _family(name: str) -> Family:
 
 
 def _entry(value: Any, where: str) -> Entry:
-    """Parses an entry of [tensors]; `where` names it in errors."""
+    """Parses an entry of [tensors]; `where` identifies the entry in error messages."""
     fields = {**value} if isinstance(value, dict) else {"to": value}
     to = fields.pop("to")
     entry = Entry((to,) if isinstance(to, str) else tuple(to), **fields)

@@ -139,8 +139,8 @@ class HuggingFaceModel:
           attention_mask: [B, T], 0 for padding on the left or right, which is not attended to.
           position_ids: Positions, int [B, T]. If None, positions count from 0 in each segment.
             Without segments, they count the tokens that attention_mask selects.
-          segment_ids: Segments of packed rows, int [B, T]. A token attends only to tokens of the
-            same segment, and 0 marks padding.
+          segment_ids: Segments of packed rows, int [B, T]. A token only attends to tokens in the
+            same segment. 0 marks padding.
 
         Raises:
           ConfigError: An argument has the wrong shape, or an id or position is out of range.
@@ -293,7 +293,7 @@ class HuggingFaceModel:
         if num_positions is not None and length > num_positions:
             raise ConfigError(
                 f"{argument} is {length}; expected at most {num_positions}, the model's number of "
-                "positions (max_position_embeddings). Shorten it, or load the model with "
+                "positions (max_position_embeddings). Shorten the input, or load the model with "
                 "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
             )
 

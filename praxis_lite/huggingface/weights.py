@@ -186,7 +186,7 @@ def _parts_of(
 
 
 def _path(target: str, layer: int | None, settings: DecoderSettings) -> str:
-    """Returns the path of the weight that an entry names, or "" for the head of a tied model."""
+    """Returns the path of the weight for an entry's target, or "" for the head of a tied model."""
     if target == EMBEDDING:
         return _HEAD_PATH if settings.is_tied else _EMBEDDING_PATH
     if target == HEAD:

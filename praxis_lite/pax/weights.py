@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.models.model import MdlVars, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -122,8 +122,11 @@ class FromPax:
         seed: int = 0,
     ):
         model = partitioner.task.model
-        require(isinstance(model, NnxModel), "task.model", model, "a model of Flax NNX modules")
-        assert isinstance(model, NnxModel)
+        if not isinstance(model, NnxModel):
+            raise ConfigError(
+                f"task.model is a {type(model).__name__}; expected an NNX module. Weights of Pax "
+                "can only be loaded into models that consist of NNX modules."
+            )
         self._variables, self._model = variables, model
         self._layout = partitioner.layout.select("mdl_vars")
         self._ignore, self._new, self._key = ignore, new, jax.random.key(seed)

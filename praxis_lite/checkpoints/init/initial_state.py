@@ -107,7 +107,7 @@ def _missing_leaves(
 ) -> dict[str, jax.Array]:
     """Returns the leaves of `make(argument)` that are not in `arrays`, by path.
 
-    XLA removes the computation of the leaves that are not outputs of the program.
+    XLA removes the computation of leaves that are not outputs of the compiled function.
     """
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {

@@ -1,4 +1,4 @@
-"""Reads a model's weights onto a mesh; each process reads only the bytes of its shards."""
+"""Reads a model's weights onto a mesh; each process only reads the bytes of its shards."""
 
 import collections
 import dataclasses
@@ -166,6 +166,7 @@ def _read_sharded(
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items():
+        assert index is not None, "Each addressable device has a shard."
         sizes = zip(index, leaf.padded_shape, strict=True)
         devices_of[tuple(x.indices(size)[:2] for x, size in sizes)].append(device)
     on_devices = []
