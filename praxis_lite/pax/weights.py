@@ -133,7 +133,7 @@ class FromPax:
         self.paths = [f"mdl_vars/{leaf.path}" for leaf in self._layout.leaves()]
 
     def keep(self, files: JobDir) -> None:
-        """Does nothing: later launches of the job read no Pax files."""
+        """Does nothing, because later launches of the job do not read the Pax checkpoint."""
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
         """Returns the weights by path, padded and sharded.
@@ -243,7 +243,7 @@ class _PaxLayers:
                 self.sources[*split.name, layer] = path, i
 
     def _num_layers(self, path: str, split: StackPath) -> int:
-        """Returns the number of layers of a Pax array, or records an error if its rank is wrong."""
+        """Returns the number of layers in a Pax array. If its rank is wrong, records an error."""
         if split.name not in self.own_shapes:
             return 1  # `check_names` reports the array as unused.
         own_shape, shape = self.own_shapes[split.name], tuple(np.shape(self.pax_arrays[path]))
