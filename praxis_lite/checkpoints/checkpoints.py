@@ -85,7 +85,7 @@ class Checkpoints:
         unknown.
       evaluated: Function that returns metrics by step from evaluations after the save, which are
         used to find the best step.
-      saved: Called with the newest step whenever it changes, in every process, from any thread.
+      saved: Called with the newest step when it changes, in every process and from any thread.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def step_errors(step_dir: Path) -> list[str]:
 
 
 def decoded_step_errors(step_dir: Path) -> list[str]:
-    """Returns a line for each error in a step, after decoding all arrays and checking padding."""
+    """Decodes all arrays of a step and checks their padding; returns a line for each error."""
     if errors := step_errors(step_dir):
         return errors
     try:

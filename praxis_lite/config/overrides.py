@@ -115,6 +115,8 @@ def _apply(
     change = f"{path}: {shown_value(current, annotation)} -> {shown_value(value, annotation)}"
     if value is current:
         return change
+    # Copy the containers from the inside out, up to the config that contains them, which is changed
+    # in place.
     for step in reversed(trail):
         if isinstance(step.parent, fdl.Buildable):
             _assign(step.parent, step.key, value)

@@ -69,6 +69,7 @@ class Part:
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
             tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
+        # Split the tensor's dims into our dims, which are then still in the tensor's order.
         order = self._order()
         ours = tensor.reshape([self.sizes[i] for i in order]).transpose(np.argsort(order))
         return ours if self.interleave_index is None else ours[..., self.interleave_index]

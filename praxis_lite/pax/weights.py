@@ -70,8 +70,8 @@ def mdl_vars_from_pax(
         or have keys such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common
         prefix that does not occur in the model, such as "lm", is removed.
       ignore: Patterns of Pax paths (without the collection) to ignore; `*` matches any string.
-      new: Patterns of paths (without the collection) of model weights that Pax lacks, such as
-        "*/lora_?". The model's `init` initializes these weights.
+      new: Patterns of paths (without the collection) of model weights that are not in the Pax
+        variables, such as "*/lora_?". The model's `init` initializes these weights.
       key: Key for `init`. If None, a key with seed 0 is used.
 
     Returns:

@@ -206,6 +206,8 @@ class _Planner:
             if weight is None:
                 other_paths.append(path)
             elif weight in self.weights:
+                # A slot's path contains the path of its weight. Replace that part by the weight's
+                # path in the checkpoint.
                 before, after = f"/{path}/".split(f"/{weight}/", 1)
                 source = f"{before}/{self.weights[weight]}/{after}".strip("/")
                 if self._agrees(path, source):

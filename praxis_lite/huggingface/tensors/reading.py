@@ -190,6 +190,7 @@ def _read_shard(
     """Returns the slice of a weight at `bounds` of its padded shape."""
     shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
     for part in parts:
+        # Skip parts outside the shard, such as layers or experts of other devices.
         num_leading = len(part.index)
         index = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
         sizes = [x.stop - x.start for x in bounds[:num_leading]]
