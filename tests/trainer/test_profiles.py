@@ -44,7 +44,7 @@ def test_ranges_that_cannot_be_are_refused(steps):
 
 def test_steps_after_the_last_are_refused():
     RunConfig(num_train_steps=7, profile=ProfileSettings(steps="6:8"))
-    with pytest.raises(ConfigError, match="'6:9'.*END of 8 at most"):
+    with pytest.raises(ConfigError, match="'6:9'.*END of at most 8"):
         RunConfig(num_train_steps=7, profile=ProfileSettings(steps="6:9"))
 
 
