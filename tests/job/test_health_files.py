@@ -148,4 +148,4 @@ def test_a_grace_that_is_shorter_than_two_steps_and_two_saves_is_warned_of_once(
     later, again = Loop(), Grace(60)
     again.restore(grace.to_save())
     again.before_training(later, None)
-    assert "may take 81 s" in later.notes[0]
+    assert "may need 81 s" in later.notes[0]
