@@ -70,8 +70,8 @@ class InitPlan:
         initialized = {"mdl_vars": "at random", "opt_states": "from the weights"}
         for item, method in initialized.items():
             if new[item]:
-                names = few(new[item])
-                lines.append(f"{item}: {len(new[item])} initialized {method}: {names}")
+                new_names = few(new[item])
+                lines.append(f"{item}: {len(new[item])} initialized {method}: {new_names}")
         for where, names in self.left_out.items():
             lines += [f"left out of {where}: {few(names, 8)}"] if names else []
         step, directory = self.step or (0, None)
