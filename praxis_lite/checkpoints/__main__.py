@@ -50,10 +50,13 @@ def _verify(directory: Path, *, step: int | None) -> int:
     if step is not None and not (directory / str(step)).is_dir():
         tools.step_dir_of(directory, step)  # Raises an error that lists the existing steps.
     if not steps:
-        raise ConfigError(f"{directory} has no step to verify, only folders that were set aside.")
+        raise ConfigError(
+            f"{directory} has no step to verify, only folders of damaged or unfinished steps. Pass "
+            "the directory of a different job."
+        )
     status = 0
     for step in steps:
-        errors = tools.what_is_wrong_within(directory / str(step))
+        errors = tools.decoded_step_errors(directory / str(step))
         _print([f"step {step}: {line}" for line in errors or ["good"]])
         status |= bool(errors)
     return int(status)

@@ -39,7 +39,7 @@ class BackgroundSave:
     Attributes:
       step: The step of the state.
       error: The error with which the save failed, or None.
-      failed_alone: Whether this process failed before it could notify the other processes.
+      failed_alone: Whether this process failed before it could report the error to the others.
       opened: The open folder whose path is passed to Orbax, or None before the save has started.
     """
 
@@ -183,20 +183,20 @@ class _Barriers:
     """
 
     def __init__(self, name: str):
-        self._name, self._left = name, ["written", "put together", "published"]
+        self._name, self._remaining = name, ["written", "merged", "published"]
 
     def wait(self, error: str = "", seconds: float = _BARRIER_SECONDS) -> None:
         """Waits at the next barrier. Raises _PeerFailed if any process reports an error there."""
-        barrier = self._left.pop(0)
+        barrier = self._remaining.pop(0)
         texts = processes.exchange(f"{self._name}/{barrier}", error, seconds)
         failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
         if failed:
-            self._left.clear()
+            self._remaining.clear()
             raise _PeerFailed("; ".join(failed))
 
     def report_error(self, error: str, seconds: float) -> None:
         """Reports an error at the next barrier, unless another process has ended the save."""
-        if self._left:
+        if self._remaining:
             with contextlib.suppress(Exception):  # `wait` raises this process's own error.
                 self.wait(error or "an error without a message", seconds)
 

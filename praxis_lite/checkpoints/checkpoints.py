@@ -59,7 +59,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a job. Exiting the context waits for the save in progress.
+    """The checkpoints of a job, and a context manager whose exit waits for the save in progress.
 
     A KeyboardInterrupt, raised by a second Ctrl-C, cancels the save in progress.
 
@@ -85,7 +85,7 @@ class Checkpoints:
         unknown.
       evaluated: Function that returns metrics by step from evaluations after the save, which are
         used to find the best step.
-      saved: Called with the newest step whenever it changes, in every process, from any thread.
+      saved: Called with the newest step when it changes, in every process and from any thread.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Checkpoints:
     def retry_is_due(self) -> bool:
         """Returns whether to retry a failed save now, with the newest state.
 
-        If there are several processes, this always returns False, because their clocks differ. The
-        next regular save then takes the place of a retry.
+        If there are several processes, this always returns False, because their clocks differ. In
+        that case, the next regular save replaces the retry.
         """
         assert self._queue is not None, "Only a job that saves retries."
         return self._queue.retry_is_due()

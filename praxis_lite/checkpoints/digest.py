@@ -12,7 +12,7 @@ __all__ = ("digest_of",)
 
 
 def digest_of(step_dir: Path) -> str:
-    """Returns the digest of a step, which is the XXH3-128 of the paths and digests of its leaves.
+    """Returns the digest of a step: the XXH3-128 of the paths and digests of its leaves.
 
     Raises:
       ConfigError: The step cannot be read, or does not match its manifest.

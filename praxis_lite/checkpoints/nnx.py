@@ -57,18 +57,18 @@ def mdl_vars_from_nnx(
         saved_as = f"{array.dtype}{list(array.shape)}"
         expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
         if saved_as != expected:
-            errors.append(f"{name} is {saved_as} in the checkpoint, {expected} in the model.")
+            errors.append(f"{name} is {saved_as} in the checkpoint, but {expected} in the model.")
     left_over = sorted(array.path.removesuffix("/value") for array in unused if array.shape)
-    errors += [f"{path} is left over." for path in left_over]
+    errors += [f"{path} is only in the checkpoint." for path in left_over]
     if errors:
         raise ConfigError(
-            f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model "
-            "with the settings of the saved one."
+            f"{saved.directory} does not match the model: {few(errors, 5, ' ')} Build the model "
+            "with the settings of the saved model."
         )
     left_out = [array.path for array in unused] + saved.strings(step)
     if left_out:
         warnings.warn(
-            f"{saved.directory}: left out, because the model lacks them: "
+            f"{saved.directory}: ignored values that are not in the model: "
             f"{few(sorted(left_out), 8)}",
             stacklevel=2,
         )

@@ -28,12 +28,12 @@ from praxis_lite.job import processes
 _TIMEOUT_SECONDS = 3600
 
 
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
 # Drop Orbax's log messages about failures, which are raised as exceptions as well.
-logging.getLogger("absl").addFilter(_is_not_of_orbax)
+logging.getLogger("absl").addFilter(_is_not_from_orbax)
 
 
 def _run_until_all_done(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -51,8 +51,8 @@ def _run_until_all_done(coroutine: Coroutine[Any, Any, Any]) -> Any:
         loop.set_exception_handler(lambda loop, context: None)  # Report only the first failure.
         raise
     finally:
-        while left := asyncio.all_tasks(loop):
-            loop.run_until_complete(asyncio.wait(left))
+        while tasks := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(tasks))
         # A cancelled task may have left work running in a thread, such as creating a folder.
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
@@ -91,7 +91,7 @@ class _MonotonicTime:
         return getattr(time, name)
 
 
-# Orbax computes deadlines from the wall clock. If the clock is adjusted, a save may fail or hang.
+# Orbax computes deadlines from the wall clock. A save may fail or hang if the clock is adjusted.
 for _module in (async_checkpointer, future, signaling_client):
     _module.time = _MonotonicTime()
 

@@ -1,4 +1,4 @@
-"""Reads stored arrays into shards on a mesh. Each process only reads its devices' shards."""
+"""Reads stored arrays into shards on a mesh. Each process only reads its own shards."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

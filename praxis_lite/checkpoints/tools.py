@@ -111,7 +111,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
     """Verifies and lists all steps of a directory, and folders that were set aside."""
     listed = []
     for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
-        errors = what_is_wrong(directory / name)
+        errors = step_errors(directory / name)
         # Skip a step that a running job has deleted in the meantime.
         if not errors or (directory / name).exists():
             listed.append(_listed_step(directory / name, few(errors, 2, "; ") or "good"))
@@ -121,7 +121,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
 
 
-def what_is_wrong(step_dir: Path) -> list[str]:
+def step_errors(step_dir: Path) -> list[str]:
     """Returns a line for each error in the files of a step, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
@@ -129,15 +129,15 @@ def what_is_wrong(step_dir: Path) -> list[str]:
         return [f"foreign: {error}"]
 
 
-def what_is_wrong_within(step_dir: Path) -> list[str]:
-    """Returns a line for each error in a step, after decoding all arrays and checking padding."""
-    if errors := what_is_wrong(step_dir):
+def decoded_step_errors(step_dir: Path) -> list[str]:
+    """Decodes all arrays of a step and checks their padding; returns a line for each error."""
+    if errors := step_errors(step_dir):
         return errors
     try:
         for array in tracked(list(stored_arrays(step_dir, manifest_of(step_dir)).values())):
             try:
                 if not array.padding_is_zero():
-                    errors.append(f"{array.path} has a padding that is not zero")
+                    errors.append(f"the padding of {array.path} is not zero")
             except Error as error:
                 errors.append(str(error))
     except Error as error:

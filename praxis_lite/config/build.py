@@ -98,9 +98,9 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
             and _names_setting(message, config)
         ):
             message += (
-                f" Settings are read from {printable(str(recorded))}, which training has written, "
-                "and not from the experiment's class. Change them with --set PATH=VALUE (in "
-                "Python, settings=), or launch --mode=train again to record changes of the class."
+                f" Settings are read from {printable(str(recorded))}, which was written by "
+                "training, not from the experiment's class. Change them with --set PATH=VALUE (in "
+                "Python, settings=), or run --mode=train again to record changes to the class."
             )
         error.args = (f"{message}{fiddle}{context}", *error.args[1:])
         raise
@@ -108,16 +108,16 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
     """Returns a message about other missing packages and how to install all of them, or ""."""
-    needed = []
+    names: list[str | None] = []
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):
             function = fdl.get_callable(field.value)
             if isinstance(function, type) and issubclass(function, NeedsPackage):
-                needed.append(function.needed_package)
+                names.append(function.needed_package)
         elif isinstance(field.value, str):
-            name = field.path.rpartition(".")[2]
-            needed += [_PACKAGES_OF_SETTINGS.get((name, value)) for value in (field.value, "")]
-    needed = dict.fromkeys(name for name in needed if name not in (None, package))
+            last_name = field.path.rpartition(".")[2]
+            names += [_PACKAGES_OF_SETTINGS.get((last_name, value)) for value in (field.value, "")]
+    needed = dict.fromkeys(name for name in names if name is not None and name != package)
     missing = [name for name in needed if not is_installed(name)]
     if not missing:
         return ""

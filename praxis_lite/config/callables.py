@@ -53,7 +53,7 @@ def _full_name(value: Any) -> str | None:
 
 
 def parse_callable(text: str, current: Any, annotation: Any, packages: Collection[str]) -> Any:
-    """Returns the function, class or config with a name, or None.
+    """Resolves a name to a function, class or config; returns None if the name is unknown.
 
     Args:
         text: A full or bare name (see `names.named`), with or without `()`.
@@ -67,13 +67,13 @@ def parse_callable(text: str, current: Any, annotation: Any, packages: Collectio
         return None
     if not is_called and value is _function(current):
         return current  # Keep the current settings.
-    if is_called or isinstance(current, fdl.Config) or takes(annotation) == "instance":
+    if is_called or isinstance(current, fdl.Config) or object_kind(annotation) == "instance":
         return fdl.Config(value)
     return fdl.Partial(value) if isinstance(current, fdl.Partial) else value
 
 
-def takes(annotation: Any) -> str | None:
-    """Returns "function" or "instance" if values of the type are not literals, else None."""
+def object_kind(annotation: Any) -> str | None:
+    """Returns which values a type accepts: "function", "instance", or None for only literals."""
     if any(kind in (collections.abc.Callable, type) for kind in _kinds(annotation)):
         return "function"
     return "instance" if _classes(annotation) else None

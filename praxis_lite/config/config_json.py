@@ -98,12 +98,12 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
     if not is_name or len(experiment) > 200:
-        raise damaged("experiment", "it is not module.Class")
+        raise damaged("experiment", "expected module.Class")
     if type(overrides) is not list or not all(type(override) is str for override in overrides):
-        raise damaged("overrides", "they are not a list of strings")
+        raise damaged("overrides", "expected a list of strings")
     config = json_nodes.read(parsed["config"], packages)
     if not isinstance(config, fdl.Buildable):
-        raise damaged("config", "it is not a config")
+        raise damaged("config", "expected a Config or Partial")
     _check_parameters(config)
     return LoadedConfig(config, experiment, tuple(overrides))
 
@@ -161,6 +161,6 @@ def _check_parameters(config: fdl.Config) -> None:
             except AttributeError:
                 path = shown(f"{prefix}{name}", 300)
                 raise ConfigError(
-                    f"{path}: config.json sets this parameter, but {callable_name(function)} does "
-                    "not have it any more. Restore the code, or start a new job."
+                    f"{path}: config.json sets this parameter, but {callable_name(function)} no "
+                    "longer has it. Restore the code, or start a new job."
                 ) from None

@@ -23,7 +23,7 @@ _FUNCTIONS_OF = (
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 
-# The public names of the library, which do not change if files are moved. If several packages
+# The public names of the library, which stay the same if files are moved. If several packages
 # export an object, its name in the first package is written.
 PUBLIC = {
     package: frozenset(
@@ -81,7 +81,7 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
 
 
 def is_of_kind(module: str, value: Any) -> bool:
-    """Returns whether a config may contain an object of a module, given its type."""
+    """Returns whether the type of an object from a module is allowed in a config."""
     if module in ARRAY_LIBRARIES:
         import jax.numpy
         import numpy

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -113,7 +113,7 @@ class _Writer:
             name = self._name(fdl.get_callable(value), path)
             return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
         if isinstance(value, functools.partial):
-            node = {"functools.partial": self._name(value.func, path)}
+            node: dict[str, Any] = {"functools.partial": self._name(value.func, path)}
             node["items"] = self._items(value.args, path)
             return {**node, "arguments": self._arguments(value.keywords, path)}
         if numpy is not None and isinstance(value, numpy.dtype):
@@ -142,7 +142,9 @@ class _Writer:
     def _items(self, values: Collection[Any], path: str) -> list[Any]:
         return [self.write(value, join(path, index)) for index, value in enumerate(values)]
 
-    def _arguments(self, arguments: dict[str | int, Any], path: str) -> dict[str, Any]:
+    def _arguments(
+        self, arguments: Mapping[str, Any] | Mapping[str | int, Any], path: str
+    ) -> dict[str, Any]:
         # Positional arguments have numbers as keys, which cannot be names of parameters.
         return {str(key): self.write(value, join(path, key)) for key, value in arguments.items()}
 
@@ -223,9 +225,11 @@ class _Reader:
             return dict(zip(values[::2], values[1::2], strict=True))
         function = self._named(content)
         if kind == "namedtuple":
-            if not (isinstance(function, type) and issubclass(function, tuple)):
+            is_tuple = isinstance(function, type) and issubclass(function, tuple)
+            make = getattr(function, "_make", None) if is_tuple else None
+            if make is None:
                 raise damaged(path, f"{content} is not a named tuple")
-            return function._make(values)
+            return make(values)
         if not callable(function):
             raise damaged(path, f"{content} is {describe(function)}, which cannot be called")
         num_items = len(node.get("items", ()))

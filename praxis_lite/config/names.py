@@ -1,4 +1,4 @@
-"""Looks up objects by their names in configs, and names by their objects."""
+"""Looks up the objects that names in configs refer to, and the names of objects."""
 
 import enum
 import importlib
@@ -77,6 +77,7 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
     parts = text.split(".")
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
         return None
+    # Try every division into module and attribute, starting with the longest module name.
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
     for module, name in splits or [(module, text) for module in (*nearby, *SHORT)]:
         is_nearby = module in nearby and module in sys.modules

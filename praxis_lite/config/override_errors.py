@@ -52,8 +52,8 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
     if may_be_named:
         expected = " or ".join([*plain, *objects]) if plain and objects else expected
         return (
-            f"{expected}; a function or class is given by its name, such as optax.lion (if it is "
-            "in your package, add --packages), and its result with (), such as "
+            f"{expected}; specify a function or class by its name, such as optax.lion (if it is in "
+            "your package, add --packages), and the result of a call with (), such as "
             "optax.constant_schedule()"
         )
     if "Sequence[" in expected and "," not in text:
@@ -111,26 +111,29 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
         same = [field.path for field in fields if _last(field.path) == path.lower()]
         hint = (
             "Attributes of the experiment's class can be set only for training and --mode=explain; "
-            "eval and decode read the job's config, which was made from them. Set its fields "
+            "eval and decode read the job's config, which was created from them. Set its fields "
             "instead"
             + (f": {few(same, 5)}." if same else "; config.txt in the job's directory lists them.")
         )
     elif near := _nearest(path, fields):
-        hint = f"The nearest are {', '.join(near)}."
+        hint = f"Similar fields: {', '.join(near)}."
     else:
         roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
         hint = f"Paths start with {', '.join(roots)}; config.txt in the job's directory lists all."
-    return f"--set {shown(path)}: the config has no such field. {hint}{_subclass(path, fields)}"
+    return (
+        f"--set {shown(path)}: the config has no such field. {hint}{_subclass_hint(path, fields)}"
+    )
 
 
-def _subclass(path: str, fields: Sequence[Field]) -> str:
+def _subclass_hint(path: str, fields: Sequence[Field]) -> str:
     """Returns a hint if a subclass of the object at the parent path has the field, else ""."""
     last = _last(path)
     parent = path[: -len(last)].rstrip(".")
     for field in fields:
         owner = settings_of(field.value) if field.path == parent else None
         function = fdl.get_callable(owner) if isinstance(owner, fdl.Config) else None
-        for subclass in function.__subclasses__() if isinstance(function, type) else ():
+        subclasses: Sequence[type] = function.__subclasses__() if isinstance(function, type) else ()
+        for subclass in subclasses:
             if last in inspect.signature(subclass).parameters:
                 name = subclass.__name__
                 return f" {name} has it: --set {parent}={name}() {path}=VALUE."

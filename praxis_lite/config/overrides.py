@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import fiddle as fdl
 
 from praxis_lite.config.callables import (
+    object_kind,
     parse_callable,
     shown_value,
     suggestion,
-    takes,
     text_of_value,
 )
 from praxis_lite.config.override_errors import check_form, expected_here, no_such_path
@@ -86,8 +86,8 @@ def check_required(config: fdl.Buildable) -> None:
     missing = _unset_paths(config, "")
     if missing:
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(missing))}: required, but not set. Set it in the "
-            f"experiment, or with --set {missing[0]}=VALUE."
+            f"Required settings are missing: {', '.join(dict.fromkeys(missing))}. Set them in the "
+            f"experiment, or with --set, such as --set {missing[0]}=VALUE."
         )
 
 
@@ -115,6 +115,8 @@ def _apply(
     change = f"{path}: {shown_value(current, annotation)} -> {shown_value(value, annotation)}"
     if value is current:
         return change
+    # Copy the containers from the inside out, up to the config that contains them, which is changed
+    # in place.
     for step in reversed(trail):
         if isinstance(step.parent, fdl.Buildable):
             _assign(step.parent, step.key, value)
@@ -152,7 +154,7 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
-    if isinstance(node, dict) and takes(hint := item_type(annotation, token)) == "instance":
+    if isinstance(node, dict) and object_kind(hint := item_type(annotation, token)) == "instance":
         return token, UNSET, hint
     settings = settings_of(node)
     if settings is None or not token.isidentifier() or token.startswith("__"):
@@ -185,6 +187,7 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
     if (settings := settings_of(container)) is not None:
         _assign(settings, key, value)
         return settings
+    assert isinstance(key, int), "The keys of a sequence are its indices."
     items = [*container[:key], value, *container[key + 1 :]]
     return container._make(items) if hasattr(container, "_make") else type(container)(items)
 
@@ -197,7 +200,7 @@ def _checked_value(
     is_config = not holds_only_literals(current)
     if text == text_of_value(current, annotation) and is_config:
         return current
-    may_be_named = takes(annotation) or (is_config and _is_single(current))
+    may_be_named = object_kind(annotation) is not None or (is_config and _is_single(current))
     # A bare word is first tried as a string, below.
     is_named = is_config or "." in text or text.endswith("()")
     if may_be_named and is_named:
@@ -214,7 +217,7 @@ def _checked_value(
             return value
         if is_config and not _is_single(current):
             raise ConfigError(
-                f"{path} contains configs; set the fields below it one by one with --set."
+                f"{path} contains configs. Set the fields below it individually with --set."
             ) from None
         hint = suggestion(text, current, annotation) if may_be_named else ""
         raise ConfigError(

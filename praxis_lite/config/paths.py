@@ -119,7 +119,7 @@ def join(path: str, key: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describes a non-literal value in angle brackets; the text is equal in every process."""
+    """Describes a non-literal value in angle brackets; the text is the same in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
@@ -160,7 +160,9 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
     function = fdl.get_callable(config)
     if key not in config.__arguments__ and dataclasses.is_dataclass(function):
         # If a field has a factory, the default in the signature is a sentinel.
-        factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
+        factories: dict[str | int, Any] = {
+            field.name: field.default_factory for field in dataclasses.fields(function)
+        }
         factory = factories.get(key, dataclasses.MISSING)
         if factory is not dataclasses.MISSING:
             # Only call the library's factories, because a user's factory may have side effects.
@@ -171,23 +173,23 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
     return UNSET if value is fdl.NO_VALUE else value
 
 
-def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
+def _parameter_types(config: fdl.Buildable) -> dict[str | int, Any]:
     """Returns annotations by parameter name, by position for positional-only ones, and "**"."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
-    types = {}
+    hints: dict[str | int, Any] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         hint = resolved.get(name, parameter.annotation)
         hint = UNKNOWN if isinstance(hint, str) else hint
         if parameter.kind is parameter.VAR_POSITIONAL:
-            types |= {key: hint for key in config.__arguments__ if isinstance(key, int)}
+            hints |= {key: hint for key in config.__arguments__ if isinstance(key, int)}
         elif parameter.kind is parameter.VAR_KEYWORD:
-            types["**"] = hint
+            hints["**"] = hint
         elif parameter.kind is parameter.POSITIONAL_ONLY:
-            types[index] = hint
+            hints[index] = hint
         else:
-            types[name] = hint
-    return types
+            hints[name] = hint
+    return hints
 
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
@@ -197,12 +199,12 @@ def _resolved_annotations(function: Any) -> dict[str, Any]:
     if isinstance(function, type):
         owner = next(base for base in function.__mro__ if "__init__" in vars(base))
         if "__dataclass_fields__" in vars(owner):
-            annotations = {}
+            annotations: dict[str, Any] = {}
             for base in reversed(owner.__mro__):
                 local = inspect.get_annotations(base).items()
                 annotations |= {key: _evaluate(hint, base) for key, hint in local}
             return annotations
-        function = function.__init__
+        function = vars(owner)["__init__"]
     function = inspect.unwrap(function)
     hints = inspect.get_annotations(function)
     return {key: _evaluate(hint, function) for key, hint in hints.items()}

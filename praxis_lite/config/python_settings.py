@@ -1,4 +1,4 @@
-"""Converts settings in Python, which are values by path, to strings for `--set`."""
+"""Converts settings that are passed in Python (values by path) to strings for `--set`."""
 
 import dataclasses
 import enum
@@ -51,8 +51,7 @@ def _texts(path: str, value: Any) -> list[str]:
     if (symbol := name_of(value)) is not None:
         return [f"{path}={'.'.join(symbol)}"]
     call = value if isinstance(value, fdl.Config) else _call_of(value)
-    symbol = None if call is None else name_of(fdl.get_callable(call))
-    if symbol is None:
+    if call is None or (symbol := name_of(fdl.get_callable(call))) is None:
         raise ConfigError(f"{path}: {_refused(value)}")
     texts = [f"{path}={'.'.join(symbol)}()"]
     for name, argument in call.__arguments__.items():

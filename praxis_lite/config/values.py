@@ -214,7 +214,7 @@ def _fit_items(read: Any, expected: Any, kind: Any, args: tuple[Any, ...], lenie
         item_types = list(args)
     else:
         item_types = [args[0] if args else UNKNOWN] * len(read)
-    items = [_fit(item, None, want, lenient) for item, want in zip(read, item_types, strict=True)]
+    items = [_fit(item, None, type_, lenient) for item, type_ in zip(read, item_types, strict=True)]
     return (type(read) if kind in _SEQUENCES else kind)(items)
 
 
@@ -237,7 +237,9 @@ def _type_of(current: Any) -> Any:
     if type(current) in (tuple, list) and current:
         kinds = {type(item) for item in current}
         if len(kinds) == 1 and (kind := kinds.pop()) in (int, float, str, bool):
-            return tuple[kind, ...] if type(current) is tuple else list[kind]
+            if type(current) is tuple:
+                return types.GenericAlias(tuple, (kind, ...))
+            return types.GenericAlias(list, kind)
     return type(current)
 
 

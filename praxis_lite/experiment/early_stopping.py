@@ -51,10 +51,10 @@ class EarlyStopping:
         """
         if self.metric not in values:
             raise ConfigError(
-                f"run.stopping.early watches {self.metric}, which the evaluation of step {step} "
-                f"lacks, because all rows of datasets.{self.metric.partition('/')[0]} have weight "
-                "0. Add rows with positive weights, raise run.evaluation.max_batches, watch "
-                "another metric, or set run.stopping.early=None."
+                f"run.stopping.early watches {self.metric}, but the evaluation at step {step} did "
+                f"not compute it: all rows of datasets.{self.metric.partition('/')[0]} have weight "
+                "0. Add rows with positive weights, raise run.evaluation.max_batches, watch a "
+                "different metric, or set run.stopping.early=None."
             )
         return values[self.metric]
 

@@ -74,9 +74,9 @@ class Experiment:
 
     Attributes:
         SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". It
-            overrides the splits of the task's model and of batch rows, and adds the preset's
+            overrides how the task's model and the batch are sharded. It also adds the preset's
             compiler options to `mesh().compiler_options`, which take precedence. If None, the
-            splits in the task are used.
+            sharding in the task is used.
     """
 
     SHARDING_PRESET: str | None = None
@@ -138,14 +138,14 @@ class Experiment:
         function = fdl.get_callable(run)
         if not (isinstance(function, type) and issubclass(function, RunConfig)):
             raise ConfigError(
-                f"{self._name()}.run() configures {_callable_name(run)}, expected RunConfig: "
-                "return fdl.Config(RunConfig, num_train_steps=...)."
+                f"{self._name()}.run() configures {_callable_name(run)}; expected RunConfig. "
+                "Return fdl.Config(RunConfig, num_train_steps=...)."
             )
         partitioner = self.partitioner()
         if partitioner is not None and not isinstance(partitioner, fdl.Partial):
             raise ConfigError(
-                f"{self._name()}.partitioner() returns {type(partitioner).__name__}, expected an "
-                "fdl.Partial, because the task and the mesh are given later: return "
+                f"{self._name()}.partitioner() returns {type(partitioner).__name__}; expected an "
+                "fdl.Partial, because the task and the mesh are passed later. Return "
                 "fdl.Partial(Partitioner, gradients=...)."
             )
         config = fdl.Config(
@@ -162,7 +162,7 @@ class Experiment:
             isinstance(hooks, list | tuple),
             f"The result of {self._name()}.hooks()",
             hooks,
-            "a list of configs: return [fdl.Config(MyHook, every=100)]",
+            "a list of configs, such as [fdl.Config(MyHook, every=100)]",
         )
         if hooks:
             config.hooks = [
@@ -180,19 +180,19 @@ class Experiment:
             return value
         name = type(value).__name__
         if value is None:
-            message = "None, expected an fdl.Config: is a `return` missing?"
+            message = "None; expected an fdl.Config. Check whether a `return` is missing."
         elif isinstance(value, fdl.Partial | type):
             is_class = isinstance(value, type)
             name = value.__name__ if is_class else _callable_name(value)
             kind = "the class" if is_class else "an fdl.Partial of"
-            message = f"{kind} {name}, expected a Config: write fdl.Config({name}, ...)."
+            message = f"{kind} {name}; expected a Config. Write fdl.Config({name}, ...)."
         elif method.endswith("datasets") and not hasattr(value, "fingerprint"):
-            message = f"a {name}, expected the config of a pipeline{_DATA_HINT}"
+            message = f"a {name}; expected the config of a pipeline{_DATA_HINT}"
         elif type(value).__module__ == "builtins":
-            message = f"a {name}, expected an fdl.Config, such as {_EXAMPLES.get(method, '')}."
+            message = f"a {name}; expected an fdl.Config, such as {_EXAMPLES.get(method, '')}."
         else:
             message = (
-                f"a built {name}, expected its config, so that --set can change its fields: write "
+                f"a built {name}; expected its config, so that --set can change its fields. Write "
                 f"fdl.Config({name}, ...) instead of {name}(...)."
             )
         raise ConfigError(f"{self._name()}.{method}(){key} returns {message}")
@@ -200,7 +200,7 @@ class Experiment:
     def _checked_datasets(self, method: str, datasets: Any) -> dict[str, fdl.Config]:
         if not isinstance(datasets, Mapping):
             raise ConfigError(
-                f"{self._name()}.{method}() returns {type(datasets).__name__}, expected configs of "
+                f"{self._name()}.{method}() returns {type(datasets).__name__}; expected configs of "
                 f"pipelines by name{_DATA_HINT}"
             )
         for name in datasets:
@@ -245,7 +245,7 @@ def check_dataset_name(name: Any, where: str) -> None:
         isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name) is not None,
         f"The name of a dataset in {where}",
         name,
-        "letters, digits, '_' and '-', a letter first",
+        "letters, digits, '_' and '-', starting with a letter or '_'",
     )
 
 

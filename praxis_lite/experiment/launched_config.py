@@ -53,7 +53,7 @@ def config_of_experiment(
     """
     experiment = registry.get_experiment(name, packages)
 
-    from praxis_lite.config.class_attributes import experiment_and_config
+    from praxis_lite.config.experiment_overrides import experiment_and_config
 
     allowed = registry.allowed_packages(packages)
     instance, config = experiment_and_config(experiment, settings, allowed)

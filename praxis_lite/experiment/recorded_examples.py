@@ -52,19 +52,17 @@ class ExamplesProof:
             last = history.segments[-1].batch_of(history.last_step)
             lines += [
                 f"steps {history.first_step} to {history.last_step}: batches {first} to {last}"
-                f"{left_out}, {history.num_rows:,} rows; changes of hands: "
-                f"{history.num_launches - 1}, roll-backs: {self.num_rollbacks}, steps lost and "
-                f"made again: {self.num_lost_steps}",
+                f"{left_out}, {history.num_rows:,} rows; relaunches: {history.num_launches - 1}, "
+                f"roll-backs: {self.num_rollbacks}, recomputed steps: {self.num_lost_steps}",
                 f"digest {history.digest}",
             ]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"WRONG: {fault}" for fault in self.faults]
         if not self.faults:
             lines.append(
-                f"{EXACTLY_ONCE}: by the record, and by the data made again"
+                f"{EXACTLY_ONCE}: the record is complete, and it matches the data"
                 if self.is_recomputed
-                else f"{EXACTLY_ONCE}: by the record alone; whether the rows contained the "
-                "config's data was not compared"
+                else f"{EXACTLY_ONCE}: the record is complete; it was not compared with the data"
             )
         return lines
 
@@ -97,26 +95,26 @@ def proof_of_examples(
     if not record.starts and not record.spans:
         raise ConfigError(
             f"{job_dir.path} has no record of its examples ({job_dir.examples.name}/*.jsonl). A "
-            "job writes the record while it trains; older jobs cannot be verified."
+            "job writes the record while it trains; jobs of older versions cannot be verified."
         )
     if last_step is None and job_dir.checkpoints.is_dir():
         last_step = max(committed_steps(job_dir.checkpoints), default=None)
     history = history_of(record, last_step)
     faults, notes = [*history.faults], [*history.notes]
     notes += [
-        f"the data of start {segment.number} have other settings than those of the previous steps"
+        f"the data settings of start {segment.number} differ from those of the previous start"
         for previous, segment in itertools.pairwise(history.segments)
         if segment.starts[0].data != previous.starts[0].data
     ]
     if not history.segments:
-        faults.append("no step is on record")
+        faults.append("no steps are on record")
     elif not recorded_only:
         from praxis_lite.job.examples.proof import faults_of_data
 
         pipeline = train_pipeline(job_dir, packages, settings)
         faults += faults_of_data(history, pipeline, progress)
         if fingerprint_digest(pipeline) != history.segments[-1].starts[0].data:
-            notes.append("the settings of the config's data have changed since they were fed")
+            notes.append("the data settings in the config have changed since the last start")
     return ExamplesProof(
         history,
         faults,

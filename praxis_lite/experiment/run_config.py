@@ -7,7 +7,7 @@ from typing import Any, Literal
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
-from praxis_lite.core.errors import is_whole, require, require_choice
+from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.experiment.run_settings import (
     EvaluationSettings,
     LossSpikeSettings,
@@ -44,9 +44,9 @@ class RunConfig:
             first layer with an output that is not finite. With this setting, the loop waits for
             each step.
         certify_every_steps: Number of steps between certificates. A certificate repeats a step on
-            some of its rows with permuted devices and on another mesh, recomputes its update, and
-            compares all copies of the state (docs/check.md). An interval of 500 costs about 1.1 %.
-            None for no certificates.
+            some of its rows with permuted devices and on a different mesh, recomputes its update,
+            and compares all copies of the state (docs/check.md). An interval of 500 costs about
+            1.1 %. None for no certificates.
         certify_action: Action after a difference is found: "stop" saves and ends the job with an
             error, "report" saves, prints a line and continues.
         init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by job
@@ -120,27 +120,25 @@ class RunConfig:
             "a whole number, 2 or more",
             CHANGE,
         )
-        ranges = self.profile.ranges()
+        profiles = self.profile.ranges()
         require(
-            not ranges or ranges[-1].stop - 1 <= self.num_train_steps,
+            not profiles or profiles[-1].stop - 1 <= self.num_train_steps,
             "run.profile.steps",
             self.profile.steps,
-            f"steps to {self.num_train_steps}, run.num_train_steps, and so an END of "
-            f"{self.num_train_steps + 1} at most",
+            f"an END of at most {self.num_train_steps + 1}, because run.num_train_steps is "
+            f"{self.num_train_steps}",
             CHANGE,
         )
-        require(
-            self.init_from_huggingface is None or not self.init_from_checkpoint_rules,
-            "run.init_from_huggingface",
-            self.init_from_huggingface,
-            "None with run.init_from_checkpoint_rules",
-            CHANGE,
-        )
+        if self.init_from_huggingface is not None and self.init_from_checkpoint_rules:
+            raise ConfigError(
+                "run.init_from_huggingface cannot be combined with "
+                "run.init_from_checkpoint_rules. Remove one of them from the experiment's run()."
+            )
         require(
             not isinstance(self.accept_changed_data, str),
             "run.accept_changed_data",
             self.accept_changed_data,
-            "names in brackets",
+            "a list of names, such as ['seed']",
         )
 
     @property

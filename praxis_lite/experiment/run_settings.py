@@ -5,7 +5,7 @@ import re
 from typing import Literal
 
 from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.experiment.early_stopping import EarlyStopping
 
 
@@ -34,13 +34,12 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         check_whole_numbers("run.evaluation", self)
-        require(
-            not self.by_follower or self.every_steps is None,
-            "run.evaluation.every_steps",
-            self.every_steps,
-            "None with run.evaluation.by_follower=True",
-            CHANGE,
-        )
+        if self.by_follower and self.every_steps is not None:
+            raise ConfigError(
+                "run.evaluation.every_steps cannot be combined with "
+                "run.evaluation.by_follower=True, which evaluates in a different process. Set "
+                "every_steps to None, or by_follower to False."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ class LossSpikeSettings:
             self.action == "report" or factor is not None,
             "run.loss_spikes.factor",
             factor,
-            "a number, such as 3.0, where run.loss_spikes.action is 'roll_back'",
+            "a number such as 3.0, because run.loss_spikes.action is 'roll_back'",
             CHANGE,
         )
 
@@ -133,7 +132,8 @@ class ProfileSettings:
     def __post_init__(self) -> None:
         require_choice("run.profile.processes", self.processes, ("first", "all"))
         require(
-            self.steps is None or (isinstance(self.steps, str) and _RANGES.fullmatch(self.steps)),
+            self.steps is None
+            or (isinstance(self.steps, str) and _RANGES.fullmatch(self.steps) is not None),
             "run.profile.steps",
             self.steps,
             "FIRST:END, such as '100:103' for steps 100 to 102, separated by commas, or None",
@@ -145,7 +145,7 @@ class ProfileSettings:
                 end <= steps.start < steps.stop,
                 "run.profile.steps",
                 self.steps,
-                "ranges from step 1 on, in ascending order, each with its END above its FIRST",
+                "ranges in ascending order, with each FIRST at least 1 and below its END",
                 CHANGE,
             )
             end = steps.stop

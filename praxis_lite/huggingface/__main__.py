@@ -5,7 +5,6 @@ python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype
     [--adapters merge|peft]
 """
 
-import sys
 from collections.abc import Sequence
 
 from praxis_lite.job.command import Parser, run
@@ -80,4 +79,4 @@ def _print(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -136,7 +136,7 @@ def _check_maps_to_one_tensor(part: Part, layer: Any, matrix: Matrix) -> None:
 def _targets(modules: Sequence[str]) -> list[str]:
     """Returns PEFT's target_modules.
 
-    If all layers have the same adapters, these are only the last components of module names.
+    If all layers have the same adapters, only the last components of module names are listed.
     """
     counts: dict[str, int] = {}
     for module in modules:

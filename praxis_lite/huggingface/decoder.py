@@ -5,7 +5,7 @@ from typing import Any
 import fiddle as fdl
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.huggingface.decoder_settings import DecoderSettings, LayerKind
 from praxis_lite.huggingface.rotary import latent_scale, rotary
 from praxis_lite.layers.attention.attentions import DotProductAttention
@@ -129,7 +129,13 @@ def _latent(
 ) -> "fdl.Partial[MultiHeadLatentAttention]":
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     options = {name: getattr(settings, name) for name in names}
-    scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
+    nope_dim, rope_dim = settings.qk_nope_head_dim, settings.qk_rope_head_dim
+    if nope_dim is None or rope_dim is None:
+        raise ConfigError(
+            "config.json must contain qk_nope_head_dim and qk_rope_head_dim, because kv_lora_rank "
+            "is set. Add them."
+        )
+    scale = (nope_dim + rope_dim) ** -0.5
     if not settings.rotates_neighbours:
         options["rotates_neighbours"] = False
     if settings.has_latent_bias:

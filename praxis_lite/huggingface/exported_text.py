@@ -34,7 +34,7 @@ def write_text_files(
         that no longer apply.
       task: Task of the job.
       config: Fields of the model's config.json.
-      note: Called with a message about files that the export lacks.
+      note: Called with a message about files that are missing from the export.
 
     Returns:
       `config`, updated with the task's special tokens if they differ from the tokens in `base`.

@@ -53,7 +53,9 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table in `families/`, merged with the table that it extends; false removes an entry.
+    """A table in `families/`, merged with the table that it extends.
+
+    In a table that extends another one, the value false removes an entry.
 
     Attributes:
       name: Name of the TOML file.
@@ -145,7 +147,8 @@ class Family:
 
     def _values_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that a config.json sets, by name."""
-        values, field_of = {}, {}
+        values: dict[str, Any] = {}
+        field_of: dict[str, str] = {}
         for field, names in self.settings.items():
             value = config.get(field)
             if value is None and not (field in config and field in self.null_is_none):
@@ -222,7 +225,7 @@ def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
 @functools.cache
 def families() -> dict[str, Family]:
     """Loads all tables of `families/`, keyed by architecture."""
-    family_by_architecture = {}
+    family_by_architecture: dict[str, Family] = {}
     for file in resources.files(__package__).joinpath("families").iterdir():
         name = file.name.removesuffix(".toml")
         if file.name.endswith(".toml") and name != "common":
@@ -238,14 +241,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
       ConfigError: No table describes the architecture. The message lists known architectures.
     """
     architectures = config.get("architectures")
-    require(
-        isinstance(architectures, list) and len(architectures) == 1,
-        "config.json: architectures",
-        architectures,
-        "a list with one name, such as ['LlamaForCausalLM']",
-    )
-    require_choice("config.json: architectures", architectures[0], sorted(families()))
-    return families()[architectures[0]]
+    is_single = isinstance(architectures, list) and len(architectures) == 1
+    expected = "a list with one name, such as ['LlamaForCausalLM']"
+    require(is_single, "config.json: architectures", architectures, expected)
+    (architecture,) = config["architectures"]
+    require_choice("config.json: architectures", architecture, sorted(families()))
+    return families()[architecture]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -294,7 +295,7 @@ def _family(name: str) -> Family:
 
 
 def _entry(value: Any, where: str) -> Entry:
-    """Parses an entry of [tensors]; `where` names it in errors."""
+    """Parses an entry of [tensors]; `where` identifies the entry in error messages."""
     fields = {**value} if isinstance(value, dict) else {"to": value}
     to = fields.pop("to")
     entry = Entry((to,) if isinstance(to, str) else tuple(to), **fields)

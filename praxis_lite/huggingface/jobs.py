@@ -37,8 +37,8 @@ def begin_job(
 ) -> JobDir:
     """Creates a huggingface.CausalLm job whose checkpoint at step 0 contains a model's weights.
 
-    The job does not use the model's directory afterwards, because config.json and the tokenizer are
-    copied to the job directory, which HF_DIR then points to.
+    config.json and the tokenizer are copied to the job directory, and the job's HF_DIR points to
+    the copy, so the job does not need the model's directory afterwards.
 
     Args:
       directory: Directory of the model.

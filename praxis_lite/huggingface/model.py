@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import attached_mesh, filled_mesh, make_mesh, simulate_devices
@@ -139,8 +139,8 @@ class HuggingFaceModel:
           attention_mask: [B, T], 0 for padding on the left or right, which is not attended to.
           position_ids: Positions, int [B, T]. If None, positions count from 0 in each segment.
             Without segments, they count the tokens that attention_mask selects.
-          segment_ids: Segments of packed rows, int [B, T]. A token attends only to tokens of the
-            same segment, and 0 marks padding.
+          segment_ids: Segments of packed rows, int [B, T]. A token only attends to tokens in the
+            same segment. 0 marks padding.
 
         Raises:
           ConfigError: An argument has the wrong shape, or an id or position is out of range.
@@ -211,8 +211,8 @@ class HuggingFaceModel:
         )
         eos_ids: tuple[int, ...] = ()
         if eos_id is not None:
-            eos_ids = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
-            eos_ids = tuple(token_ids(eos_ids, "generate: eos_id", vocab_size, ndim=1).tolist())
+            given = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
+            eos_ids = tuple(token_ids(given, "generate: eos_id", vocab_size, ndim=1).tolist())
         padded_length = length_of_prompts(longest, max_new_tokens, num_positions)
         ids = np.zeros((len(lengths), padded_length), np.int32)
         for padded, row in zip(ids, rows, strict=True):
@@ -229,8 +229,8 @@ class HuggingFaceModel:
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
         config = self.experiment.task
-        decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
-        decoder = changed_decoder(self.partitioner.task, config, decoder, settings)
+        greedy = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
+        decoder = changed_decoder(self.partitioner.task, config, greedy, settings)
         if decoder not in self._decoding:
             task = fdl.build(fdl.copy_with(config, decoder=decoder))
             self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
@@ -293,7 +293,7 @@ class HuggingFaceModel:
         if num_positions is not None and length > num_positions:
             raise ConfigError(
                 f"{argument} is {length}; expected at most {num_positions}, the model's number of "
-                "positions (max_position_embeddings). Shorten it, or load the model with "
+                "positions (max_position_embeddings). Shorten the input, or load the model with "
                 "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.checkpoints.init.initial_state import drawn
+from praxis_lite.checkpoints.init.initial_state import random_weights
 from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.core.errors import ConfigError, few, require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
@@ -78,9 +78,9 @@ class Pretrained:
         parts = map_tensors(family, settings, weights)
         self.parts = parts_in_files(family, parts, self.files, skipped_layers)
         self.reference_parts = [
-            dataclasses.replace(part, path=path)
+            dataclasses.replace(part, path=reference_path)
             for part in self.parts
-            if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
+            if (reference_path := part.path.replace("params/", _REFERENCE, 1)) in shapes
         ]
 
     def _check_shapes(
@@ -237,7 +237,7 @@ class FromHuggingFace:
         """Returns the weights by path in the TrainState, padded and sharded."""
         arrays = self._pretrained.read(mesh, note)
         arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
-        new = drawn(self.layout, arrays)
+        new = random_weights(self.layout, arrays)
         note(f"{len(arrays)} weights from {self.directory}" + (f"; new: {few(new)}" if new else ""))
         return arrays
 

@@ -80,7 +80,7 @@ def rotary(
         factors = {name: fields[name] for name in KINDS["llama3"][0]}
         return fdl.Partial(Llama3Rotary, **factors, original_max_positions=length, **shared)
     if factor is None:
-        factor = settings.max_positions / length
+        factor = _default_factor(settings, fields)
     if kind == "yarn":
         return fdl.Partial(
             YarnRotary, **_yarn(fields, factor), original_max_positions=length, **shared
@@ -100,7 +100,7 @@ def latent_scale(settings: DecoderSettings, layer_kind: LayerKind) -> float:
     kind, fields = _scaling(settings, layer_kind)
     if kind == "default" or not fields.get("mscale_all_dim"):
         return 1.0
-    factor = fields.get("factor") or settings.max_positions / _original_length(settings, fields)
+    factor = fields.get("factor") or _default_factor(settings, fields)
     return yarn_factor(factor, fields["mscale_all_dim"]) ** 2
 
 
@@ -145,6 +145,17 @@ def _original_length(settings: DecoderSettings, fields: Mapping[str, Any]) -> in
     return settings.original_max_positions or original or settings.max_positions
 
 
+def _default_factor(settings: DecoderSettings, fields: Mapping[str, Any]) -> float:
+    """Returns max_positions divided by the context length before scaling."""
+    length = _original_length(settings, fields)
+    if settings.max_positions is None or length is None:
+        raise ConfigError(
+            f"{WHERE} has no factor, and config.json has no max_position_embeddings from which to "
+            "compute it. Add one of them."
+        )
+    return settings.max_positions / length
+
+
 def _yarn(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """Returns the arguments of `YarnRotary`."""
     names = ("beta_fast", "beta_slow", "truncate")
@@ -156,8 +167,8 @@ def _yarn(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return {"factor": factor, **optional, "attention_factor": attention_factor}
 
 
-def _longrope_factor(factor: float | None, length: int) -> float:
+def _longrope_factor(factor: float | None, length: int | None) -> float:
     """Returns longrope's default attention factor."""
-    if factor is None or factor <= 1.0 or length == 1:
+    if factor is None or factor <= 1.0 or length is None or length == 1:
         return 1.0
     return math.sqrt(1.0 + math.log(factor) / math.log(length))

@@ -69,6 +69,7 @@ class Part:
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
             tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
+        # Split the tensor's dims into our dims, which are then still in the tensor's order.
         order = self._order()
         ours = tensor.reshape([self.sizes[i] for i in order]).transpose(np.argsort(order))
         return ours if self.interleave_index is None else ours[..., self.interleave_index]
@@ -186,7 +187,7 @@ def _parts_of(
 
 
 def _path(target: str, layer: int | None, settings: DecoderSettings) -> str:
-    """Returns the path of the weight that an entry names, or "" for the head of a tied model."""
+    """Returns the path of the weight for an entry's target, or "" for the head of a tied model."""
     if target == EMBEDDING:
         return _HEAD_PATH if settings.is_tied else _EMBEDDING_PATH
     if target == HEAD:

@@ -1,11 +1,11 @@
-"""Runs a command of the library, and handles its options, output, signals and errors."""
+"""Runs a praxis_lite command, and handles its options, output, signals and errors."""
 
 import argparse
 import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,9 +33,9 @@ def run(
     """Runs a command, and exits with its status if the status is not 0.
 
     The exit status is 2 after an error that the user can fix, which is printed as a paragraph, and
-    1 after an exception in the user's code. A signal ends the command with a single line and status
-    128 + its number; for training, see `StopRequest`. Import slow modules inside the command,
-    because Ctrl-C before `run` prints a traceback.
+    1 after an exception in the user's code. After a signal, a one-line message is printed and the
+    exit status is 128 + the signal's number; for training, see `StopRequest`. Import slow modules
+    inside the command, because Ctrl-C before `run` prints a traceback.
 
     Args:
       command: Function that returns the exit status, or None for 0.
@@ -122,10 +122,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         # Positional arguments may come between options: --mode=report JOB --html=FILE JOB.
-        has_arguments = any(action.nargs == "*" for action in self._get_positional_actions())
-        parse = self.parse_known_intermixed_args if has_arguments else self.parse_known_args
+        takes_lists = any(action.nargs == "*" for action in self._get_positional_actions())
+        parse = self.parse_known_intermixed_args if takes_lists else self.parse_known_args
         parsed, unknown = parse(args, namespace)
         if unknown:
             raise ConfigError(self._unknown_option_message(unknown[0]))

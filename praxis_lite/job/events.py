@@ -21,7 +21,7 @@ Reported facts:
     nothing_to_do       why the launch runs no steps
     mesh, num_devices   the job's mesh
     ended               "trained" or "stopped", after everything was saved
-    why                 why this process failed
+    why                 the reason why this process failed
 """
 
 import contextlib
@@ -53,7 +53,7 @@ __all__ = (
 # The kinds of phases by which seconds are counted. The main thread is always in one of them.
 IMPORT = "import"  # From the start of the process: Python, libraries, the experiment's config.
 INIT = "init"  # Everything else outside the loop: mesh, tracing, checks, new state, loss curve.
-COMPILE = "compile"  # Compiling any program of the job.
+COMPILE = "compile"  # Compiling any function of the job.
 RESTORE = "restore"  # Verifying and reading the job's checkpoint, at the start or in a roll-back.
 INPUT_WAIT = "input wait"  # The loop waits for a batch.
 STEP = "step"  # The rest of the loop: devices compute, metrics are written, hooks run.
@@ -62,7 +62,7 @@ SAVE = "save"  # Training waits for a save. Saving in the background is not incl
 KINDS = (IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, EVALUATION, SAVE)
 
 # Kinds of inner phases. The seconds of these and of any other kinds are added to the outer phase.
-DISPATCH = "dispatch"  # Dispatching a program with collectives to the devices.
+DISPATCH = "dispatch"  # Dispatching a compiled function with collectives to the devices.
 ON_DEVICES = "on devices"  # Waiting for this process's devices.
 MEETING = "meeting"  # Waiting for the other processes, on the host.
 
@@ -203,8 +203,8 @@ class JobEvents:
 # The events of this process.
 events = JobEvents()
 
-# A process that is older has done other work before the launch. Examples are a notebook, a test
-# run, or a shell that was replaced by Python (exec).
+# An older process did other work before this launch, as in a notebook, in a test run or in a shell
+# that was replaced by Python (exec).
 _MAX_AGE_SECONDS = 60.0
 
 

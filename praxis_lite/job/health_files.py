@@ -1,4 +1,4 @@
-"""Health files, by which a cluster's probes check whether a process is alive and training."""
+"""Health files, with which a cluster's probes check whether a process is alive and training."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ BEAT_SECONDS = 1.0
 
 
 class HealthFiles(contextlib.AbstractContextManager):
-    """A context that maintains two empty files, `alive` and `ready`, in a directory.
+    """Context manager that maintains two empty files, `alive` and `ready`, in a directory.
 
     A probe checks the age of `alive` (`find DIR/alive -mmin -1`) and the existence of `ready`.
     Files of a killed process are removed on entry, and both files are removed on exit. Errors in
@@ -66,19 +66,19 @@ class HealthFiles(contextlib.AbstractContextManager):
 
 
 class HealthBeat(contextlib.AbstractContextManager):
-    """A context that updates `alive` every second unless the process hangs.
+    """Context manager that updates `alive` every second unless the process hangs.
 
     Attributes:
       files: The health files.
-      is_hung: Function that returns whether the process hangs, called before each update in a
-        separate thread. This thread cannot run while C code holds the GIL, so the file is not
-        updated in this case either.
+      is_hung: Function that returns whether the process hangs. A separate thread calls it before
+        each update. While C code holds the GIL, this thread cannot run, so the file is not updated
+        either.
     """
 
     def __init__(self, files: HealthFiles):
         self.files = files
         self.is_hung: Callable[[], bool] = lambda: False
-        self._is_over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="health", daemon=True)
 
     def __enter__(self) -> "HealthBeat":
@@ -87,12 +87,12 @@ class HealthBeat(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._is_over.set()
+        self._stopped.set()
         self._thread.join()
         self.files.__exit__(*exc_info)
 
     def _beat(self) -> None:
-        while not self._is_over.wait(BEAT_SECONDS):
+        while not self._stopped.wait(BEAT_SECONDS):
             if not self.is_hung():
                 self.files.alive()
 

@@ -5,6 +5,7 @@ Other files use only these wrappers; tests/core/sharding/test_jax_canaries.py de
 
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ("compilation_cache_modules",)
@@ -15,7 +16,9 @@ def distributed_state() -> Any:
     return getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
 
 
-def detected_processes(method: str | None, seconds: int) -> tuple[str, int, int, list[int] | None]:
+def detected_processes(
+    method: str | None, seconds: int
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Returns (coordinator, num_processes, process_id, local device ids) as detected by JAX."""
     from jax._src import clusters
 

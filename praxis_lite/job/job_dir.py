@@ -1,4 +1,4 @@
-"""The files in a job directory, and the checks that are made when a directory is opened."""
+"""The paths of the files in a job directory, and the checks when a directory is opened."""
 
 import contextlib
 import dataclasses
@@ -32,14 +32,14 @@ class JobDir:
       config_json: The config from which the job is rebuilt. A directory with this file is a job
         directory.
       config_txt: The config as text, one `path=value` per line.
-      layout_txt: Shapes, spec, bytes per device and padding of every array of the state.
+      layout_txt: Shape, spec, bytes per device and padding of every array in the training state.
       layout_json: The same information in JSON.
       init_from_checkpoint_txt: The source of each variable of a job with pretrained weights.
       metrics_jsonl: One line per training step.
       eval_metrics_jsonl: One line per evaluation and dataset.
       certificates_jsonl: One line per certificate from training (run.certify_every_steps).
       timeline_jsonl: How each launch spent its time, with one line per save.
-      examples: Folder of records of the rows that each process fed.
+      examples: Folder with one record per process of the rows that it fed to the training steps.
       loss_curve_png: Plot of the losses.
       non_finite_txt: The origin of NaN and infinities in each step that run.debug_nans repeated.
       residuals_jsonl: Measured and predicted seconds, with one line per profile and per
@@ -53,9 +53,10 @@ class JobDir:
       tokenizers: Folder with copies of the tokenizers used in the config.
       tensorboard: Folder of TensorBoard summaries.
       profiles: Folder of profiles, each named after its first step.
-      profile_request: A file that requests a profile; it may contain the number of steps.
-      trackers: Folder with the run's id.
-      checkpoints: Folder of checkpoints by step.
+      profile_request: Users create this file to request a profile. It may contain the number of
+        steps to profile.
+      trackers: Folder with the ids of this run in experiment trackers.
+      checkpoints: Folder with one checkpoint per saved step.
     """
 
     path: Path
@@ -157,7 +158,7 @@ def _check_may_be_jobs(job: JobDir) -> None:
         _refuse(
             job,
             f"contains {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
-            "config.json, so it is not a job of praxis_lite. Choose a new or empty directory",
+            "config.json, so it is not a praxis_lite job. Choose a new or empty directory",
         )
 
 
@@ -205,8 +206,8 @@ def recorded_experiment(job: JobDir) -> str:
     if not isinstance(experiment, str):
         _refuse(
             job,
-            "has a config.json that is damaged, or was not written by praxis_lite. Choose another "
-            "directory",
+            "has a config.json that is damaged or was not written by praxis_lite. Choose a "
+            "different directory",
         )
     return experiment
 

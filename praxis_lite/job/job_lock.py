@@ -1,4 +1,4 @@
-"""Locks a job directory, because two training runs would delete each other's checkpoints."""
+"""Locks a job directory, so that two training runs cannot delete each other's checkpoints."""
 
 import contextlib
 import errno
@@ -19,11 +19,12 @@ _TRIES, _RETRY_SECONDS = 5, 0.02
 
 
 class JobLock(contextlib.AbstractContextManager):
-    """A context that locks a directory for training. The lock is released if the process dies.
+    """Context manager that locks a directory for training.
 
-    It uses `flock` on the hidden file `.training`, which contains the name of the process that has
-    the lock. The file is never removed, because a lock on a removed file has no effect. On file
-    systems without locks, a note is printed and training continues without a lock.
+    It uses `flock` on the hidden file `.training`, which contains the PID and host of the process
+    that holds the lock. The lock is released if the process dies. The file is never removed,
+    because a lock on a removed file has no effect. On file systems without locks, a note is printed
+    and training continues without a lock.
 
     Args:
       directory: The job directory.
@@ -38,7 +39,7 @@ class JobLock(contextlib.AbstractContextManager):
         self._file = -1
 
     def __enter__(self) -> "JobLock":
-        """Raises ConfigError, with host and PID, if another process trains there."""
+        """Raises ConfigError with the host and PID of another process that trains there, if any."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._lock()

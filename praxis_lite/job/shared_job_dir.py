@@ -1,4 +1,4 @@
-"""Opens a job directory, to which only the first process writes, except for checkpoints."""
+"""Opens a shared job directory, in which all processes but the first only write checkpoints."""
 
 import dataclasses
 import secrets
@@ -19,13 +19,13 @@ _VISIBLE_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """The job directory of any process except the first, which is a temporary folder.
+    """A temporary job directory, used by every process except the first.
 
-    Checkpoints, records of the rows that were fed, and profiles are stored in the shared job
-    directory instead.
+    Checkpoints, profiles and the records of the rows that were fed to training are stored in the
+    shared job directory instead.
 
     Attributes:
-      shared: The job's directory.
+      shared: The job's shared directory.
     """
 
     shared: Path

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.modes.evaluate import add_step
 from praxis_lite.modes.following import add_follow, each_checkpoint
-from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.job_from_command import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:
+    from praxis_lite.checkpoints.steps.verified_steps import Step
+    from praxis_lite.trainer.decoding.prompt_decoder import Batchings
     from praxis_lite.trainer.decoding.user_prompts import Prompt
 
 
@@ -55,7 +57,7 @@ class Decode(Mode):
         self,
         command: CommandLine,
         *,
-        step: int | str | None,
+        step: "Step",
         follow: bool,
         follow_seconds: int,
         prompt: Sequence[str] | None,
@@ -63,13 +65,11 @@ class Decode(Mode):
         chat: bool,
     ) -> None:
         """Decodes the prompts. Raises ConfigError like `decode.decode`."""
-        require(
-            not (follow and chat),
-            "--chat",
-            chat,
-            "no --chat with --follow",
-            "A conversation uses a single checkpoint.",
-        )
+        if follow and chat:
+            raise ConfigError(
+                "--chat cannot be combined with --follow, because a conversation uses a single "
+                "checkpoint. Remove one of them."
+            )
         texts = _prompts(prompt or (), prompts, chat=chat)
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         is_conversation = chat and not texts
@@ -83,7 +83,7 @@ class Decode(Mode):
             if is_conversation:
                 decode.chat(job, step, sys.stdin or ())
             else:
-                batchings = {}
+                batchings: Batchings = {}
                 checkpoints(lambda step: decode.decode(job, step, texts or None, batchings))
 
 

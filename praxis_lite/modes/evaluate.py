@@ -1,10 +1,14 @@
 """`main.py --mode=eval`: evaluates a checkpoint of a job, or each new checkpoint."""
 
 import argparse
+from typing import TYPE_CHECKING, Literal
 
 from praxis_lite.modes.following import add_follow, each_checkpoint
-from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.job_from_command import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
+
+if TYPE_CHECKING:
+    from praxis_lite.checkpoints.steps.verified_steps import Step
 
 __all__ = ("add_step",)
 
@@ -26,7 +30,7 @@ class Evaluate(Mode):
         self,
         command: CommandLine,
         *,
-        step: int | str | None,
+        step: "Step",
         follow: bool,
         follow_seconds: int,
     ) -> None:
@@ -46,10 +50,12 @@ def add_step(options: argparse._ArgumentGroup) -> None:
     )
 
 
-def _step(text: str) -> int | str:
-    if text != "best" and not text.isdecimal():
+def _step(text: str) -> int | Literal["best"]:
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a checkpoint; expected a step number or 'best'. Omit --step for the "
             "latest checkpoint"
         )
-    return text if text == "best" else int(text)
+    return int(text)

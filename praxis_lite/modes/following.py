@@ -2,15 +2,18 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from praxis_lite.checkpoints.steps.new_steps import NewSteps
-from praxis_lite.core.errors import StepLost, require
+from praxis_lite.core.errors import ConfigError, StepLost, require
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine
+
+if TYPE_CHECKING:
+    from praxis_lite.checkpoints.steps.verified_steps import Step
 
 _SILENT_SECONDS = 600
 
@@ -34,8 +37,8 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
 
 
 def each_checkpoint(
-    command: CommandLine, step: int | str | None, silent_seconds: int | None
-) -> Callable[[Callable[[Any], None]], None]:
+    command: CommandLine, step: "Step", silent_seconds: int | None
+) -> "Callable[[Callable[[Step], None]], None]":
     """Returns a function that takes a callback and calls it for each checkpoint to process.
 
     With --follow, this waits for the first checkpoint of the job.
@@ -49,32 +52,28 @@ def each_checkpoint(
       ConfigError: An option conflicts with --follow, or no checkpoint was saved in time.
     """
     if silent_seconds is None:
-        return lambda take: take(step)
-    require(
-        step is None,
-        "--step",
-        step,
-        "no value",
-        "With --follow, each new checkpoint is processed.",
-    )
+        return lambda process: process(step)
+    if step is not None:
+        raise ConfigError(
+            "--step cannot be combined with --follow, which processes each new checkpoint. Remove "
+            "one of them."
+        )
     require(
         silent_seconds > 0, "--follow_seconds", silent_seconds, "a number of seconds, 1 or more"
     )
-    require(
-        processes.count() == 1,
-        "--follow: the number of processes",
-        processes.count(),
-        "1",
-        "Start it once, without --coordinator.",
-    )
+    if processes.count() > 1:
+        raise ConfigError(
+            f"--follow runs in a single process, but {processes.count()} were started. Start it "
+            "once, without --coordinator."
+        )
     job_dir = JobDir(local_directory(job_log_dir(command)))
     steps = NewSteps(job_dir, silent_seconds, lambda line: print(line, flush=True))
     steps.wait_for_first()
-    return lambda take: _follow(job_dir, command.packages, steps, take)
+    return lambda process: _follow(job_dir, command.packages, steps, process)
 
 
 def _follow(
-    job_dir: JobDir, packages: Sequence[str], steps: NewSteps, take: Callable[[Any], None]
+    job_dir: JobDir, packages: Sequence[str], steps: NewSteps, process: "Callable[[Step], None]"
 ) -> None:
     from praxis_lite.experiment.registry import allowed_packages
     from praxis_lite.trainer.job_history import is_complete
@@ -82,6 +81,6 @@ def _follow(
     allowed = allowed_packages(packages)
     for step in steps.until(lambda step: is_complete(job_dir, step, allowed)):
         try:
-            take(step)
+            process(step)
         except StepLost as lost:
             print(f"step {step} is skipped: {lost}", flush=True)

@@ -17,7 +17,7 @@ class Health(Hook):
     """Creates `ready` after a launch's first step, and stops updating `alive` if training hangs.
 
     Args:
-      beat: The context that updates the health files of this launch.
+      beat: The context manager that updates the health files of this launch.
     """
 
     waits = False
@@ -83,8 +83,8 @@ class Grace(Hook):
             return
         self._has_warned = True
         self._loop.note(
-            f"WARNING: after SIGTERM this job may take {needed} s to end, twice a step of "
-            f"{self._step:.1f} s and twice a save of {self._save:.1f} s, but the cluster kills it "
-            f"after --grace_seconds={self._seconds}, and the last save is lost. Let the cluster "
-            "wait longer (docs/clusters.md)."
+            f"WARNING: this job may need {needed} s to stop after SIGTERM (two steps of "
+            f"{self._step:.1f} s and two saves of {self._save:.1f} s), but the cluster kills it "
+            f"after --grace_seconds={self._seconds}, so the last save would be lost. Increase the "
+            "cluster's grace period (docs/clusters.md)."
         )

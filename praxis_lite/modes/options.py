@@ -161,7 +161,7 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         help="how long processes wait for each other at the start; default: "
         f"{CommandLine.start_seconds}",
     )
-    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+    parser.add_argument("--list", action="store_true", help="list the experiments and exit")
 
 
 def _mode(text: str) -> str:
@@ -197,7 +197,7 @@ def _custom_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
 
 def _flags(mode: Mode) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
-    mode.add_options(parser)
+    mode.add_options(parser.add_argument_group())
     return [action.option_strings[0] for action in parser._actions if action.option_strings]
 
 

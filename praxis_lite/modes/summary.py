@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from praxis_lite.job.job_dir import JobDir, open_for_reading
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine, Mode
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.core.errors import Error, require
+from praxis_lite.core.errors import ConfigError, Error, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import IMPORT, INIT, events
 from praxis_lite.job.processes.stop_request import StopRequest
-from praxis_lite.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LastStepUnsound(Error):
-    """An error raised if the last step of a saved training was skipped or has a non-finite loss."""
+    """The last step of a training that was saved was skipped, or its loss is not finite."""
 
     exit_status = 3
 
@@ -94,21 +94,11 @@ class Train(Mode):
         grace_seconds: int | None = None,
     ) -> None:
         """Trains the job. Raises ConfigError like `launch.train`."""
-        require(
-            command.elastic or command.min_processes is None,
-            "--min_processes",
-            command.min_processes,
-            "no --min_processes without --elastic",
-            "Add --elastic.",
-        )
-        require(
-            metrics_host is None or metrics_port is not None,
-            "--metrics_port",
-            metrics_port,
-            "a port, because --metrics_host is given",
-            "Add --metrics_port=N.",
-        )
-        trackers = {}
+        if command.min_processes is not None and not command.elastic:
+            raise ConfigError("--min_processes requires --elastic. Add it.")
+        if metrics_host is not None and metrics_port is None:
+            raise ConfigError("--metrics_host requires --metrics_port. Add --metrics_port=N.")
+        trackers: dict[str, Tracker] = {}
         if metrics_port is not None:
             from praxis_lite.trackers.metrics_endpoint import LOOPBACK, MetricsEndpoint
 
@@ -136,7 +126,7 @@ def _cluster_hooks(
         from praxis_lite.job import health_files
         from praxis_lite.modes import on_clusters
 
-        # In an elastic job the supervisors write these files.
+        # In an elastic job, the supervisors write these files.
         if health_dir is not None and processes.membership() is None:
             directory = health_files.health_directory(health_dir, command.job_log_dir)
             files = health_files.HealthFiles(directory)

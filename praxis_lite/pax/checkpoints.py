@@ -1,4 +1,4 @@
-"""Reads the variables of a Pax checkpoint; each array is read on first use.
+"""Reads the variables of a Pax checkpoint. Each array is read when it is accessed.
 
 A checkpoint contains `checkpoint_00000010/state` and, since version 1.0, the JSON file
 `checkpoint_00000010/metadata/metadata`. Since version 1.1, this file contains the unpadded shape of

@@ -40,9 +40,9 @@ def begin_job(
       job_log_dir: New or empty directory for the job.
       step: Step of the Pax checkpoint, or None for the latest.
       settings: Settings as for `--set`, "path=value" each.
-      ignore: Pax variables to ignore, as in `mdl_vars_from_pax`.
-      new: Weights to initialize with the run's seed, because the Pax checkpoint lacks them; see
-        `mdl_vars_from_pax`.
+      ignore: Patterns of Pax variables to ignore; see `mdl_vars_from_pax`.
+      new: Patterns of weights to initialize with the run's seed, because they are not in the Pax
+        checkpoint; see `mdl_vars_from_pax`.
       packages: Packages to search for the experiment, as for `--packages`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Splits paths of variables, in Pax's models and in ours, at stacks of layers.
+"""Splits the paths of variables, in Pax models and in our models, at stacks of layers.
 
 Layers are stored in one of these ways:
 - unrolled: `x_layers_0`, `x_layers_1`, ...

@@ -70,8 +70,8 @@ def mdl_vars_from_pax(
         or have keys such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common
         prefix that does not occur in the model, such as "lm", is removed.
       ignore: Patterns of Pax paths (without the collection) to ignore; `*` matches any string.
-      new: Patterns of paths (without the collection) of model weights that Pax lacks, such as
-        "*/lora_?". The model's `init` initializes these weights.
+      new: Patterns of paths (without the collection) of model weights that are not in the Pax
+        variables, such as "*/lora_?". The model's `init` initializes these weights.
       key: Key for `init`. If None, a key with seed 0 is used.
 
     Returns:
@@ -121,13 +121,19 @@ class FromPax:
         new: Sequence[str] = (),
         seed: int = 0,
     ):
-        self._variables, self._model = variables, partitioner.task.model
+        model = partitioner.task.model
+        if not isinstance(model, NnxModel):
+            raise ConfigError(
+                f"task.model is a {type(model).__name__}; expected an NNX module. Weights of Pax "
+                "can only be loaded into models that consist of NNX modules."
+            )
+        self._variables, self._model = variables, model
         self._layout = partitioner.layout.select("mdl_vars")
-        self._settings = {"ignore": ignore, "new": new, "key": jax.random.key(seed)}
+        self._ignore, self._new, self._key = ignore, new, jax.random.key(seed)
         self.paths = [f"mdl_vars/{leaf.path}" for leaf in self._layout.leaves()]
 
     def keep(self, files: JobDir) -> None:
-        """Does nothing: later launches of the job read no Pax files."""
+        """Does nothing, because later launches of the job do not read the Pax checkpoint."""
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
         """Returns the weights by path, padded and sharded.
@@ -135,7 +141,9 @@ class FromPax:
         Raises:
           ConfigError: The variables do not fit the model.
         """
-        mdl_vars = mdl_vars_from_pax(self._model, self._variables, **self._settings)
+        mdl_vars = mdl_vars_from_pax(
+            self._model, self._variables, ignore=self._ignore, new=self._new, key=self._key
+        )
         pad = jax.jit(self._layout.pad, out_shardings=self._layout.shardings(mesh))
         return dict(zip(self.paths, jax.tree.leaves(pad(mdl_vars)), strict=True))
 
@@ -235,7 +243,7 @@ class _PaxLayers:
                 self.sources[*split.name, layer] = path, i
 
     def _num_layers(self, path: str, split: StackPath) -> int:
-        """Returns the number of layers of a Pax array, or records an error if its rank is wrong."""
+        """Returns the number of layers in a Pax array. If its rank is wrong, records an error."""
         if split.name not in self.own_shapes:
             return 1  # `check_names` reports the array as unused.
         own_shape, shape = self.own_shapes[split.name], tuple(np.shape(self.pax_arrays[path]))
@@ -289,8 +297,12 @@ class _PaxLayers:
         """
         parts = [self.sources[*leaf.split.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
-        arrays = {path: self._unpadded(path, leaf.own_shape) for path in paths}
-        if any(array is None for array in arrays.values()):
+        arrays: dict[str, np.ndarray] = {}
+        for path in paths:
+            unpadded = self._unpadded(path, leaf.own_shape)
+            if unpadded is not None:
+                arrays[path] = unpadded
+        if len(arrays) < len(paths):
             return np.zeros(leaf.spec.shape, leaf.spec.dtype)
         array = arrays[parts[0][0]]
         if len(paths) > 1 or [i for _, i in parts] != list(range(len(array))):

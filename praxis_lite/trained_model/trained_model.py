@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import fiddle as fdl
 import jax
@@ -37,11 +37,17 @@ from praxis_lite.trainer.restored_weights import restored_weights
 Record = dict[str, Any]
 
 
-def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method so that its errors name the settings that caused them."""
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def _naming_settings(
+    method: Callable[Concatenate["TrainedModel", _Params], _Result],
+) -> Callable[Concatenate["TrainedModel", _Params], _Result]:
+    """Wraps a method so that its errors mention the settings that caused them."""
 
     @functools.wraps(method)
-    def named(self: "TrainedModel", *args: Any, **kwargs: Any) -> Any:
+    def named(self: "TrainedModel", *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         with naming_settings(self._config, self._files.config_json):
             return method(self, *args, **kwargs)
 
@@ -80,7 +86,8 @@ class TrainedModel:
         experiment: str = "",
         stopped_by: str | None = None,
     ):
-        self.partitioner, self.job, self.step = partitioner, job, step
+        self.partitioner, self.job = partitioner, job
+        self.step: Step = step
         self.experiment, self.stopped_by = experiment, stopped_by
         self.job_dir, self._files, self._config = job_dir.path, job_dir, config
         self._with_decoder: dict[Decoder, Partitioner] = {}
@@ -157,6 +164,10 @@ class TrainedModel:
             such as flags, are passed unchanged.
           **named: Keyword arguments, treated in the same way.
 
+        Returns:
+          An array, or the structure of arrays that the model returns. The type is Any, because the
+          model determines the structure.
+
         Raises:
           ConfigError: No argument is an array, arrays have different numbers of rows, a layer
             rejects them, or an id or position is out of range.
@@ -169,10 +180,10 @@ class TrainedModel:
         """Evaluates the task's metrics.
 
         Args:
-          data: Name of a dataset of the job, an input pipeline, or one or more batches. At most
-            run.evaluation.max_batches batches of a dataset or pipeline are read, as in --mode=eval.
-            Batches are dicts of NumPy arrays with any number of rows. If they lack "weights", every
-            row or label has weight 1.
+          data: Name of a dataset in the job, an input pipeline, or one or more batches. As in
+            --mode=eval, at most run.evaluation.max_batches batches of a dataset or pipeline are
+            read. Batches are dicts of NumPy arrays with any number of rows. If they lack "weights",
+            every row or label has weight 1.
 
         Returns:
           The weighted mean of each metric over all batches, by name.
@@ -192,7 +203,14 @@ class TrainedModel:
                 "settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
             )
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
-        return evaluator.run(self.step, self.mdl_vars)[name]
+        mdl_vars = self.mdl_vars
+        metrics = evaluator.run(self._restored_step(), mdl_vars)
+        assert metrics is not None, "Only `should_stop` ends an evaluation early."
+        return metrics[name]
+
+    def _restored_step(self) -> int:
+        assert isinstance(self.step, int), "`mdl_vars_with` has set the number."
+        return self.step
 
     @_naming_settings
     def decode(
@@ -206,7 +224,7 @@ class TrainedModel:
         """Decodes a dataset.
 
         Args:
-          data: Name of a decode dataset of the job, or an input pipeline with the inputs that the
+          data: Name of a decode dataset in the job, or an input pipeline with the inputs that the
             task decodes.
           decoder: The decoder, or None for the job's decoder.
           seed: Seed for sampling, or None for the seed of the run.
@@ -229,7 +247,8 @@ class TrainedModel:
         run = self.job.run
         mdl_vars = self._mdl_vars_for(partitioner, run.decode_use_ema_states)
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
-        return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
+        step = self._restored_step()
+        return PromptDecoder(partitioner, mdl_vars, step, seed).records(name, pipeline)
 
     @_naming_settings
     def generate(
@@ -280,11 +299,11 @@ class TrainedModel:
                     f"The job's {root} are {sorted(known)}; there is no {data!r}."
                     f"{did_you_mean(data, known)} Choose one of them, or pass a pipeline."
                 )
-            data, name = known[data], f"{root}.{data}"
+            name, pipeline = f"{root}.{data}", known[data]
         else:
-            name = type(data).__name__
-        data.check()
-        return name, data
+            name, pipeline = type(data).__name__, data
+        pipeline.check()
+        return name, pipeline
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
         """Returns a partitioner for the given decoder, or the job's partitioner."""

@@ -12,7 +12,7 @@ from praxis_lite.job.health_files import HealthFiles, health_directory
 from praxis_lite.job.job_dir import open_for_supervisors
 from praxis_lite.job.processes.addresses import own_address
 from praxis_lite.job.processes.start import connect_member, process_numbers
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 from praxis_tools.elastic import worker_assignment
 from praxis_tools.stuck.progress import progress_recorder

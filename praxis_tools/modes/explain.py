@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.host.whole_files import write_whole
-from praxis_lite.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
 

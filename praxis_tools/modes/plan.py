@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import open_for_reading
-from praxis_lite.modes.launched import experiment_of
+from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write, names
 

@@ -4,7 +4,7 @@ import argparse
 
 from praxis_lite.core.errors import require
 from praxis_lite.job.job_dir import open_for_reading
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine, Mode
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine, Mode
 
 _SEED = 0

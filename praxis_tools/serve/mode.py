@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.host_names import LOOPBACK_HOSTS, is_loopback
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.modes.evaluate import add_step
-from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.job_from_command import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:

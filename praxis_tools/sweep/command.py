@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.config.build import build
-from praxis_lite.config.class_attributes import value_after
+from praxis_lite.config.experiment_overrides import value_after
 from praxis_lite.config.overrides import check_required
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, printable

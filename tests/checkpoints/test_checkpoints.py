@@ -144,24 +144,24 @@ SOFTMAX = "mdl_vars/params/softmax/logits_ffn/linear/w"
         (
             ["task.model.hidden_dims=13"],
             None,
-            [r"ffn_layer1/linear/w has shape \[2, 7, 11\] in the checkpoint, \[2, 7, 13\]"],
+            [r"ffn_layer1/linear/w has shape \[2, 7, 11\] in the checkpoint, but \[2, 7, 13\]"],
         ),
         # 7 and 8 are both stored as 8: the shapes on disk tell nothing.
         (
             ["task.model.model_dims=8"],
             None,
-            [rf"{SOFTMAX} has shape \[7, 257\] in the checkpoint, \[8, 257\] in the model"],
+            [rf"{SOFTMAX} has shape \[7, 257\] in the checkpoint, but \[8, 257\] in the model"],
         ),
         (
             ["task.model.num_layers=3"],
             None,
-            [r"blocks/\S+ has shape \[2, .*\] in the checkpoint, \[3, ", r"; and \d+ more"],
+            [r"blocks/\S+ has shape \[2, .*\] in the checkpoint, but \[3, ", r"; and \d+ more"],
         ),
         ([], fdl.Partial(optax.sgd, momentum=0.9), [r"is only in the checkpoint"]),
         (
             [],
             fdl.Partial(optax.adamw, mu_dtype="bfloat16"),
-            [r"opt_states/\S+mu\S+ has dtype float32 in the checkpoint, bfloat16 in the model"],
+            [r"opt_states/\S+mu\S+ has dtype float32 in the checkpoint, but bfloat16 in the model"],
         ),
         (
             ["task.model.max_seq_length=37"],
@@ -459,7 +459,7 @@ def test_single_arrays_are_restored_onto_any_layout(saved_folder, mesh_of):
             if leaf.path != "step"
         }
         actual = checkpoints.restore_leaves({nu: vector, SOFTMAX: expected}, mesh)
-        with pytest.raises(ConfigError, match=rf"{SOFTMAX}.*\[7, 257\] .*, \[7\]"):
+        with pytest.raises(ConfigError, match=rf"{SOFTMAX}.*\[7, 257\] .*, but \[7\]"):
             checkpoints.restore_leaves({SOFTMAX: vector}, mesh)
         with pytest.raises(ConfigError, match="mdl_vars/params/sofmax"):
             checkpoints.restore_leaves({"mdl_vars/params/sofmax": vector}, mesh)

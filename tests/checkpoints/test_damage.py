@@ -94,12 +94,18 @@ DAMAGE = {
     "truncated": (lambda s: os.truncate(s / WEIGHTS, 100), rf"{WEIGHTS} has 100 bytes, not \d+"),
     "extra file": (lambda s: (s / "mdl_vars/x").touch(), "mdl_vars/x is not one of its files"),
     "swapped": (swap_with_the_other_step, r"mdl_vars/d/\S+ (has changed|has \d+ bytes, not)"),
-    "swapped step": (replace_with_the_other_step, "commit.json and manifest.json are of step 3"),
-    "other number": (other_step_number, "commit.json and manifest.json are of step 17"),
+    "swapped step": (replace_with_the_other_step, "commit.json and manifest.json belong to step 3"),
+    "other number": (other_step_number, "commit.json and manifest.json belong to step 17"),
     "no commit": (lambda s: (s / "commit.json").unlink(), r"commit.json is missing"),
     "no manifest": (lambda s: (s / "manifest.json").unlink(), "manifest.json is missing"),
-    "empty commit": (lambda s: os.truncate(s / "commit.json", 0), "commit.json has another digest"),
-    "cut manifest": (lambda s: os.truncate(s / "manifest.json", 77), "has another digest than man"),
+    "empty commit": (
+        lambda s: os.truncate(s / "commit.json", 0),
+        "the digest of manifest.json differs",
+    ),
+    "cut manifest": (
+        lambda s: os.truncate(s / "manifest.json", 77),
+        "manifest.json differs from com",
+    ),
     "empty folder": (empty_the_folder, "it is an empty directory"),
     "half deleted": (delete_half, "is missing"),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.experiment import registry

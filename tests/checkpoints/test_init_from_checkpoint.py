@@ -135,8 +135,10 @@ def test_what_no_rule_matches_stays_as_it_is_drawn(source):
         re.M,
     )
     assert re.search(r"^mdl_vars: 5 from step 13 in .* and 2 more$", text, re.M)
-    assert re.search(r"^mdl_vars: 7 new, drawn: params/final_ln/scale, .* and 4 more$", text, re.M)
-    assert re.search(r"^opt_states: \d+ new, made from these weights: ", text, re.M)
+    assert re.search(
+        r"^mdl_vars: 7 initialized at random: params/final_ln/scale, .* and 4 more$", text, re.M
+    )
+    assert re.search(r"^opt_states: \d+ initialized from the weights: ", text, re.M)
     assert text.endswith("\nstep: 0")
     assert f"params/{SOFTMAX}: new" in plan.lines()
     assert f"params/{BLOCKS}/ff_layer/ffn_layer1/linear/w" in plan.lines()

@@ -126,7 +126,7 @@ def test_padding_that_is_not_zero_is_found(tmp_path, capsys):
     ]
     assert code == 1 and err == "" and len(padded) >= 3
     assert out.splitlines() == ["step 3: good"] + [
-        f"step 4: {path} has a padding that is not zero" for path in sorted(padded)
+        f"step 4: the padding of {path} is not zero" for path in sorted(padded)
     ]
 
 
@@ -280,7 +280,7 @@ def test_a_damaged_manifest_is_no_answer(job, tmp_path, capsys):
     (copy / "9" / MANIFEST_JSON).write_text(text.replace("float32", "float16"))
     for command in ("show", "digest", "diff"):
         code, out, err = run(capsys, command, tmp_path)
-        assert (code, out) == (2, "") and "commit.json has another digest" in err, command
+        assert (code, out) == (2, "") and "manifest.json differs from commit.json" in err, command
 
 
 def test_nothing_of_jax_is_imported(job):

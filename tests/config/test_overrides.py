@@ -213,7 +213,7 @@ def test_a_config_gives_way_only_to_a_name_or_to_what_its_annotation_says():
 def test_a_wrong_path_lists_the_nearest_first_and_five_at_most(path, nearest):
     with pytest.raises(ConfigError) as caught:
         apply_overrides(job(), [f"{path}=7"])
-    listed = str(caught.value).partition("The nearest are ")[2].rstrip(".").split(", ")
+    listed = str(caught.value).partition("Similar fields: ")[2].rstrip(".").split(", ")
     assert listed[0] == nearest and len(listed) <= 5
 
 

@@ -12,13 +12,13 @@ import optax
 import pytest
 
 from praxis_lite import ConfigError, Job, RunConfig
-from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.config_json import (
     config_difference,
     config_lines,
     dump_config,
     load_config,
 )
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.experiment import registry
 from praxis_lite.experiments.lm import PyDocs

@@ -22,7 +22,7 @@ from praxis_lite import (
 )
 from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.init import loading_rules
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core import make_mesh, sharding, task
 from praxis_lite.core.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core.learner import learner, optimizer_groups

@@ -6,8 +6,8 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite.config.build import build
-from praxis_lite.config.class_attributes import experiment_and_config
 from praxis_lite.config.config_json import config_lines
+from praxis_lite.config.experiment_overrides import experiment_and_config
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment.launched_config import LaunchedConfig

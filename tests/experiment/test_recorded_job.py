@@ -9,8 +9,8 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.config.build import naming_settings
-from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.config_json import dump_config
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.recorded_job import (

@@ -62,7 +62,7 @@ REFUSED = {
     "AbstractTask": "task: NoComputeLoss cannot be built: .*abstract.*compute_loss",
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
-    "MeshTuple": r"mesh\(\) returns a tuple, expected .* such as fdl.Config\(MeshConfig",
+    "MeshTuple": r"mesh\(\) returns a tuple; expected .* such as fdl.Config\(MeshConfig",
     "ListOfArrays": "InMemory.arrays is <class 'list'>; .*a dict of arrays by name",
 }
 

@@ -13,8 +13,8 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.config_json import config_lines
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry

@@ -230,7 +230,7 @@ def _read_checkpoint(folder: Path) -> None:
     directory = tools.steps_directory(str(folder / "job"))
     step_dir = tools.step_dir_of(directory, None)
     tools.description(step_dir)
-    if not tools.what_is_wrong_within(step_dir):
+    if not tools.decoded_step_errors(step_dir):
         digest_of(step_dir)
 
 

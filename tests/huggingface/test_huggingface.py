@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from praxis_lite import ConfigError, huggingface
-from praxis_lite.checkpoints.init.initial_state import completed
+from praxis_lite.checkpoints.init.initial_state import complete_state
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.huggingface.decoder import lm_config
 from praxis_lite.huggingface.decoder_settings import LayerKind
@@ -151,7 +151,7 @@ def trained(family, shape, num_steps, partitioner=Partitioner):
     task = fdl.build(fdl.copy_with(model.experiment.task, learner=learner))
     item = partitioner(task, model.partitioner.mesh)
     arrays = {f"mdl_vars/{path}": x.copy() for path, x in model.arrays.items()}
-    state = completed(item, item.key(0), arrays)
+    state = complete_state(item, item.key(0), arrays)
 
     def as_model(arrays):
         return huggingface.HuggingFaceModel(item, arrays, model.experiment, model.pretrained)

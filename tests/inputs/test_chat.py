@@ -6,7 +6,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.config.build import build
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiments import huggingface
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, PackedText, PreferenceData
 from praxis_lite.inputs.text.conversations import tokens_of

@@ -142,10 +142,10 @@ def test_a_grace_that_is_shorter_than_two_steps_and_two_saves_is_warned_of_once(
     loop.saved_at, now = 160.0, 190.0
     grace.after_step(None)
     (line,) = loop.notes
-    assert "may take 61 s" in line and "a step of 10.5 s and twice a save of 20.0 s" in line
+    assert "may need 61 s" in line and "two steps of 10.5 s and two saves of 20.0 s" in line
     assert "--grace_seconds=60" in line
     # The job that goes on from the checkpoint warns when it begins.
     later, again = Loop(), Grace(60)
     again.restore(grace.to_save())
     again.before_training(later, None)
-    assert "may take 81 s" in later.notes[0]
+    assert "may need 81 s" in later.notes[0]

@@ -127,7 +127,7 @@ def check_heard(launch, newest):
 @pytest.mark.parametrize(
     ("place", "newest"),
     [
-        ("compile", "no step had been made"),
+        ("compile", "no step had been completed"),
         ("evaluation", "the newest checkpoint is of step 7"),
         ("restore", "the newest checkpoint is of step 7"),
         ("digests of 14", "the newest checkpoint is of step 7"),

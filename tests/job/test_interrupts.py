@@ -91,5 +91,5 @@ def test_each_way_to_ask_ends_the_training_and_the_process_goes_on(lines):
     assert len(out) == len(CASES)
     for actual, (case, expected) in zip(out, CASES.items(), strict=True):
         assert actual.startswith(expected), case
-    assert "SIGINT: ending after the running step is saved" in err
+    assert "SIGINT: ending after the current step is saved" in err
     assert "SIGINT: ended; nothing is lost: the newest checkpoint is of step 40" in err

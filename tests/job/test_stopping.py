@@ -93,7 +93,9 @@ def signals_are_heard():
 def test_a_signal_is_answered_and_the_running_step_ends(name):
     process = start("a loop")
     process.send_signal(getattr(signal, name))
-    line = f"{name}: ending after the running step is saved; a second signal ends at once"
+    line = (
+        f"{name}: ending after the current step is saved; a second signal ends the job immediately"
+    )
     assert ended(process) == (0, ["cleaned up", f"saved: {name}"], [line])
 
 
@@ -115,7 +117,7 @@ def test_before_a_step_has_ended_a_signal_ends_even_a_compiler(where, lost):
 def test_a_second_signal_ends_a_process_that_is_stuck():
     process = start("a stuck step")
     process.send_signal(signal.SIGTERM)
-    assert "ending after the running step is saved" in process.stderr.readline()
+    assert "ending after the current step is saved" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     assert ended(process) == (130, [], [f"SIGINT, {AT_ONCE}"])
 
@@ -126,7 +128,7 @@ def test_one_request_that_comes_twice_is_one():
     for item in (signal.SIGTERM, signal.SIGHUP):
         process.send_signal(item)
         time.sleep(0.1)  # Of two that wait, the system hands over the lower number first.
-    assert process.stderr.readline().startswith("SIGTERM: ending after the running step is saved")
+    assert process.stderr.readline().startswith("SIGTERM: ending after the current step is saved")
     assert process.stderr.readline() == "SIGHUP: already ending, because of SIGTERM\n"
     process.send_signal(signal.SIGINT)
     assert ended(process)[::2] == (130, [f"SIGINT, {AT_ONCE}"])
@@ -145,7 +147,7 @@ def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():
     process = start("a loop", limit=0.5)
     code, out, err = ended(process)
     assert (code, out[-1]) == (0, "saved: the time limit of 0.5 s")
-    assert len(err) == 1 and err[0].startswith("the time limit of 0.5 s: ending after the running")
+    assert len(err) == 1 and err[0].startswith("the time limit of 0.5 s: ending after the current")
     process = start("a loop that does not ask", limit=0.1)
     assert "time limit" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
@@ -172,7 +174,7 @@ def test_one_of_several_processes_makes_the_first_step_with_the_others():
     assert ended(process)[0] == 0
     process = start("the first step", num_processes=2)
     process.send_signal(signal.SIGTERM)
-    assert "ending after the running step is saved" in process.stderr.readline()
+    assert "ending after the current step is saved" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130
 
@@ -354,7 +356,7 @@ def test_a_process_that_compiles_ends_at_once_and_begins_anew(tmp_path):
         assert line, process.stderr.read()
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
-    assert (code, err) == (0, ["SIGTERM: ended; nothing is lost: no step had been made"])
+    assert (code, err) == (0, ["SIGTERM: ended; nothing is lost: no step had been completed"])
     assert os.listdir(tmp_path / "job/checkpoints") == []
 
 

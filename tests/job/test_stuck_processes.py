@@ -79,7 +79,7 @@ def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
         if k != stopped:
             assert seen.codes[k] == 1
             assert re.search(
-                rf"process {stopped} \(.+\) has not been heard of for 2\d s: it is "
+                rf"process {stopped} \(.+\) has sent no heartbeat for 2\d s: it is "
                 r"stopped by a signal \(state T\)",
                 text,
             ), text
@@ -109,7 +109,7 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
         # Its own standard error has its stack, that of the others its name.
         assert "experiments.py" in texts[culprit] and " in hang" in texts[culprit]
         words = texts[1 if culprit != 1 else 2]
-        assert re.search(rf"process {culprit} \(.+\) has not been heard of for 2\d s: it ", words)
+        assert re.search(rf"process {culprit} \(.+\) has sent no heartbeat for 2\d s: it ", words)
         assert re.search(r"last report, it has completed step \d+ and (is in|waits)", words)
         assert re.search(
             r"process [012] \(.+\): it has completed step 1[1-3] and waits for its own "

@@ -55,9 +55,9 @@ def test_a_report_says_what_was_done_and_where_every_thread_is(tmp_path, reports
             hang_here(reports, 3)
     idle.set()
     first, second, third = (text.splitlines()[0] for text in reports.texts[:3])
-    assert "(none has yet)" in first and "now: compiling the first step; a large program" in first
-    assert "(the last was step 7)" in second and "now: training; check the input pipeline" in second
-    assert "now: evaluating step 7" in third
+    assert "(none so far)" in first and "s is: compiling the first step; if compiling" in first
+    assert "(the last was step 7)" in second and "s is: training; check the input pipe" in second
+    assert "s is: evaluating step 7" in third
     text = reports.texts[0]
     # The main thread first; threads at one place together; the watchdog itself is of no interest.
     assert text.splitlines()[1] == "MainThread:"
@@ -151,7 +151,7 @@ def test_a_process_that_hangs_ends_if_asked_to_but_not_while_it_saves(where, tmp
         assert "Timeout" in done.stderr and "(most recent call first)" in done.stderr
     else:
         assert "the last was step 12" in done.stderr and "MainThread:" in done.stderr
-        assert ("The process ends, status 1" in done.stderr) == (where == "sleeps")
+        assert ("The process ends with status 1" in done.stderr) == (where == "sleeps")
         assert done.stderr in (tmp_path / "stacks.txt").read_text() or where in SAVES
 
 
@@ -164,7 +164,7 @@ def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
         is_over.set()
 
     def write(text):
-        assert "The process ends, status 1" in text
+        assert "The process ends with status 1" in text
         threading.Thread(target=save).start()
         time.sleep(0.05)
         order.append("reported")

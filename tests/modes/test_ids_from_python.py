@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError, huggingface
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiment import registry
 from praxis_lite.experiments.huggingface import TINY, trained_positions
 from tests.support.goldens import GOLDENS

@@ -28,7 +28,7 @@ class Count(Mode):
         options.add_argument("--times", metavar="N", type=int, default=7)
 
     def run(self, command, *, times):
-        from praxis_lite.modes.launched import experiment_of, job_on_mesh
+        from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 
         launched = experiment_of(command)
         with job_on_mesh(command, launched, "load") as job:

@@ -104,7 +104,9 @@ def test_a_model_in_hand_has_the_weights(saved, form):
 
 
 def test_scalars_and_strings_are_reported_as_left_out(saved, mesh_of):
-    with pytest.warns(UserWarning, match=r"left out.*: rate, step, the strings in _strings.json"):
+    with pytest.warns(
+        UserWarning, match=r"ignored values.*: rate, step, the strings in _strings.json"
+    ):
         mdl_vars_from_nnx(NnxModel(Net), saved[1] / "pure")
     key = str(saved[1] / "pure")
     layout = partitioner(mesh_of(1, 1, 1)).layout

@@ -156,7 +156,7 @@ def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
     done = launch("--exp=jobzoo.lines.Watched", f"--job_log_dir={tmp_path}")
     text = " ".join(done.err.split())
     assert done.code == 2 and "Traceback" not in text
-    assert "run.stopping.early watches heldout/loss, which the evaluation of step 3 lacks" in text
+    assert "run.stopping.early watches heldout/loss, but the evaluation at step 3 did not" in text
     assert "datasets.heldout have weight" in text
 
 

@@ -236,7 +236,7 @@ def test_one_process_and_then_two_used_every_row_once(pair):
     assert [item.rows for item in record.starts[1:3]] == [((0, 7),), ((7, 13),)]
     status, out, _ = proven(f"--job={pair.path}")
     assert status == 0 and "roll-backs: 1" in out
-    assert "every example exactly once, in order: by the record, and by the data made again" in out
+    assert "every example exactly once, in order: the record is complete, and it matches" in out
     file = pair.examples / "1.jsonl"
     file.rename(file.with_suffix(".gone"))
     status, out, _ = proven(f"--job={pair.path}")

@@ -1,4 +1,4 @@
-"""Detects weights that are frozen although they are random, such as adapters over noise."""
+"""Detects weights that are frozen although they are random, such as the base of an adapter."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

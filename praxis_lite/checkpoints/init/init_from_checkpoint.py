@@ -41,7 +41,7 @@ class FromCheckpoints:
         """Reads the arrays selected by the rules into their shards, and returns them by path."""
         for line in self.plan.summary():
             note(line)
-        note("initializing the state. See init_from_checkpoint.txt.")
+        note("initializing the state; init_from_checkpoint.txt lists the source of each array")
         arrays = _loaded(self.plan, mesh)
         return {
             kept: x

@@ -25,7 +25,7 @@ class InitialState(Protocol):
 
     Attributes:
       paths: Paths of the arrays in a TrainState, such as "mdl_vars/params/...". All other weights
-        are drawn at random; all other slots and averages are initialized from the weights.
+        are initialized at random, and all other slots and averages from the weights.
       step: The step at which the job starts.
     """
 
@@ -58,22 +58,22 @@ Source = Callable[[Any, StateLayout], InitialState]
 
 def begun(partitioner: Partitioner, key: jax.Array, source: InitialState, note: Note) -> TrainState:
     """Returns a new state with the arrays from a source, and initializes all other arrays."""
-    return completed(partitioner, key, source.read(partitioner.mesh, note), source.step)
+    return complete_state(partitioner, key, source.read(partitioner.mesh, note), source.step)
 
 
-def drawn(layout: StateLayout, arrays: Collection[str]) -> list[str]:
-    """Returns the paths in mdl_vars of the weights that are not in `arrays` and must be drawn."""
+def random_weights(layout: StateLayout, arrays: Collection[str]) -> list[str]:
+    """Returns the paths of the weights that are not in `arrays` and are initialized at random."""
     paths = [leaf.path for leaf in layout.select("mdl_vars").leaves()]
     return [path for path in paths if f"mdl_vars/{path}" not in arrays]
 
 
-def completed(
+def complete_state(
     partitioner: Partitioner, key: jax.Array, arrays: Mapping[str, jax.Array], step: int = 0
 ) -> TrainState:
     """Returns a new state with the given arrays, and initializes all other arrays.
 
-    All other weights have the same random values as with `init`, but no values are drawn for the
-    given weights. All other slots and averages are initialized from the weights, as in Pax.
+    All other weights have the same random values as with `init`, and no random values are computed
+    for the given weights. All other slots and averages are initialized from the weights, as in Pax.
 
     Args:
       partitioner: The task on its mesh.
@@ -107,7 +107,7 @@ def _missing_leaves(
 ) -> dict[str, jax.Array]:
     """Returns the leaves of `make(argument)` that are not in `arrays`, by path.
 
-    XLA removes the computation of the leaves that are not outputs of the program.
+    XLA removes the computation of leaves that are not outputs of the compiled function.
     """
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {

@@ -1,4 +1,4 @@
-"""Converts weights between the declared layout and the packed layout stored in a state."""
+"""Converts weights between their declared layout and the packed layout in a stored state."""
 
 import dataclasses
 from collections.abc import Collection, Mapping

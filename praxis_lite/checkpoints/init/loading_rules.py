@@ -25,9 +25,9 @@ class CheckpointLoadingRules:
 
     Attributes:
       load_rules: Pairs (pattern, template). A variable whose name matches the pattern is loaded
-        from the name `template.format(*groups)`, with "/" or "." as separator; "ema/params/..." is
-        the moving average of a weight. The first match is used. LOAD_ALL loads all variables from
-        the same names.
+        from the name `template.format(*groups)`, with "/" or "." as separator. The name
+        "ema/params/..." refers to the moving average of a weight. The first matching rule is used.
+        LOAD_ALL loads all variables from the same names.
       ignore_rules: Patterns of variables that are not loaded from this checkpoint.
       cast_rules: Patterns of variables to cast if their floating dtype in the checkpoint differs,
         which is otherwise an error. Patterns for opt_states start with "opt_states/".
@@ -41,8 +41,9 @@ class CheckpointLoadingRules:
         If several checkpoints set this, the first one is used.
       load_opt_states: Whether to also load all opt_states. If several checkpoints set this, the
         first one is used.
-      partial_load_opt_states: Whether to load the slots of the loaded weights if path, shape and
-        dtype are equal, and the step counts of their optimizers, from which schedules continue.
+      partial_load_opt_states: Whether to load the slots of the loaded weights if their paths,
+        shapes and dtypes match. The step counts of their optimizers are loaded too, so that
+        schedules continue.
       load_ema_states: Whether "params/..." in templates refers to the moving averages, if there are
         any.
       safe_load: Whether a pattern that matches nothing is an error.

@@ -67,9 +67,11 @@ class InitPlan:
             f"{item}: {len(names)} from {source_text(directory, step)} by {rule}: {few(names)}"
             for (item, directory, step, rule), names in loaded.items()
         ]
-        for item, how in (("mdl_vars", "drawn"), ("opt_states", "made from these weights")):
+        initialized = {"mdl_vars": "at random", "opt_states": "from the weights"}
+        for item, method in initialized.items():
             if new[item]:
-                lines.append(f"{item}: {len(new[item])} new, {how}: {few(new[item])}")
+                new_names = few(new[item])
+                lines.append(f"{item}: {len(new[item])} initialized {method}: {new_names}")
         for where, names in self.left_out.items():
             lines += [f"left out of {where}: {few(names, 8)}"] if names else []
         step, directory = self.step or (0, None)
@@ -204,6 +206,8 @@ class _Planner:
             if weight is None:
                 other_paths.append(path)
             elif weight in self.weights:
+                # A slot's path contains the path of its weight. Replace that part by the weight's
+                # path in the checkpoint.
                 before, after = f"/{path}/".split(f"/{weight}/", 1)
                 source = f"{before}/{self.weights[weight]}/{after}".strip("/")
                 if self._agrees(path, source):

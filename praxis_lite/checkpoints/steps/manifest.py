@@ -96,13 +96,13 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
             old, new = saved[path][field], expected[path][field]
             if old != new:
                 differences.append(
-                    f"{path} has {field} {old} in the checkpoint, {new} in the model"
+                    f"{path} has {field} {old} in the checkpoint, but {new} in the model"
                 )
     if differences:
         raise ConfigError(
             f"The checkpoint of step {step_dir.name} in {step_dir.parent} does not fit the model: "
             f"{few(differences, 5, '; ')}. Use the settings that it was trained with (see "
-            "config.txt next to it), or start a new job in another job_log_dir."
+            "config.txt next to it), or start a new job in a different job_log_dir."
         )
 
 

@@ -93,7 +93,7 @@ def put_aside(step_dir: Path, kind: str) -> Path:
 
 
 def remove(step_dir: Path) -> None:
-    """Deletes a step. An interruption never leaves an incomplete folder named by its number."""
+    """Deletes a step. An interruption leaves no incomplete folder under the step's number."""
     remove_leftover(put_aside(step_dir, "deleting"))
 
 

@@ -57,7 +57,7 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
             return {}, [f"{name} cannot be read ({error.strerror})"]
     committed, text = texts[COMMIT_JSON], texts[MANIFEST_JSON]
     if xxhash.xxh3_128_hexdigest(text).encode() not in committed:
-        return {}, [f"{COMMIT_JSON} has another digest than {MANIFEST_JSON}: one has changed"]
+        return {}, [f"the digest of {MANIFEST_JSON} differs from {COMMIT_JSON}: one has changed"]
     try:
         manifest = parse_manifest(text)
     except ValueError as error:
@@ -68,7 +68,7 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
     if committed != commit_text(step, text).encode():
         return {}, [f"{COMMIT_JSON} has changed"]
     if str(step) != step_dir.name.partition(".")[0]:
-        return {}, [f"{COMMIT_JSON} and {MANIFEST_JSON} are of step {step}"]
+        return {}, [f"{COMMIT_JSON} and {MANIFEST_JSON} belong to step {step}"]
     return manifest, []
 
 

@@ -50,7 +50,7 @@ class VerifiedSteps:
             name = path.name.removesuffix(".saving")
             if name.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
                 step_dirs.publish(path, self.directory / name)
-                self._note(f"completed the save of step {name}, which only lacked its last rename")
+                self._note(f"completed the save of step {name}, which only needed its final rename")
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             action = "deletion" if ".deleting" in path.name else "save"
             if self._remove_leftover(path):
@@ -82,8 +82,7 @@ class VerifiedSteps:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
                     f"{'is' if len(damaged) == 1 else 'are'} damaged. Restore an undamaged copy, "
-                    "or to start over, remove the damaged checkpoints or choose another "
-                    "directory."
+                    "or, to start over, remove them or choose a different directory."
                 )
         return step
 
@@ -122,15 +121,15 @@ class VerifiedSteps:
         if number not in steps:
             missing = f"no checkpoint of step {step}"
             if step == "best":
-                missing = "no best checkpoint, because none was saved with the metric,"
+                missing = "no best checkpoint (none was saved with the metric)"
             raise StepLost(
                 f"There is {missing} in {self.directory}; it has the steps "
-                f"{', '.join(map(str, steps))}. Choose one of them, or leave out the step for the "
+                f"{', '.join(map(str, steps))}. Choose one of them, or omit the step for the "
                 "newest."
             )
         if errors := self._errors(number):
             others = ", ".join(str(other) for other in steps if other != number)
-            advice = f"Choose another step: {others}." if others else "There is no other step."
+            advice = f"Choose a different step: {others}." if others else "There is no other step."
             if self._owned:
                 self._reject(number, errors)
             raise StepLost(
@@ -202,7 +201,7 @@ class VerifiedSteps:
                 self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
 
     def describe_newest(self) -> str:
-        """Returns a message about the newest checkpoint, which is not verified, for errors."""
+        """Describes the newest checkpoint for error messages, without verifying it."""
         if steps := self.committed():
             return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
         return f"There is no other checkpoint in {self.directory}."

@@ -1,4 +1,4 @@
-"""Reads a model's weights onto a mesh; each process reads only the bytes of its shards."""
+"""Reads a model's weights onto a mesh; each process only reads the bytes of its shards."""
 
 import collections
 import dataclasses
@@ -38,7 +38,8 @@ def parts_in_files(
     Raises:
       ConfigError: A tensor is missing, has the wrong shape or dtype, or is unknown.
     """
-    prefix, names = family.optional_prefix, {}
+    prefix = family.optional_prefix
+    names: dict[str, str] = {}  # Names of the tensors in the files, by their names in the table.
     for part in parts:
         for name in (part.tensor, prefix + part.tensor):
             if name in files.file_of:
@@ -136,7 +137,8 @@ def read_weights(
         parts_by_weight[part.path].append(part)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     start = last_note = time.monotonic()
-    arrays, done = {}, 0
+    arrays: dict[str, jax.Array] = {}
+    done = 0
     for leaf in leaves:
         weight = _read_sharded(leaf, mesh, parts_by_weight[leaf.path], files, note)
         arrays |= convert(leaf.path, weight)
@@ -164,6 +166,7 @@ def _read_sharded(
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items():
+        assert index is not None, "Each addressable device has a shard."
         sizes = zip(index, leaf.padded_shape, strict=True)
         devices_of[tuple(x.indices(size)[:2] for x, size in sizes)].append(device)
     on_devices = []
@@ -187,6 +190,7 @@ def _read_shard(
     """Returns the slice of a weight at `bounds` of its padded shape."""
     shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
     for part in parts:
+        # Skip parts outside the shard, such as layers or experts of other devices.
         num_leading = len(part.index)
         index = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
         sizes = [x.stop - x.start for x in bounds[:num_leading]]

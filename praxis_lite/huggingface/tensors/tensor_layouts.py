@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     description: str
 
     def output_dim(self, form: Form) -> int:
-        """Returns the index of the tensor's output dim, or of its last dim if it is no matrix."""
+        """Returns the index of the tensor's output dim; the last dim if it is not a matrix."""
         outputs = [i for i, group in enumerate(form) if set(group) & set(self.matrix.made)]
         return outputs[0] if outputs else len(form) - 1
 
@@ -109,7 +109,8 @@ def named_form(piece: Piece, dims: str) -> Form:
       ConfigError: `dims` does not name every dim exactly once.
     """
     group = r"\([\w\s]*\)|\w+"
-    remaining, form = list(range(len(piece.sizes))), []
+    remaining = list(range(len(piece.sizes)))
+    form: list[tuple[int, ...]] = []
     for names in re.findall(group, dims):
         form.append(())
         for name in names.strip("()").split():
@@ -118,7 +119,7 @@ def named_form(piece: Piece, dims: str) -> Form:
             index = next((i for i in remaining if piece.names[i] == name), None)
             if index is None:
                 raise ConfigError(
-                    f"{piece.description}, but dims = {dims!r} also names {name!r}."
+                    f"{piece.description}, but dims = {dims!r} also lists {name!r}."
                     f"{did_you_mean(name, filter(None, piece.names))}"
                 )
             remaining.remove(index)

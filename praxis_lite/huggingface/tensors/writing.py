@@ -57,7 +57,8 @@ def write_tensors(
     }
     files = list(in_groups(sizes, max_file_bytes))
     pieces = Pieces(arrays, mesh)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, names in enumerate(files, 1):
         file = (
             SINGLE if len(files) == 1 else (f"model-{number:05d}-of-{len(files):05d}.safetensors")

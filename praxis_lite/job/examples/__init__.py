@@ -1,5 +1,6 @@
 """Verifies that a run used every example exactly once and in order.
 
-The record of the rows that each process fed is compared with the recomputed data. This package does
-not depend on compiled steps, device arrays or checkpoints.
+While a job trains, each process records which rows it fed to the training steps. This package
+compares the record with the data, which is read again. It does not depend on compiled steps, device
+arrays or checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Extracts the valid history from a record, which is the last computation of each step."""
+"""Reconstructs which rows the final computation of each step used, from a job's record."""
 
 import dataclasses
 import itertools
@@ -15,13 +15,13 @@ _MAX_FAULTS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The steps of a start that were not recomputed by a later start.
+    """The steps that were trained after one start and not recomputed after a later start.
 
     Attributes:
-      starts: The line of each process, sorted by process.
+      starts: The `Start` line of each process, sorted by process.
       first_step: The first step.
       last_step: The last step.
-      spans: The spans of rows that all processes fed in these steps.
+      spans: The spans of rows that the processes fed in these steps.
     """
 
     starts: Sequence[Start]
@@ -59,8 +59,8 @@ class History:
 
     Attributes:
       segments: The segments, sorted by step.
-      faults: A message for each error. If there are no errors, every row of every batch was fed
-        exactly once and in order.
+      faults: Error messages. If there are none, every row of every batch was fed exactly once and
+        in order.
       notes: Messages about other observations.
       num_starts: Number of starts in the record.
       num_launches: Number of launches of the job.
@@ -128,7 +128,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     }
     faults, notes = [], []
     if missing := [number for number in range(1, 1 + record.last_start) if number not in groups]:
-        faults.append(f"the record has no line of start {few([str(n) for n in missing], 8)}")
+        faults.append(f"the record has no line for start {few([str(n) for n in missing], 8)}")
     last_recorded = ends[max(ends)] if ends else 0
     if saved_step is None:
         notes.append("there is no checkpoint, so it is not known whether the steps were saved")
@@ -143,8 +143,8 @@ def history_of(record: Record, saved_step: int | None) -> History:
     _check_order(segments, saved_step or 0, faults)
     if segments and segments[0].starts[0].is_new and segments[0].first_step > 1:
         notes.append(
-            f"the job started from a state of step {segments[0].first_step - 1}, whose data are "
-            "not on record"
+            f"the job started from the state of step {segments[0].first_step - 1}; the data used "
+            "before that step is not on record"
         )
     if record.num_unreadable:
         notes.append(
@@ -225,12 +225,13 @@ def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
         (first, last, start.process) for start in starts for first, last in start.rows
     ):
         if first > end:
-            yield f"rows {end} to {first - 1} of each batch were fed by no process"
+            yield f"rows {end} to {first - 1} of each batch were not fed by any process"
         if first < end:
             yield f"rows {first} to {min(end, last) - 1} were fed twice, also by process {process}"
         end = max(end, last)
     if end < starts[0].batch_size:
-        yield f"rows {end} to {starts[0].batch_size - 1} of each batch were fed by no process"
+        last_row = starts[0].batch_size - 1
+        yield f"rows {end} to {last_row} of each batch were not fed by any process"
 
 
 def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
@@ -258,8 +259,8 @@ def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
         skipped = tuple(k for k in segment.skipped if expected[0] < k < expected[1])
         if span.skipped != skipped:
             yield (
-                f"steps {first} to {last} left out the batches {list(span.skipped)}; expected "
-                f"{list(skipped)}, according to the start"
+                f"steps {first} to {last} skipped the batches {list(span.skipped)}; expected "
+                f"{list(skipped)}, as recorded at the start"
             )
         end = max(end, last)
     if end < segment.last_step:
@@ -287,6 +288,6 @@ def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]
         actual = [index for index in segment.skipped if index < next_batch]
         if actual != expected:
             faults.append(
-                f"start {segment.number} left out the batches {actual} before batch {next_batch}; "
-                f"the previous start left out {expected}"
+                f"start {segment.number} skipped the batches {actual} before batch {next_batch}; "
+                f"the previous start skipped {expected}"
             )

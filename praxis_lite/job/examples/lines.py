@@ -1,4 +1,4 @@
-"""Reads and writes JOB/examples/PROCESS.jsonl, the record of the rows that a process fed."""
+"""Reads and writes JOB/examples/PROCESS.jsonl, which records the rows that a process fed."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ _TAIL_BYTES = 2**16  # Number of bytes to read for the last lines of a file.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The line that a process writes when training starts or restarts after a roll-back.
+    """The line that a process writes when training starts, or restarts after a roll-back.
 
     Attributes:
       start: Number of the start, counted from 1 and the same in all processes.
       step: Number of training steps completed before the start.
       is_new: Whether the job had no checkpoint.
       time: Time of the start, in Unix seconds.
-      launch: Time when the first process was launched, in Unix seconds, as in timeline.jsonl.
+      launch: Time at which the first process was launched, in Unix seconds, as in timeline.jsonl.
       generation: Generation of an elastic job, or None if the job is not elastic.
       process: Index of the process.
       num_processes: Number of processes.
@@ -52,7 +52,9 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpan:
-    """A line about the rows that a process fed between two saves, written before the second save.
+    """A line about the rows that a process fed between two saves.
+
+    The line is written before the second save.
 
     Attributes:
       start: Number of the start to which the span belongs.
@@ -88,7 +90,8 @@ class Record:
     @property
     def last_start(self) -> int:
         """Number of the last start, or 0 if there is none."""
-        return max((line.start for line in (*self.starts, *self.spans)), default=0)
+        numbers = [start.start for start in self.starts] + [span.start for span in self.spans]
+        return max(numbers, default=0)
 
 
 def line_of(line: Start | RowSpan) -> str:

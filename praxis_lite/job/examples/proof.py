@@ -1,6 +1,7 @@
-"""Compares the digests in a record with the digests of the recomputed data."""
+"""Compares the digests in a record with the digests of the data, which is read again."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def faults_of_data(
 
     Args:
       history: The valid history of the record.
-      pipeline: The training data, as rebuilt from the job's config.
+      pipeline: The training data, rebuilt from the job's config.
       progress: Called with (number of compared steps, total number of steps).
 
     Returns:
@@ -75,7 +76,8 @@ def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
         for segment in history.segments
         for step in range(segment.first_step, segment.last_step + 1)
     ]
-    batches, next_index = iter(()), -1  # `next_index` is the index of the next batch.
+    batches: Iterator[tuple[int, Any]] = iter(())
+    next_index = -1  # Index of the next batch in `batches`.
     for index in indices:
         # Skipping ahead is cheaper than a new iterator only for pipelines that replay their data.
         if next_index < 0 or index < next_index or not pipeline.replays and index > next_index:

@@ -63,6 +63,7 @@ def to_reach(coordinator: str) -> tuple[str, int]:
     """
     host, port = parse_address(coordinator)
     with contextlib.suppress(OSError):
-        if is_loopback(socket.getaddrinfo(host, port)[0][4][0]) and not is_loopback(host):
+        address = str(socket.getaddrinfo(host, port)[0][4][0])
+        if is_loopback(address) and not is_loopback(host):
             return own_address(coordinator), port
     return host, port

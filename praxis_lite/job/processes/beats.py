@@ -8,13 +8,13 @@ from typing import Any
 __all__ = ("Beats", "value_of")
 
 _REASONS = (
-    "it was killed, or its host or network failed, or it is stopped, or C code holds the GIL (then "
-    "its stacks are on its standard error)"
+    "it was killed, or its host or network failed, or it is stopped, or C code holds the GIL (in "
+    "which case its stacks are on its standard error)"
 )
 
 
 class Beats:
-    """The heartbeats that a process sends and receives through JAX's coordination service.
+    """Sends and receives the heartbeats of a process through JAX's coordination service.
 
     A heartbeat is a JSON object with its "number", the "pid" of its process, and `extra_fields`.
     Subclasses may also detect other failures, such as processes that are alive but stuck.
@@ -56,8 +56,8 @@ class Beats:
           service: Client of JAX's coordination service.
 
         Returns:
-          A stuck process because of which the job must end, or None to continue. The process has
-          already been reported.
+          The index of a stuck process if the job must end because of it, or None to continue. This
+          method has already reported the process.
         """
         return None
 
@@ -67,7 +67,7 @@ class Beats:
 
     def describe_silence(self, process: int, seconds: float) -> str:
         """Describes how long a process has been silent, and the possible reasons."""
-        return f"has not been heard of for {seconds:.0f} s: {self.why_silent(process, seconds)}"
+        return f"has sent no heartbeat for {seconds:.0f} s: {self.why_silent(process, seconds)}"
 
     def why_silent(self, process: int, seconds: float) -> str:
         """Returns the possible reasons for the silence of a process."""

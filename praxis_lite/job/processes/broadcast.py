@@ -1,4 +1,4 @@
-"""Broadcasts values from the first process to all processes of a job."""
+"""Broadcasts values from the first process of a job to all other processes."""
 
 import json
 from collections.abc import Callable

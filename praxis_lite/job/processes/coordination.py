@@ -93,13 +93,15 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
     service.key_value_set(f"{folder}/{index()}", f".{text}")
     texts, missing = [], []
     for process in range(count()):
-        left = max(1, int(1000 * (deadline - time.monotonic())))
+        milliseconds_left = max(1, int(1000 * (deadline - time.monotonic())))
         try:
-            texts.append(service.blocking_key_value_get(f"{folder}/{process}", left)[1:])
+            text = service.blocking_key_value_get(f"{folder}/{process}", milliseconds_left)
         except RuntimeError as error:  # A JaxRuntimeError.
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             missing.append(process)
+        else:
+            texts.append(text[1:])
     if missing:
         raise _timeout_error(name, missing, timeout_seconds)
     # The last process that reads all strings deletes the keys.
@@ -108,9 +110,9 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
     return texts
 
 
-def _timeout_error(what: str, processes: list[int], seconds: float) -> PeerLost:
+def _timeout_error(exchange_name: str, processes: list[int], seconds: float) -> PeerLost:
     return PeerLost(
-        f"{' and '.join(map(name, processes))} did not reach '{what}' within {seconds:.0f} s: it "
-        f"hangs, or runs a different command than {name(index())}. Check its output, and start the "
-        "same command on every host."
+        f"{' and '.join(map(name, processes))} did not reach '{exchange_name}' within "
+        f"{seconds:.0f} s, because of a hang or because the command differs from that of "
+        f"{name(index())}. Check the output, and start the same command on every host."
     )

@@ -7,7 +7,8 @@ number of processes, and is computed by the gates of the other processes. Later 
 signed nor encrypted.
 
 A gate is a separate process, so that it works even while C code in its parent holds the GIL. It
-ends when its parent ends. This file is the gate's program, so it only imports the standard library.
+ends when its parent ends. This file is also the script that the gate runs, so it only imports the
+standard library.
 """
 
 import asyncio
@@ -74,9 +75,9 @@ class Gate:
             start_new_session=True,
             text=True,
         )
-        file = key if isinstance(key, Path) else None
-        if file is not None:
-            key = secrets.token_bytes(32) if is_first else b""
+        file: Path | None = None
+        if isinstance(key, Path):
+            file, key = key, secrets.token_bytes(32) if is_first else b""
         settings = {
             "address": address,
             "path": path,
@@ -85,9 +86,11 @@ class Gate:
             "file": None if file is None else os.fspath(file),
             "num_processes": num_processes,
         }
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(settings) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline().strip()
+        self._stdout = self._process.stdout
+        answer = self._stdout.readline().strip()
         if answer != "ready":
             raise OSError(answer or "the gate of the coordination service has failed")
         if is_first and file is not None:
@@ -97,7 +100,7 @@ class Gate:
     def wait_until_lost(self) -> None:
         """Blocks until the connection to the first process is lost or the gate ends."""
         # Read without Python's buffer, whose lock must be free when Python exits.
-        os.read(self._process.stdout.fileno(), 64)
+        os.read(self._stdout.fileno(), 64)
 
 
 def wait_until_lost() -> None:
@@ -124,12 +127,12 @@ def user_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise OSError(f"{folder} belongs to another user, or others can access it. Remove it")
+        raise OSError(f"{folder} belongs to a different user or is accessible to them. Remove it")
     return folder
 
 
-class _Program:
-    """The program of a gate's process."""
+class _Proxy:
+    """The asyncio servers and connections in a gate's process."""
 
     def __init__(self, settings: dict[str, Any]):
         self._address, self._path = tuple(settings["address"]), settings["path"]
@@ -238,7 +241,7 @@ class _Program:
             writer.write(hmac.digest(key, roles[0] + own + other + num_processes, "sha256"))
             expected = hmac.digest(key, roles[1] + other + own + num_processes, "sha256")
             if not hmac.compare_digest(await reader.readexactly(32), expected):
-                raise ConnectionRefusedError("the other side has another key")
+                raise ConnectionRefusedError("the other side has a different key")
 
 
 async def _relay(
@@ -283,7 +286,7 @@ def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
-    asyncio.run(_Program(settings).run())
+    asyncio.run(_Proxy(settings).run())
     os._exit(0)
 
 

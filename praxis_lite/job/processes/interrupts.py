@@ -12,8 +12,8 @@ class Interrupt(StopRequest):
 
     Before the first step, when there is nothing to save, a signal raises KeyboardInterrupt; if the
     time limit expires, ConfigError is raised after the first step. Later, only `reason` is set. A
-    second signal raises KeyboardInterrupt in the main thread, even during a save. If the context is
-    entered in a different thread, no signals are handled.
+    second signal raises KeyboardInterrupt in the main thread, even during a save. If the context
+    manager is entered in a different thread, no signals are handled.
     """
 
     # The signal for which the main thread must raise KeyboardInterrupt.

@@ -1,4 +1,4 @@
-"""Ends all processes of a job when one of them fails, and reports its name and error.
+"""Ends all processes of a job when one of them fails, and reports which one failed and why.
 
 Without this, the other processes would wait in a collective until JAX aborts them, and the error
 message would not identify the host. Three threads run in each process:
@@ -97,8 +97,8 @@ def ending_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if processes.membership() is not None:
-            _end_member(error)
+        if (membership := processes.membership()) is not None:
+            _end_member(error, membership.lost_status)
         if processes.count() == 1:
             raise
         _fail(error)
@@ -134,15 +134,20 @@ def _end_first_member_last() -> None:
             )
 
 
-def _end_member(error: BaseException) -> NoReturn:
-    """Ends an elastic job's worker after an exception. Its supervisor informs the other ones."""
+def _end_member(error: BaseException, lost_status: int) -> NoReturn:
+    """Ends an elastic job's worker after an exception; its supervisor informs the other workers.
+
+    Args:
+      error: The exception.
+      lost_status: Exit status if the exception was caused by the loss of another process.
+    """
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, PeerLost) or _is_collective_error(error):
         # Most likely a process was lost. Print the error, because the devices may have failed.
         reason = next(iter(str(cause).splitlines()), "")[:500]
         print(f"lost another process, or the devices failed: {reason}", file=sys.stderr, flush=True)
         events.report(why=f"has lost another process, or its devices failed: {reason}")
-        end_now(processes.membership().lost_status)
+        end_now(lost_status)
     status, reason = _print_exception(error)
     events.report(why=reason)
     _flush_and_end(status)

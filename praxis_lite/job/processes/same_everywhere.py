@@ -14,21 +14,21 @@ __all__ = ("check_same", "versions")
 _PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def check_same(what: str, fields: Mapping[str, Any]) -> None:
+def check_same(summary: str, fields: Mapping[str, Any]) -> None:
     """Checks that all processes have the same values.
 
     Args:
-      what: Start of the error message, such as "The processes have different data".
+      summary: Start of the error message, such as "The processes have different data".
       fields: JSON-serializable values by name.
 
     Raises:
-      ConfigError: A value differs. The error is raised in all processes, and contains the name of a
-        field and its values in two processes.
+      ConfigError: A value differs. All processes raise the error, whose message contains the name
+        of a field and its values in two processes.
     """
     if processes.count() == 1:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
-    by_process = [json.loads(text) for text in processes.exchange(what, json.dumps(texts))]
+    by_process = [json.loads(text) for text in processes.exchange(summary, json.dumps(texts))]
     # Names in the order of the first process, then names that only occur in other processes.
     names = dict.fromkeys(name for values in by_process for name in values)
     differing = [name for name in names if len({values.get(name) for values in by_process}) > 1]
@@ -38,7 +38,7 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
     other = next(k for k, values in enumerate(by_process) if values.get(name) != first)
     more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
     raise ConfigError(
-        f"{what}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
+        f"{summary}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
         f"{shown(by_process[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} "
         "Start the same command, with the same packages and files, on every host."
     )

@@ -39,13 +39,13 @@ CLEAN_UP_SECONDS = 2.0
 
 
 class SignalListener(contextlib.AbstractContextManager):
-    """A context that handles SIGNALS and PROFILES; subclasses define the actions.
+    """Context manager that handles SIGNALS and PROFILES; subclasses define the actions.
 
     In a worker of an elastic job, STOPS_WORKER takes the place of SIGNALS.
 
-    Python can only install handlers in the main thread. If the context is entered in a different
-    thread, no signals are handled. Signals that were ignored before remain ignored, and the user's
-    handler for PROFILES remains installed.
+    Python can only install handlers in the main thread. If the context manager is entered in a
+    different thread, no signals are handled. Signals that were ignored before remain ignored,
+    and the user's handler for PROFILES remains installed.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,8 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
-        self._handlers, self._wakeup_fd, self._is_closing = {}, None, False
+        self._handlers, self._is_closing = {}, False
+        self._wakeup_fd = -1  # The previous wake-up descriptor; -1 is none.
         self._caught_up = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -172,7 +173,7 @@ class SignalListener(contextlib.AbstractContextManager):
 
 
 class EndsBySignal(SignalListener):
-    """Ends the process at the first signal with status 128 + its number, and without a traceback.
+    """Ends the process at the first signal, without a traceback. The status is 128 + its number.
 
     A SystemExit is raised in the main thread, so that it can remove incomplete files. If it does
     not end within CLEAN_UP_SECONDS, for example during a compilation, the process is ended.
@@ -180,14 +181,14 @@ class EndsBySignal(SignalListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self._status: int | None = None
+        self._status = 0  # 128 + the number of the first signal, or 0 before it.
         self._why = ""
 
     def _in_main_thread(self, signum: int) -> None:
         self._end(128 + signum)
 
     def _on_signal(self, signum: int) -> None:
-        if self._status is None:
+        if not self._status:
             write_line(f"ended by {name(signum)}")
             self._status, self._why = 128 + signum, f"was ended by {name(signum)}"
             self._timeout_at = time.monotonic() + CLEAN_UP_SECONDS

@@ -16,7 +16,7 @@ from praxis_lite.job.processes.exits import temporary_folder
 __all__ = ("request_stacks", "install_stacks_handler", "stacks")
 
 # The signal that makes a process write its stacks. `faulthandler` writes them in C, even while C
-# code holds the GIL. Named signals are used for other purposes (`job/processes/signals.py`).
+# code holds the GIL. `job/processes/signals.py` uses signals with names for other purposes.
 _STACKS_SIGNAL = signal.SIGRTMIN + 3
 _MAX_CHARS = 100_000
 
@@ -71,7 +71,7 @@ def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
 
 
 class GilAlarm(contextlib.AbstractContextManager):
-    """A timer that writes the stacks of this process to standard error unless it is postponed.
+    """Timer that writes this process's stacks to standard error unless it is postponed.
 
     It uses a timer of the Linux kernel, so it fires even while C code holds the GIL and no Python
     thread runs. On other systems, it does nothing.
@@ -82,18 +82,17 @@ class GilAlarm(contextlib.AbstractContextManager):
 
     def __init__(self, seconds: float):
         self._seconds, self._timer = seconds, ctypes.c_void_p()
-        self._libc = ctypes.CDLL(None)
+        self._libc: ctypes.CDLL | None = None  # Set once the timer has been created.
 
     def __enter__(self) -> "GilAlarm":
         faulthandler.register(_STACKS_SIGNAL, file=2, all_threads=True)
         event = _Event(signo=_STACKS_SIGNAL, notify=0)  # SIGEV_SIGNAL.
-        try:
-            create = self._libc.timer_create
-            failed = create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer))
-        except AttributeError:  # Not Linux, or glibc before 2.34.
-            failed = True
-        if failed:
-            self._libc = None
+        libc = ctypes.CDLL(None)
+        # The function is missing outside Linux, and in glibc before 2.34.
+        with contextlib.suppress(AttributeError):
+            timer = ctypes.byref(self._timer)
+            if libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), timer) == 0:
+                self._libc = libc
         return self
 
     def postpone(self, seconds: float | None = None) -> None:

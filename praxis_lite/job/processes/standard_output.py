@@ -1,4 +1,4 @@
-"""Keeps a program running when its output cannot be written, as with a closed pipe."""
+"""Keeps a process running when its output cannot be written, for example to a closed pipe."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ def redirect_to_null(number: int) -> None:
         os.close(null)
 
 
-class _LosableStream:
+class _FailsafeStream:
     """A text stream that is redirected to /dev/null at its first error."""
 
     def __init__(self, stream: Any, name: str, continues: Callable[[], bool]):
@@ -33,16 +33,16 @@ class _LosableStream:
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._lose(error)
+            self._redirect(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            self._lose(error)
+            self._redirect(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _redirect(self, error: OSError) -> None:
         # Redirect the descriptor instead of Python's stream, so that flushing the stream's buffer
         # at exit does not fail again.
         redirect_to_null(self._stream.fileno())
@@ -78,15 +78,15 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
     """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      continues: Whether the program continues without them. Otherwise, it ends quietly, like a
+      continues: Whether the process continues without them. Otherwise, it ends quietly, like a
         program in a pipe. May also be a function that returns this and is called when output is
         lost.
     """
     decide = continues if callable(continues) else lambda: continues
     original = sys.stdout, sys.stderr
     wrapped = (
-        _LosableStream(sys.stdout, "standard output", decide),
-        _LosableStream(sys.stderr, "standard error", decide),
+        _FailsafeStream(sys.stdout, "standard output", decide),
+        _FailsafeStream(sys.stderr, "standard error", decide),
     )
     sys.stdout, sys.stderr = wrapped
     try:
@@ -115,7 +115,7 @@ class _PrintHandler(logging.Handler):
 
 
 def print_log() -> None:
-    """Prints log messages of both packages, such as the selected attention kernel."""
+    """Prints the log messages of both packages, such as which attention kernel was selected."""
     for name in ("praxis_lite", "praxis_tools"):
         log = logging.getLogger(name)
         if not log.handlers:

@@ -44,8 +44,8 @@ def start(
     """Connects this process to the other processes of its job.
 
     Call this before JAX initializes devices. Afterwards, only the first process prints to standard
-    output. If there are no other processes according to flags and environment, this function does
-    nothing and does not import jax.
+    output. If the flags and the environment specify no other processes, this function does nothing
+    and does not import jax.
 
     Args:
       coordinator: The option --coordinator.
@@ -61,10 +61,10 @@ def start(
       ConfigError: A flag is wrong or missing, or the processes cannot be connected.
     """
     require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
-    settings, found_by = find_others(coordinator, num_processes, process_id, os.environ)
-    if settings is None:
+    found, found_by = find_others(coordinator, num_processes, process_id, os.environ)
+    if found is None:
         return
-    settings = _with_detected(settings, start_seconds)
+    settings = _with_detected(found, start_seconds)
     with _key_file(settings, job_log_dir) as file:
         _connect(settings, start_seconds, file)
         peers.watch(beats)
@@ -79,7 +79,7 @@ def start(
 def connect_member(membership: Membership, start_seconds: int) -> None:
     """Connects a worker of an elastic job to the other workers of its generation.
 
-    The worker is monitored by its supervisor instead of `peers`.
+    Its supervisor monitors the worker; the threads of `peers` are not started.
 
     Args:
       membership: The role of this process.
@@ -127,14 +127,12 @@ def process_numbers(
         _, num_processes, process_id = _launcher(environment)
     if process_id is None and "JOB_COMPLETION_INDEX" in environment:
         process_id = int(environment["JOB_COMPLETION_INDEX"])
-    require(
-        num_processes is not None and process_id is not None,
-        "--elastic",
-        f"process {process_id} of {num_processes}",
-        "both numbers",
-        "Add --num_processes=N and --process_id=K, counted from 0, on each host. SLURM and Open "
-        "MPI set both numbers, and a Kubernetes job sets --process_id.",
-    )
+    if num_processes is None or process_id is None:
+        raise ConfigError(
+            "--elastic requires the number of processes and the index of this process. Add "
+            "--num_processes=N and --process_id=K, counted from 0, on each host. SLURM and Open "
+            "MPI set both numbers, and a Kubernetes job sets --process_id."
+        )
     _check_flags(coordinator or "localhost:1", num_processes, process_id)
     return process_id, num_processes
 
@@ -228,7 +226,7 @@ def _check_flags(
         "--process_id=K": process_id,
     }
     missing = [flag for flag, value in flags.items() if value is None]
-    if missing:
+    if coordinator is None or num_processes is None or process_id is None:
         raise ConfigError(
             f"Each process of a job with several processes needs {', '.join(flags)}, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Add "
@@ -324,11 +322,10 @@ def _connect(
                 2,
                 (
                     f"error: not all processes of the job have connected within {seconds} s; so "
-                    f"process {settings['process_id']} ends. Check which process did not start, or "
-                    "cannot reach the host and port of the first one. All need the same "
-                    "--num_processes, a different --process_id, and the same --job_log_dir on a "
-                    "file system that all hosts share. If they start at different times, add "
-                    "--start_seconds=600 to all of them.\n"
+                    f"process {settings['process_id']} ends. Check which process did not start or "
+                    "cannot reach the coordinator. All need the same --num_processes and "
+                    "--job_log_dir (on a shared file system), and a different --process_id. If "
+                    "they start minutes apart, add --start_seconds=600.\n"
                 ).encode(),
             )
             # With status 1, a cluster retries. This may help if a missing process starts later.

@@ -24,16 +24,17 @@ class StopConsensus:
     """Combines the requests of all processes, so that they all act at the same step.
 
     Each call of `should_stop` dispatches a small gather over the mesh and returns the result of the
-    previous call, so no process waits. Processes with slow host work are logged.
+    previous call's gather, so no process waits. A warning is logged for processes whose host work
+    is slow.
 
     Args:
       mesh: The job's mesh.
 
     Attributes:
-      stop_reason: Message that lists the processes that requested to stop, after `should_stop` has
-        returned True.
-      save_is_due: Whether a checkpoint was due by the first process's clock. Like the following
-        attributes, it is updated by `should_stop` and the same in all processes.
+      stop_reason: Once `should_stop` has returned True, a message that lists the processes that
+        requested the stop.
+      save_is_due: Whether a checkpoint was due by the first process's clock. `should_stop` updates
+        this and the following attributes, which are the same in all processes.
       profile_steps: Number of steps that a process requested to profile, or 0 without a request.
       end_is_due: Whether the first process had a reason to end training early.
     """
@@ -132,8 +133,8 @@ class SlowHosts:
         """Adds the host seconds of each process in a step."""
         # Use the lower median. With two processes, the mean would hide that one of them is slow.
         median = float(np.sort(seconds)[(len(seconds) - 1) // 2])
-        for process, own in enumerate(seconds.tolist()):
-            is_slow = own > max(_SLOW_FACTOR * median, median + _SLOW_SECONDS)
+        for process, process_seconds in enumerate(seconds.tolist()):
+            is_slow = process_seconds > max(_SLOW_FACTOR * median, median + _SLOW_SECONDS)
             self._num_slow[process] = self._num_slow.get(process, 0) + 1 if is_slow else 0
             now = time.monotonic()
             is_due = now - self._warned_at.get(process, -_REPEAT_SECONDS) >= _REPEAT_SECONDS
@@ -143,6 +144,6 @@ class SlowHosts:
                     "slow: %s takes %.2f s per step for host work, such as reading data; the "
                     "median is %.2f s, and all processes wait for it",
                     processes.name(process),
-                    own,
+                    process_seconds,
                     median,
                 )

@@ -13,16 +13,16 @@ PEERS_SECONDS = 20.0
 
 
 class StopRequest(signals.SignalListener):
-    """A context that handles SIGTERM, SIGINT, SIGHUP and a time limit.
+    """Context manager that handles SIGTERM, SIGINT, SIGHUP and a time limit.
 
     The first request is reported immediately on standard error. Before the first step, there is
-    nothing to save, so the process ends immediately. Its status is 0 after a signal, and 2 at the
-    time limit, because a restarted job would reach the limit again. After the first call of
-    `step_ended`, only `reason` is set, and the training loop reads it, saves and stops. A second
-    signal ends the process immediately with status 128 + its number.
+    nothing to save, so the process ends immediately. Its exit status is 0 after a signal, and 2 at
+    the time limit, because a restarted job would reach the limit again. After the first call of
+    `step_ended`, only `reason` is set; the training loop reads it, saves and stops. A second signal
+    ends the process immediately with status 128 + the signal's number.
 
     Args:
-      time_limit_seconds: Time limit, measured from entering the context, or None for no limit.
+      time_limit_seconds: Time limit, measured from `__enter__`, or None for no limit.
       num_processes: Number of processes in the job. If there are several, they all stop after the
         same step, which is at least the first step.
 
@@ -35,7 +35,8 @@ class StopRequest(signals.SignalListener):
         super().__init__()
         self._time_limit_seconds = time_limit_seconds
         self._is_alone = num_processes == 1
-        self._has_begun, self._newest_step = False, None
+        self._has_begun = False
+        self._newest_step: int | None = None
         # Reentrant: the handler interrupts the main thread, which may hold the lock.
         self._lock = threading.RLock()
         self._has_stepped = self._ends_now = False
@@ -81,7 +82,7 @@ class StopRequest(signals.SignalListener):
 
     def _on_profile_signal(self) -> None:
         self.profile_requested = True
-        begins = "after the running step" if self._has_stepped else "after the first step"
+        begins = "after the current step" if self._has_stepped else "after the first step"
         signals.write_line(f"{signals.name(signals.PROFILES)}: a profile begins {begins}")
 
     def _on_timeout(self) -> None:
@@ -108,8 +109,8 @@ class StopRequest(signals.SignalListener):
                 self._report_nothing_lost()
             else:
                 signals.write_line(
-                    f"{reason}: ending after the running step is saved; a second signal ends at "
-                    "once"
+                    f"{reason}: ending after the current step is saved; a second signal ends the "
+                    "job immediately"
                 )
 
     def _outcome(self) -> str:
@@ -121,7 +122,7 @@ class StopRequest(signals.SignalListener):
             return f"the newest checkpoint is of step {self._newest_step}"
         if not self._has_begun:
             return "training had not begun"
-        return "there is no checkpoint yet" if self._has_stepped else "no step had been made"
+        return "there is no checkpoint yet" if self._has_stepped else "no step had been completed"
 
     def _end_before_any_step(self) -> BaseException:
         """Returns the exception to raise after the first step if the process should have ended."""

@@ -20,19 +20,19 @@ TRAINING = "training"
 SAVING = "saving"
 
 _ADVICE = {
-    COMPILING: "a large program may take this long: then raise run.stopping.watchdog_seconds",
+    COMPILING: "if compiling a large model takes this long, raise run.stopping.watchdog_seconds",
     TRAINING: "check the input pipeline, the other processes and the devices",
     SAVING: "check the file system of job_log_dir; the process is not ended while it saves",
 }
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """A context that writes a report if the training loop makes no progress for some time.
+    """Context manager that reports if the training loop makes no progress for some time.
 
     A report is a line on standard error with the last step and the current activity, followed by
-    the stacks of all threads. The next report follows after twice the time. If hanging C code holds
-    the GIL, so that no Python thread runs, `faulthandler` writes the stacks after at most twice the
-    time.
+    the stacks of all threads. The time until the next report doubles. If C code hangs while it
+    holds the GIL, no Python thread runs; then `faulthandler` writes the stacks, after at most twice
+    the time.
 
     Args:
       seconds: Seconds without progress before a report, or None for no reports.
@@ -62,7 +62,7 @@ class Watchdog(contextlib.AbstractContextManager):
         # between.
         self._lock = threading.Lock()
         self.last_sign = self._last_step = time.monotonic()
-        self._is_over = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def step_ended(self, step: int) -> None:
@@ -72,7 +72,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
-        """Restarts the timer although no step has ended."""
+        """Restarts the timer, although no step has ended."""
         events.progress()
         self.last_sign = time.monotonic()
 
@@ -84,7 +84,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Context that sets the activity in reports. Restarts the timer on entry and exit."""
+        """Context manager that sets the reported activity; restarts the timer on entry and exit."""
         previous = self._doing
         self._set_activity(doing)
         with events.phase(doing):
@@ -95,8 +95,8 @@ class Watchdog(contextlib.AbstractContextManager):
         with self._lock:
             self._doing = doing
             self.alive()
-            if self._thread is not None:
-                self._restart_faulthandler()
+            if self._thread is not None and self._seconds is not None:
+                self._restart_faulthandler(self._seconds)
 
     def may_end(self) -> bool:
         """Returns whether a report about a stuck process may end this process now."""
@@ -107,15 +107,17 @@ class Watchdog(contextlib.AbstractContextManager):
         """Returns whether a report may end the process. The caller must hold the lock."""
         return self._exits and self._doing != SAVING and not self._is_saving()
 
-    def _restart_faulthandler(self) -> None:
+    def _restart_faulthandler(self, seconds: float) -> None:
         """Restarts the timer of `faulthandler`. The caller must hold the lock."""
         may_exit = self._is_exit_allowed()
-        faulthandler.dump_traceback_later(2 * self._seconds, exit=may_exit, file=2)
+        faulthandler.dump_traceback_later(2 * seconds, exit=may_exit, file=2)
 
     def __enter__(self) -> "Watchdog":
         if self._seconds is not None:
             self.last_sign = self._last_step = time.monotonic()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
+            )
             self._thread.start()
         _entered.append(self)
         return self
@@ -123,36 +125,36 @@ class Watchdog(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         _entered.remove(self)
         if self._thread is not None:
-            self._is_over.set()
+            self._stopped.set()
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self) -> None:
-        last_sign, timeout = self.last_sign, self._seconds
+    def _watch(self, seconds: float) -> None:
+        last_sign, timeout = self.last_sign, seconds
         while True:
             with self._lock:
-                self._restart_faulthandler()
+                self._restart_faulthandler(seconds)
             seconds_left = last_sign + timeout - time.monotonic()
-            if self._is_over.wait(min(max(seconds_left, 0.0), self._seconds)):
+            if self._stopped.wait(min(max(seconds_left, 0.0), seconds)):
                 return
             with self._lock:  # Prevents a save from ending between the check and the report.
                 if self.last_sign != last_sign:
-                    last_sign, timeout = self.last_sign, self._seconds
+                    last_sign, timeout = self.last_sign, seconds
                 if time.monotonic() - last_sign >= timeout:
                     self._report()
                     timeout *= 2
 
     def _report(self) -> None:
         now, doing = time.monotonic(), self._doing
-        last_step = "none has yet" if self._step is None else f"the last was step {self._step}"
+        last_step = "none so far" if self._step is None else f"the last was step {self._step}"
         if doing != SAVING and self._is_saving():
             doing += ", while a checkpoint is saved"
         exits = self._is_exit_allowed()
         advice = _ADVICE.get(self._doing, _ADVICE[TRAINING])
         report = (
-            f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last_step}); for "
-            f"{now - self.last_sign:.0f} s now: {doing}; {advice}. "
-            f"{'The process ends, status 1. ' if exits else ''}All threads:\n{stacks()}"
+            f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last_step}). The "
+            f"activity of the last {now - self.last_sign:.0f} s is: {doing}; {advice}. "
+            f"{'The process ends with status 1. ' if exits else ''}All threads:\n{stacks()}"
         )
         self.write(report)
         if exits:

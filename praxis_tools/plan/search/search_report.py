@@ -98,7 +98,7 @@ def experiment_source(
 
 from {module} import {base}
 from praxis_lite import register
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 
 SETTINGS = [
 {setting_lines}

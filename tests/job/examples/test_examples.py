@@ -96,16 +96,16 @@ def digest_by_hand(indices, batch_size=13):
 def test_a_run_through_a_kill_another_mesh_and_a_roll_back_used_every_example_once(job):
     status, out, err = proven(f"--job={job.path}")
     assert (status, err) == (0, "")
-    assert "steps 1 to 29: batches 0 to 29, without 15, 377 rows; changes of hands: 1, " in out
-    assert "roll-backs: 1, steps lost and made again: 6" in out  # 8 to 11; 15, 16.
+    assert "steps 1 to 29: batches 0 to 29, without 15, 377 rows; relaunches: 1, " in out
+    assert "roll-backs: 1, recomputed steps: 6" in out  # 8 to 11; 15, 16.
     assert f"digest {digest_by_hand([*range(15), *range(16, 30)])}" in out
-    assert "every example exactly once, in order: by the record, and by the data made again" in out
+    assert "every example exactly once, in order: the record is complete, and it matches" in out
     assert [item["mesh"]["data"] for item in lines(job) if "mesh" in item] == [2, 4, 4]
 
 
 def test_without_the_data_the_record_alone_is_looked_at_and_it_is_said(copy):
     status, out, _ = proven(f"--job={copy.path}", "--recorded-only")
-    assert status == 0 and "by the record alone" in out and "was not compared" in out
+    assert status == 0 and "the record is complete; it was not compared with the data" in out
     items = lines(copy)
     items[1]["digest"] = f"{int(items[1]['digest'], 16) ^ 1:016x}"
     write(copy, items)
@@ -155,9 +155,9 @@ def other_batches(items):
         (flipped, "steps 22 to 28 (start 3, process 0): the recorded digest is"),
         (removed, "steps 15 to 21 are not on record"),
         (removed_last, "steps 29 to 29, which is saved, are not on record"),
-        (removed_start, "the record has no line of start 3"),
+        (removed_start, "the record has no line for start 3"),
         (made_twice, "steps 22 to 28 are on record twice"),
-        (fewer_rows, "rows 12 to 12 of each batch were fed by no process"),
+        (fewer_rows, "rows 12 to 12 of each batch were not fed by any process"),
         (unsaid, "steps 15 to 21 were fed the batches 14 to 21; expected 14 to 20"),
         (other_batches, "steps 1 to 7 were fed the batches 1 to 7; expected 0 to 6"),
     ],
@@ -283,7 +283,7 @@ def test_each_step_counts_by_the_start_that_made_it_for_good():
     [
         ((((0, 3),), ((3, 7),)), None),
         ((((0, 1), (2, 7)), ((1, 2),)), None),
-        ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were fed by no process"),
+        ((((0, 3),), ((4, 7),)), "rows 3 to 3 of each batch were not fed by any process"),
         ((((0, 4),), ((3, 7),)), "rows 3 to 3 were fed twice"),
     ],
 )
@@ -298,14 +298,14 @@ def test_a_process_whose_file_is_gone_is_missed():
     record = Record(starts(0, processes=2, rows=rows)[:1], [stretch(1, 1, 5, 0)], 0)
     faults = " ".join(history_of(record, 5).faults)
     assert "lines of the processes [0], but had 2" in faults
-    assert "rows 3 to 6 of each batch were fed by no process" in faults
+    assert "rows 3 to 6 of each batch were not fed by any process" in faults
 
 
 def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
     record = Record(starts(5, is_new=False), [stretch(1, 6, 9)], 0)
     assert list(history_of(record, 9).faults) == ["steps 1 to 5 are not on record"]
     begun = history_of(Record(starts(5), [stretch(1, 6, 9)], 0), 9)
-    assert list(begun.faults) == [] and "started from a state of step 5" in begun.notes[0]
+    assert list(begun.faults) == [] and "started from the state of step 5" in begun.notes[0]
 
 
 def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):

@@ -65,7 +65,7 @@ def test_signals_to_a_whole_host_do_not_end_a_worker_before_it_has_saved():
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "saved: its supervisor\n")
     # Python 3.12 warns of the fork of this test before that.
-    assert "\nits supervisor: ending after the running step is saved" in f"\n{err}"
+    assert "\nits supervisor: ending after the current step is saved" in f"\n{err}"
 
 
 def test_a_worker_that_has_nothing_to_save_ends_at_once():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from praxis_lite.config.build import build
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiment import registry
 from praxis_tools.explain.hlo_text import parse
 from praxis_tools.plan import job_plan

@@ -10,7 +10,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.config.build import build
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment import registry
 from praxis_tools.explain import hlo, hlo_matmuls

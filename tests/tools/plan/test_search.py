@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiment import registry
 from praxis_tools.plan.search import search as searching
 from praxis_tools.plan.search.candidates import candidates, diversify, paths_of

@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config.class_attributes import value_after
+from praxis_lite.config.experiment_overrides import value_after
 from praxis_tools.sweep.space import Space, items_of, space_of
 from tests.support.job_runs import home
 from tests.support.swept_jobs import SWEPT

@@ -145,4 +145,4 @@ def test_a_missing_package_and_a_wrong_port_are_said_before_anything_compiles(tm
     assert "pip install 'praxis_lite[wandb]'" in error
     assert not {"wandb", "mlflow"} & (set(sys.modules) - before)
     assert "70000 is not a port" in refused("--metrics_port=70000")
-    assert "--metrics_port is None; expected a port" in refused("--metrics_host=0.0.0.0")
+    assert "--metrics_host requires --metrics_port" in refused("--metrics_host=0.0.0.0")

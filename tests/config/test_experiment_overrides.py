@@ -5,8 +5,8 @@ import optax
 import pytest
 
 from praxis_lite import ConfigError, Experiment, RunConfig
-from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.config_json import dump_config, load_config
+from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.core import Learner, MeshConfig
 from praxis_lite.layers import (

@@ -1,4 +1,4 @@
-"""Sets attributes of an experiment before it creates its config, as in `--set BATCH_SIZE=32`."""
+"""Applies `--set` to an experiment: first to its class attributes, then to its config."""
 
 import copy
 import re
@@ -110,7 +110,10 @@ def _attributes(experiment: type) -> dict[str, Any]:
 
 
 def _attributes_of(**values):
-    """Callable of a config of class attributes; unannotated, so values keep their types."""
+    """Stands in for the callable of a config whose fields are class attributes.
+
+    It has no annotations, so `--set` takes the type of each attribute from its current value.
+    """
 
 
 def _first_key(setting: str) -> str:

@@ -1,7 +1,7 @@
-"""Builds and checks the config specified by a command line, and the job on its mesh."""
+"""Creates and checks the config that a command line specifies, and places its job on a mesh."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import ConfigError
@@ -37,7 +37,7 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
     """
     if command.exp is None:
         raise ConfigError(
-            f"--mode={command.mode} requires --exp=NAME; --list shows the available names."
+            f"--mode={command.mode} requires --exp=NAME. --list shows the available names."
         )
     launched = config_of_experiment(command.exp, command.settings, command.packages)
     if trains:
@@ -57,7 +57,7 @@ def recorded_job_of(
 
     Args:
       command: The common options.
-      reads: "eval" or "decode", the mode whose datasets are kept in the config.
+      reads: "eval" or "decode". Datasets that this mode does not read are removed from the config.
       has_prompts: Whether prompts to decode are specified, so that no dataset of prompts is read.
 
     Raises:
@@ -83,7 +83,7 @@ def job_on_mesh(
     launched: LaunchedConfig,
     checked_for: str,
     *,
-    prompts: "list[Prompt] | tuple" = (),
+    prompts: "Sequence[Prompt]" = (),
     same: Mapping[str, Any] | None = None,
     on_devices: "Callable[[Job, LaunchedConfig], Job] | None" = None,
 ) -> Iterator["JobOnMesh"]:
@@ -97,7 +97,7 @@ def job_on_mesh(
       launched: The config.
       checked_for: The mode for `partitioner_of`, which selects the checks.
       prompts: Prompts to decode instead of the experiment's prompts.
-      same: Values that must be equal in all processes, in addition to the config.
+      same: Values that must be the same in all processes, in addition to the config.
       on_devices: Function that adapts the job to the available devices, as in `JobTools`.
 
     Yields:
@@ -127,7 +127,9 @@ def job_on_mesh(
         from praxis_lite.trainer.checks.memory import explaining_out_of_memory
 
         with explaining_out_of_memory(partitioner.layout):
-            yield JobOnMesh(partitioner, job, command.job_dir)
+            # Only the modes without a directory pass None, and they do not read `files`.
+            files = command.job_dir
+            yield JobOnMesh(partitioner, job, files)  # type: ignore[arg-type]  # See above.
 
 
 def job_log_dir(command: CommandLine) -> str:
