@@ -10,6 +10,7 @@ plan's table, which compares the seconds per token with the time to read weights
 
 import argparse
 import dataclasses
+import heapq
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -84,7 +85,8 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
         plan = plan_step(partitioner, partitioner.decode_step, batch, topology)
         if options.top:
             print(plan_text(plan))
-            for instruction, seconds in plan.timeline.instruction_seconds.most_common(options.top):
+            times = plan.timeline.instruction_seconds.items()
+            for instruction, seconds in heapq.nlargest(options.top, times, key=lambda x: x[1]):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
         # Drop the compiled program, because it is large.
         plans.append(dataclasses.replace(plan, compiled=None))

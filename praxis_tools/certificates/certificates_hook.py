@@ -37,13 +37,14 @@ class NotRestored(Error):
 
 
 class Certificates(Hook):
-    """Certifies a step every `certify_every_steps` steps, and compares replicas of the train state.
+    """Certifies a step every `run.certify_every_steps` steps, and compares replicas of the state.
 
     Digests of the state are saved with each checkpoint, and compared when the checkpoint is
     restored, even on a different mesh.
     """
 
     def __init__(self, job: JobOnMesh):
+        assert job.run.certify_every_steps is not None
         self._job, self.every = job, job.run.certify_every_steps
         partitioner = job.partitioner
         self._layout, self._mesh = partitioner.layout, partitioner.mesh
@@ -88,8 +89,7 @@ class Certificates(Hook):
                     "checkpoint again. If the same device differs again, remove it from the job."
                 )
         self._create_certifier(state)
-        if self._needs_snapshot_after(loop.first_step):
-            self._certifier.take_snapshot(state, loop.first_step)
+        self._take_snapshot_if_due(state, loop.first_step)
 
     def _create_certifier(self, state: TrainState) -> None:
         job = self._job
@@ -118,6 +118,10 @@ class Certificates(Hook):
         """Returns whether the state after `step` is needed to recompute the next step's update."""
         return self._certifier is not None and (step + 1) % self.every == 0
 
+    def _take_snapshot_if_due(self, state: TrainState, step: int) -> None:
+        if self._certifier is not None and self._needs_snapshot_after(step):
+            self._certifier.take_snapshot(state, step)
+
     def is_due(self, step: int, is_last: bool) -> bool:
         return self._needs_snapshot_after(step) or self._is_certified_or_saved(step, is_last)
 
@@ -136,8 +140,8 @@ class Certificates(Hook):
         reason = None
         if self._is_certified_or_saved(dispatched.step, dispatched.is_last):
             reason = self._certify(dispatched)
-        if self._needs_snapshot_after(dispatched.step) and not dispatched.is_last:
-            self._certifier.take_snapshot(dispatched.state, dispatched.step)
+        if not dispatched.is_last:
+            self._take_snapshot_if_due(dispatched.state, dispatched.step)
         return reason
 
     def _certify(self, dispatched: DispatchedStep) -> str | None:
@@ -151,9 +155,14 @@ class Certificates(Hook):
             if dispatched.step % self.every and not differences:
                 return None
             certified = None if differences else self._rerun_step(dispatched)
-            if certified is not None and any_process_differs(certified.comparisons):
+            certifier = self._certifier
+            if (
+                certifier is not None
+                and certified is not None
+                and any_process_differs(certified.comparisons)
+            ):
                 loop.note(f"step {dispatched.step} is not certified; looking for the cause")
-                difference = CauseSearch(self._certifier, certified).find()
+                difference = CauseSearch(certifier, certified).find()
                 differences = self._agree_on_first([difference])
             began += self._compile_wait_seconds
             self._record(dispatched.step, began, differences, certified)
@@ -183,7 +192,7 @@ class Certificates(Hook):
             self._loop.note(f"note: {note}")
         return certified
 
-    def _warn_without_reruns(self, error: ConfigError) -> None:
+    def _warn_without_reruns(self, error: Error) -> None:
         self._loop.note(
             f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only replicas of the "
             "state are compared."
@@ -221,6 +230,7 @@ class Certificates(Hook):
         """Appends a line to certificates.jsonl, in the first process."""
         if not self._loop.is_first:
             return
+        certifier = self._certifier
         comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
         closest = max(comparisons, key=lambda x: x.share, default=None)
         append_lines(
@@ -229,7 +239,7 @@ class Certificates(Hook):
                 {
                     "step": step,
                     "time": time.time(),
-                    "rows": 0 if certified is None else self._certifier.num_rows,
+                    "rows": 0 if certified is None or certifier is None else certifier.num_rows,
                     "meshes": self._meshes(certified),
                     "certified": not differences,
                     "num_comparisons": len(comparisons)
@@ -258,9 +268,10 @@ class Certificates(Hook):
 
     def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
-        if certified is not None:
-            meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
-            for rerun in self._certifier.reruns[2:]:
+        certifier = self._certifier
+        if certified is not None and certifier is not None:
+            meshes["moved"] = {"order": certifier.order, "exact": certifier.is_exact}
+            for rerun in certifier.reruns[2:]:
                 meshes["other"] = dict(rerun.mesh.shape)
         return meshes
 
@@ -272,8 +283,8 @@ class Certificates(Hook):
                 self._loop.checkpoints.wait()
             raise NotCertified(
                 f"{self._error} The state is saved, and training has ended. See "
-                f"{self._job.files.certificates_jsonl}. Remove the device, or fix the program "
-                "(--mode=check shows details). To continue despite differences, set "
+                f"{self._job.files.certificates_jsonl}. Remove the faulty device, or fix the model "
+                "code (--mode=check shows details). To continue despite differences, set "
                 "run.certify_action=report."
             )
 

@@ -19,7 +19,7 @@ from praxis_tools.certificates.certifier import (
     any_process_differs,
 )
 from praxis_tools.certificates.placements import reorder_devices, reshape_mesh, rotated_order
-from praxis_tools.certificates.rerun import MOVED, Measures, Rerun, Rows
+from praxis_tools.certificates.rerun import MOVED, Measurements, Rerun, Rows
 from praxis_tools.certificates.state_digests import Digests, changed_keys
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
@@ -133,10 +133,10 @@ def restored_state_differences(
       saved: Digests saved with the state, from `Digests.to_save`.
       digests: Digests of the restored state.
     """
-    positions = []
+    positions: list[int] = []
     if saved["mesh"] == dict(mesh.shape):
-        expected, actual = (dict(enumerate(x)) for x in (saved["places"], digests.by_position()))
-        positions = changed_keys(expected, actual)
+        pairs = zip(saved["places"], digests.by_position(), strict=False)
+        positions = [i for i, (expected, actual) in enumerate(pairs) if expected != actual]
     axes = "+".join(split_axes(mesh.shape))
     return [
         Difference(
@@ -175,7 +175,7 @@ class CauseSearch:
     def find(self) -> Difference:
         """Returns the first difference in the certificate, with its cause.
 
-        All processes must call this, because the search runs programs on all devices. A process
+        All processes must call this, because the search runs steps on all devices. A process
         without a difference returns its first comparison.
         """
         certified = self._certified
@@ -280,21 +280,21 @@ class CauseSearch:
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
         """Returns rows whose results in a re-run differ from those on the job's mesh, or None.
 
-        Several draws of rows are compared, because all rows on a device may have weight 0.
+        Several samples of rows are compared, because all rows on a device may have weight 0.
         """
-        for rows, expected, nudged in self._draws:
+        for rows, expected, nudged in self._samples:
             actual = rerun.measure(rows)
             if any_process_differs(self._certifier.compare_reordered(expected, nudged, actual)):
                 return rows
         return None
 
     @functools.cached_property
-    def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
-        """Several draws of rows, each with its measures for exact and for perturbed weights."""
+    def _samples(self) -> list[tuple[Rows, Measurements, list[Measurements]]]:
+        """Samples of rows, each with its measurements for exact and for perturbed weights."""
         rerun, draw_rows = self._job_rerun, self._certified.draw_rows
-        draws = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
+        samples = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [
-            (rows, rerun.measure(rows), [rerun.measure(rows, rerun.rounding)]) for rows in draws
+            (rows, rerun.measure(rows), [rerun.measure(rows, rerun.rounding)]) for rows in samples
         ]
 
     def _rerun_on(self, mesh: Mesh) -> Rerun:
@@ -325,12 +325,13 @@ class CauseSearch:
                 faulty.append(axis)
         return faulty or list(axes)
 
-    def _differs_from_other_mesh(self, actual: Measures) -> bool:
+    def _differs_from_other_mesh(self, actual: Measurements) -> bool:
         baseline, other = self._certified.baseline, self._certified.other
+        assert other is not None  # A difference in the program was found on the other mesh.
         # Apply the effect of rounding, measured on the job's mesh, to the other mesh.
         nudged = [
-            {k: x + measures.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
-            for measures in self._certified.nudged
+            {k: x + perturbed.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
+            for perturbed in self._certified.nudged
         ]
         return any_process_differs(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
 

@@ -34,8 +34,8 @@ _PATTERNS = ((0, 0.0), (0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0))  # (half of the
 class Rounding:
     """Rounding errors of gradients.
 
-    The errors are estimated either from measures of a few rows (`shares`) or by running the entire
-    batch with perturbed weights (`num_nudges`).
+    The errors are estimated either from a few rows (`shares`) or by running the entire batch with
+    perturbed weights (`num_nudges`).
 
     Attributes:
       shares: Maps the path of each trained weight to the relative rounding error of its gradient.

@@ -50,13 +50,14 @@ def first_difference(
     """
     first = failed[0]
     axis, layer = None, ""
-    is_of_training = first.what in OF_TRAINING and runner is not None
+    is_of_training = first.what in OF_TRAINING
     if runner is not None and split_axes(runner.mesh.shape) and first.mesh != "one device":
         axes = list(split_axes(runner.mesh.shape))
         if is_of_training and len(axes) > 1:
             axes = _fewest_axes(check, runner, first, axes)
         axis = "+".join(axes)
-    if is_of_training and first.what != "initial state" and first.step is not None:
+    can_record_layers = is_of_training and first.what != "initial state"
+    if runner is not None and can_record_layers and first.step is not None:
         layer = _first_layer(check, runner, first.step)
     same_kind = [x for x in failed if x.what == first.what and x.step == first.step]
     in_layer = [x for x in same_kind if layer and f"{layer}/" in f"{x.leaf}/"]
@@ -135,7 +136,7 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
 def first_differing_layer(
     expected: Leaves, nudged: Leaves, actual: Leaves, skipped: Sequence[str] = ()
 ) -> str:
-    """Returns the first layer of a program whose values differ, or "" if no layer differs.
+    """Returns the first layer of a step whose values differ, or "" if no layer differs.
 
     Args:
       expected: Records of the expected run, from `in_float64(by_layer=True)`.

@@ -1,4 +1,4 @@
-"""The result of a check: comparisons with tolerances, formatted as a table, a line or JSON."""
+"""The result of a check, formatted as a table, a one-line summary or JSON."""
 
 import dataclasses
 import html
@@ -75,7 +75,7 @@ class FirstDifference:
     def __str__(self) -> str:
         parts = [f"layer {self.layer or 'unknown'}", f"leaf {self.leaf}"]
         parts += [] if self.step is None else [f"step {self.step}"]
-        parts += [f"axis {self.axis}" if self.axis else "on one device already"]
+        parts += [f"axis {self.axis}" if self.axis else "even on one device"]
         return (
             f"{self.what}: {', '.join(parts)}; mesh {self.mesh}; differs by {self.difference:.3g}, "
             f"tolerance {self.tolerance:.3g}"
@@ -132,7 +132,7 @@ class Certificate:
         return "\n".join(table_lines(self._cells(), right=(2, 3, 4)))
 
     def _cells(self) -> list[tuple[str, ...]]:
-        header = ("mesh", "what", "number", "difference", "tolerance", "why")
+        header: tuple[str, ...] = ("mesh", "what", "number", "difference", "tolerance", "why")
         return [header] + [
             (
                 worst.mesh,
@@ -148,7 +148,8 @@ class Certificate:
     def summary(self) -> str:
         """Returns a one-line summary: counts if certified, otherwise the first difference."""
         if self.certified:
-            counts = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+            num_meshes = f"{len(self.meshes)} mesh{'' if len(self.meshes) == 1 else 'es'}"
+            counts = f"{len(self.comparisons):,} comparisons on {num_meshes}"
             sizes = ", ".join(self.not_certified)
             return f"certified: {counts}" + (f"; not certified: {sizes}" if sizes else "")
         return f"not certified: {self.first_difference}"

@@ -87,7 +87,8 @@ class Check:
         print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
-        self.certificate, self.meshes = Certificate(experiment), {}
+        self.certificate = Certificate(experiment)
+        self.meshes: dict[Shape, TaskRunner] = {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, with_reported_gradients(self.job.task)
@@ -165,27 +166,29 @@ class Check:
           gradients: Strategy that computes the gradients, or None for the default.
           task: Task to run, or None for the task of the check.
         """
-        shape, build = (1,) * len(self.job.mesh.axis_names), Partitioner
+        shape = (1,) * len(self.job.mesh.axis_names)
+        build: Callable[..., Partitioner] = Partitioner
         if gradients is not None:
             build = functools.partial(Partitioner, gradients=gradients)
         return on_mesh(self.job, task or self.task, shape, build)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the single-device runner to compare a mesh with.
+        """Returns the runner on a single device with which results on a mesh are compared.
 
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
         With 1F1B, it processes the rows of each micro-batch in turn.
         """
         gradients = runner.partitioner.gradients
+        key: int | str
         if gradients.num_micro_batches is not None:
-            parts, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
+            key, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
         elif gradients.num_parts is not None:
-            parts, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
+            key, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
         else:
             return self.one_device
-        if parts not in self._references:
-            self._references[parts] = self.on_one_device(in_turn)
-        return self._references[parts]
+        if key not in self._references:
+            self._references[key] = self.on_one_device(in_turn)
+        return self._references[key]
 
     def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
         """Returns a runner on a mesh for the task of the check, or for the given task.
@@ -225,7 +228,7 @@ class Check:
             reports, last, _ = runner.train(state, self.batches[:num_steps], self.seed)
             losses = [report["metrics/loss/value"] for report in reports]
             require(
-                np.isfinite(losses).all(),
+                bool(np.isfinite(losses).all()),
                 "The loss on one device",
                 losses,
                 "finite numbers",
@@ -238,21 +241,22 @@ class Check:
                 if name.startswith("gradients/") and not np.isfinite(x).all()
             ]
             if infinite:
-                self.add_note(f"{infinite[0]} is not finite on one device, but still compared.")
+                self.add_note(f"{infinite[0]} is not finite on one device, but is still compared.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
     def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares a step with all rows of a batch, unless `batches` have all rows already."""
-        if self.full_batch is None:
+        """Compares a step with all rows of a batch; returns [] if `batches` already have them."""
+        full_batch = self.full_batch
+        if full_batch is None:
             return []
         reference = self.reference_of(runner)
         runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
         expected, actual, nudged = (
-            runner.train(state, [self.full_batch], self.seed)[0][0] for runner, state in runs
+            runner.train(state, [full_batch], self.seed)[0][0] for runner, state in runs
         )
         comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
-        return tolerances.with_suffix(f"all {num_rows_of(self.full_batch)} rows", comparisons)
+        return tolerances.with_suffix(f"all {num_rows_of(full_batch)} rows", comparisons)
 
     def train_once(
         self, runner: TaskRunner, batch: Batch, *, nudged: bool = False

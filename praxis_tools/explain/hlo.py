@@ -137,16 +137,18 @@ def collectives(
             shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
         arrays = arrays_of(shape)
         groups = device_groups(attributes, program)
-        has_group_size = groups is not None and "source_target_pairs=" not in attributes
+        group_size = None
+        if groups is not None and "source_target_pairs=" not in attributes:
+            group_size = groups.shape[1]
         found.append(
             Collective(
                 kind=kind,
                 bytes=sum(array.bytes for array in arrays),
                 dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
-                count=site.count,
+                count=site.num_runs,
                 at_least=site.at_least,
                 at_most=site.at_most,
-                group_size=groups.shape[1] if has_group_size else None,
+                group_size=group_size,
                 op_name=op_name_of(instruction),
                 layers=tuple(layers_of(program, instruction, site.computation).items()),
                 axes=axes_of_groups(groups, axis_sizes)

@@ -59,7 +59,15 @@ class Program(NamedTuple):
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
     """Parses a `Compiled` or its text; raises ValueError if the text is not HLO."""
-    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
+    return _parse(compiled if isinstance(compiled, str) else text_of(compiled))
+
+
+def text_of(compiled: "jax.stages.Compiled") -> str:
+    """Returns the HLO text of a compiled program; raises ValueError if the backend has none."""
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError("The backend does not provide the HLO text of the compiled program.")
+    return text
 
 
 @lru_cache(maxsize=4)

@@ -81,6 +81,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)
+        value: int | bytes
         wire_type = tag & 7
         if wire_type == 0:
             value, offset = _varint(message, offset)

@@ -129,6 +129,8 @@ def _instructions(
             graphs[event.device, event.launch, event.op].append(event)
         else:
             yield event
+    if schedule is None:  # Then there are no graphs.
+        return
     for kernels in graphs.values():
         kernels.sort(key=lambda event: event.start)
         names = schedule.instructions_of(tuple(event.kernel for event in kernels))

@@ -17,6 +17,7 @@ from praxis_tools.check.runs.implementation_settings import (
     switch_setting,
 )
 from praxis_tools.check.runs.on_mesh import (
+    Batch,
     Leaves,
     TaskRunner,
     leaves_of,
@@ -156,7 +157,7 @@ def _compare_results(
         )
 
 
-def _prompts(check: Check) -> dict[str, dict]:
+def _prompts(check: Check) -> dict[str, Batch]:
     """Returns the first batch of each decode dataset, with keys "decoding NAME"."""
     return {
         f"decoding {name}": check.with_known_ids(data.first_batches(pipeline, 1)[0])

@@ -1,4 +1,4 @@
-"""Properties of tasks: dependencies between rows, and equivalent ways to compute a result.
+"""Properties of tasks: whether rows depend on each other, and equal ways to compute a result.
 
 For instance, decoding with a cache must produce the same logits as a forward pass over the entire
 row, and packed segments must have the same loss as separate rows.
@@ -22,7 +22,7 @@ from praxis_tools.check.runs.on_mesh import Batch
 
 MAX_TOKENS = 256  # Maximum number of tokens that are decoded one by one.
 STATISTICS = "batch statistics"
-EXPECTED = "expected"  # Key of the trusted result among the two results.
+EXPECTED = "expected"  # Key of the reference result.
 
 
 def couplings(task: Task) -> list[str]:

@@ -30,7 +30,8 @@ class TypeWitness:
 
     Attributes:
       confirmed: Paths of the leaves whose inferred spec equals the spec in the layout.
-      others: Messages for all other leaves, such as "PATH is PartitionSpec(...), declared is ...".
+      others: Messages for all other leaves, such as "PATH is PartitionSpec(...), but its
+        layout is ...".
       as_declared: Number of activations that already have the sharding of their constraint.
       moved: Messages for all other activations with a constraint, such as "LAYER: float32[16, 12,
         32] ... to ...".
@@ -78,7 +79,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
         if actual == leaf.spec:
             confirmed.append(leaf.path)
         else:
-            others.append(f"{leaf.path} is {actual}, declared is {leaf.spec}")
+            others.append(f"{leaf.path} is {actual}, but its layout is {leaf.spec}")
     changes = list(_constraint_changes(jaxpr))
     return TypeWitness(
         tuple(confirmed),
@@ -113,7 +114,7 @@ def _constraint_changes(jaxpr: Any) -> Iterator[str]:
         (layer, *_) = layers_of_name(f"{name.removesuffix(RESHARD_SCOPE)}operation") or [""]
         if layer.startswith(GRADIENT_OF):
             continue
-        x = eqn.invars[0].aval
+        x: Any = eqn.invars[0].aval
         old, new = _spec_of(x), _spec_of(eqn.outvars[0].aval)
         layer = layer or "the step"
         yield "" if old == new else f"{layer}: {x.dtype}{list(x.shape)} {old} to {new}"
@@ -130,7 +131,7 @@ def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")
         witness = type_witness(typed.partitioner, structs(check.batches[0]))
     except ValueError as error:
-        check.add_note(f"JAX's types confirm nothing. {error}")
+        check.add_note(f"The layout was not compared with JAX's types. {error}")
         return
     for line in witness.lines():
         check.add_note(line)

@@ -33,7 +33,7 @@ def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
         num_parts, inputs = settings["num_micro_batches"], args[4]
-        context = contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if num_micro_batches is not None:
             num_parts = num_micro_batches(inputs, num_parts)
             context = in_one_microbatch()
@@ -73,7 +73,8 @@ def _value_and_grad(
 ) -> tuple[Any, PyTree, PyTree]:
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
-    total_weight, by_part, grad_sums, changes = 0.0, [], None, None
+    total_weight: jax.Array | float = 0.0
+    by_part, grad_sums, changes = [], None, None
     # Gradient accumulation with a single part does not fold its key.
     is_single_part = is_strided and num_parts == 1
     state = non_trainable
@@ -128,8 +129,10 @@ def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
     means = {}
     for name in by_part[0]:
         pairs = [metrics[name] for metrics in by_part]
-        total = sum(weight for _, weight in pairs)
-        scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
+        total = functools.reduce(jnp.add, [weight for _, weight in pairs])
+        scaled = functools.reduce(
+            jnp.add, [jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs]
+        )
         means[name] = scaled / jnp.where(total == 0, 1.0, total), total
     return means
 
@@ -166,20 +169,20 @@ def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
     """Splits a batch into parts: every num_parts-th row, or blocks padded with zero-weight rows."""
-    num_rows = num_rows_of(inputs)
+    num_rows, inputs = num_rows_of(inputs), dict(inputs)
     if is_strided:
         return [
-            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, dict(inputs))
+            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, inputs)
             for i in range(num_parts)
         ]
     missing = -num_rows % (num_parts * num_micro_batches)
     if missing:
         inputs = jax.tree.map(
-            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, dict(inputs)
+            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, inputs
         )
         inputs["weights"] = inputs["weights"].at[num_rows:].set(0.0)
     size = (num_rows + missing) // num_parts
     return [
-        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, dict(inputs))
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, inputs)
         for i in range(num_parts)
     ]

@@ -12,7 +12,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -129,7 +129,7 @@ def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]
     for buildable in _custom_buildables(_with_templates(config)):
         hints = _type_hints(fdl.get_callable(buildable))
         for name, value in _settings(buildable).items():
-            _map_setting(str(name), value, hints.get(name), record)
+            _map_setting(str(name), value, hints.get(str(name)), record)
     return list(found.values())
 
 
@@ -252,7 +252,7 @@ def _alternatives(name: str, value: Any, hint: Any) -> Iterator[Any]:
     elif isinstance(value, enum.Enum):
         yield from (x for x in type(value) if x is not value)
     else:
-        choices = [x for x in _literal_values(hint) if isinstance(x, str)]
+        choices: Sequence[Any] = [x for x in _literal_values(hint) if isinstance(x, str)]
         if not choices and (isinstance(value, str) or str in typing.get_args(hint)):
             choices = POLICIES if is_remat_name(name) else IMPLEMENTATIONS
         if value is None and is_remat_name(name) and _contains_callable(hint):
@@ -279,6 +279,7 @@ def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, A
 
     Dicts are treated like dataclasses. If nothing changes, the same object is returned.
     """
+    cls: Callable[..., Any] = type(value)
     if not _is_remat_policy(name, value):
         if _is_dataclass_instance(value):
             hints, fields = _type_hints(type(value)), _fields(value)
@@ -287,7 +288,7 @@ def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, A
             return dataclasses.replace(value, **changed) if changed else value
         if isinstance(value, Mapping):
             new = {key: _map_setting(str(key), x, None, change) for key, x in value.items()}
-            return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
+            return cls(new) if any(new[key] is not x for key, x in value.items()) else value
     return change(name, value, hint)
 
 
@@ -318,13 +319,13 @@ def switch_remat(task: Task) -> Task | None:
     the library's checkpoint policies. The result is None if there are no such attributes or if the
     model does not use NNX.
     """
-    module = task.model.abstract_module()
-    if not isinstance(task.model, NnxModel) or module is None:
+    model, module = task.model, task.model.abstract_module()
+    if not isinstance(model, NnxModel) or module is None:
         return None
     if not any(_switched_attributes(layer) for _, layer in nnx.compat.iter_modules(module)):
         return None
     task = copy.copy(task)
-    task.model = NnxModel(_SwitchedBuild(task.model.build))
+    task.model = NnxModel(_SwitchedBuild(model.build))
     return task
 
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a task on a mesh in float64, with states as NumPy arrays."""
+"""Runs the steps of a task on a mesh in float64. States are passed as NumPy arrays."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,12 @@ from praxis_lite.core.xla_workarounds.mended_products import MendedFunction
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.experiment.experiment import Job
 from praxis_tools.check.certificate import mesh_name
-from praxis_tools.check.runs.float64 import in_float64, wide_dtype, wide_structs
+from praxis_tools.check.runs.float64 import (
+    Float64Function,
+    in_float64,
+    wide_dtype,
+    wide_structs,
+)
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
@@ -45,7 +50,7 @@ class TaskRunner:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def place_state(self, state: TrainState) -> TrainState:
-        """Places an unpadded NumPy state on the mesh in the task's own types, padded with zeros."""
+        """Places an unpadded NumPy state on the mesh in the task's dtypes, padded with zeros."""
         placed = _pad_and_place(state, self.layout.abstract(self.mesh), 0.0)
         # Copy, because JAX cannot donate views of NumPy buffers.
         return jax.tree.map(lambda x: x.copy(), placed)
@@ -138,7 +143,7 @@ class TaskRunner:
             _, records = run(self._place(self.layout, state), self.batch(inputs), key)
             return {name: np.asarray(x) for name, x in records.items()}
 
-    def traced(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+    def traced(self, step: Step, inputs: Batch, **settings: Any) -> Float64Function:
         """Returns a step of the partitioner that runs in float64, without compiling it."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
@@ -161,7 +166,7 @@ class TaskRunner:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
         key = (step, shapes, *settings.items())
         if key not in self._programs:
-            out = self.partitioner.replicated
+            out: Any = self.partitioner.replicated
             if settings.get("by_layer"):
                 out = None
             elif step.trains:
@@ -267,7 +272,12 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
-    learner.bind = lambda *weights: _ReportingLearner(**vars(bind(*weights)) | {"learner": learner})
+
+    def bind_reporting(*args: Any) -> _ReportingLearner:
+        return _ReportingLearner(**vars(bind(*args)) | {"learner": learner})
+
+    # Patch the copy, because the learner may be of any subclass.
+    learner.bind = bind_reporting  # type: ignore[method-assign]
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner

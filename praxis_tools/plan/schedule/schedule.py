@@ -172,8 +172,7 @@ class _Scheduler:
         instruction: Instruction,
         computation: Computation,
         count: int,
-        fusion: Instruction | None = None,
-        outer: Computation | None = None,
+        fusion: tuple[Instruction, Computation] | None = None,
     ) -> tuple[str, float, Transfer]:
         """Adds a collective to the timeline.
 
@@ -181,8 +180,8 @@ class _Scheduler:
           instruction: The collective.
           computation: Computation that contains the collective.
           count: Number of executions to add.
-          fusion: Last fusion that contains the collective; None if it is not fused.
-          outer: Computation that contains `fusion`.
+          fusion: Last fusion that contains the collective, and the computation that contains this
+            fusion; None if the collective is not fused.
 
         Returns:
           (resource, seconds, transfer): The resource that the collective occupies, the seconds per
@@ -201,7 +200,9 @@ class _Scheduler:
         if fusion is None:
             layer = self._layer_of(instruction, computation, instruction, computation)
         else:
-            named_by = fusion._replace(opcode=spec.kind)
+            last_fusion, outer = fusion
+            # `nearest_layer` follows the users or operands of the fusion, depending on the opcode.
+            named_by = last_fusion._replace(opcode=spec.kind)
             layer = self._layer_of(instruction, computation, named_by, outer)
         transfer = self.timeline.collectives.setdefault(
             (spec.kind, spec.axes, layer), Transfer(spec.kind, spec.axes, layer)
@@ -364,8 +365,7 @@ class _ComputationRun:
                         inner,
                         computation,
                         self._count,
-                        self._last_fusions[chain],
-                        self._computation,
+                        (self._last_fusions[chain], self._computation),
                     ),
                 )
         self._now += self._scheduler.compute(instruction, self._computation, self._count)
