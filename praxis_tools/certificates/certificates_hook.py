@@ -44,8 +44,9 @@ class Certificates(Hook):
     """
 
     def __init__(self, job: JobOnMesh):
-        assert job.run.certify_every_steps is not None
-        self._job, self.every = job, job.run.certify_every_steps
+        interval = job.run.certify_every_steps
+        assert interval is not None
+        self._job, self._interval, self.every = job, interval, interval
         partitioner = job.partitioner
         self._layout, self._mesh = partitioner.layout, partitioner.mesh
         self._compute_digests = StateDigests(self._layout, self._mesh)
@@ -116,7 +117,7 @@ class Certificates(Hook):
 
     def _needs_snapshot_after(self, step: int) -> bool:
         """Returns whether the state after `step` is needed to recompute the next step's update."""
-        return self._certifier is not None and (step + 1) % self.every == 0
+        return self._certifier is not None and (step + 1) % self._interval == 0
 
     def _take_snapshot_if_due(self, state: TrainState, step: int) -> None:
         if self._certifier is not None and self._needs_snapshot_after(step):
@@ -128,7 +129,7 @@ class Certificates(Hook):
     def _is_certified_or_saved(self, step: int, is_last: bool) -> bool:
         # Keep this in sync with `Saves`: digests are computed for every step that is saved.
         loop, run = self._loop, self._job.run
-        intervals = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
+        intervals = (self._interval, run.checkpoints.every_steps, run.peer_save_every_steps)
         return (
             is_last
             or any(every is not None and step % every == 0 for every in intervals)
@@ -152,7 +153,7 @@ class Certificates(Hook):
             differences = self._agree_on_first(
                 replica_differences(self._layout, self._mesh, self._digests)
             )
-            if dispatched.step % self.every and not differences:
+            if dispatched.step % self._interval and not differences:
                 return None
             certified = None if differences else self._rerun_step(dispatched)
             certifier = self._certifier

@@ -169,20 +169,20 @@ def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
     """Splits a batch into parts: every num_parts-th row, or blocks padded with zero-weight rows."""
-    num_rows, inputs = num_rows_of(inputs), dict(inputs)
+    num_rows, arrays = num_rows_of(inputs), dict(inputs)
     if is_strided:
         return [
-            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, inputs)
+            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, arrays)
             for i in range(num_parts)
         ]
     missing = -num_rows % (num_parts * num_micro_batches)
     if missing:
-        inputs = jax.tree.map(
-            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, inputs
+        arrays = jax.tree.map(
+            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, arrays
         )
-        inputs["weights"] = inputs["weights"].at[num_rows:].set(0.0)
+        arrays["weights"] = arrays["weights"].at[num_rows:].set(0.0)
     size = (num_rows + missing) // num_parts
     return [
-        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, inputs)
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, arrays)
         for i in range(num_parts)
     ]

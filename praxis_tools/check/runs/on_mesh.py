@@ -273,8 +273,11 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
 
-    def bind_reporting(*args: Any) -> _ReportingLearner:
-        return _ReportingLearner(**vars(bind(*args)) | {"learner": learner})
+    def bind_reporting(
+        weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
+    ) -> BoundLearner:
+        bound = bind(weight_specs, axis_sizes)
+        return _ReportingLearner(**vars(bound) | {"learner": learner})
 
     # Patch the copy, because the learner may be of any subclass.
     learner.bind = bind_reporting  # type: ignore[method-assign]
