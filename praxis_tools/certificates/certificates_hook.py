@@ -31,7 +31,10 @@ from praxis_tools.check.certificate import Comparison
 
 
 class NotRestored(Error):
-    """Raised if a restored state differs from the saved state; elastic jobs restore it again."""
+    """Raised if a restored state differs from the saved state.
+
+    Elastic jobs restore the state again.
+    """
 
     exit_status = 4
 
@@ -146,7 +149,11 @@ class Certificates(Hook):
         return reason
 
     def _certify(self, dispatched: DispatchedStep) -> str | None:
-        """Compares replicas and re-runs the step if due; returns why training ends, or None."""
+        """Compares replicas, and re-runs the step if it is due.
+
+        Returns:
+          The reason to end training, or None.
+        """
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {dispatched.step}"):
             self._digests, self._step = self._compute_digests(dispatched.state), dispatched.step
@@ -200,7 +207,7 @@ class Certificates(Hook):
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns the first difference found by any process; all processes get the same result."""
+        """Returns the first difference that any process found, as a list of at most one element."""
         local = json.dumps(as_json(differences[0])) if differences else ""
         texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")
@@ -228,7 +235,7 @@ class Certificates(Hook):
         certified: CertifiedStep | None = None,
         num_digests: int | None = None,
     ) -> None:
-        """Appends a line to certificates.jsonl, in the first process."""
+        """Appends a line to certificates.jsonl if this is the first process."""
         if not self._loop.is_first:
             return
         certifier = self._certifier

@@ -142,13 +142,13 @@ class Certifier:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
-        """Returns a lowered re-run on a partitioner's mesh; raises any errors of the model."""
+        """Returns a lowered re-run on a partitioner's mesh. Errors of the model are not caught."""
         rerun = Rerun(self.partitioner, partitioner)
         rerun.lower(self.spec, self.scalars)
         return rerun
 
     def _reruns_on_another_mesh(self) -> list[Rerun]:
-        """Returns [re-run] for a valid mesh that splits other axes, or [] if no mesh is valid."""
+        """Returns a list with a re-run on a valid mesh of a different shape, or an empty list."""
         num_parts, meshes_with_other_parts = self.partitioner.gradients.num_parts, []
         for mesh in other_meshes(self.partitioner.mesh):
             try:
@@ -242,7 +242,7 @@ class Certifier:
     def rows(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int, draw: int = 0
     ) -> Rows:
-        """Returns random rows of a batch, which depend on the seed, the step and the draw."""
+        """Returns a random sample of rows, determined by the seed, the step and the draw."""
         seed = (self.seed, step, draw)
         chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
         salt = int(np.random.default_rng(seed).integers(2**32))
@@ -353,14 +353,14 @@ def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
 
 
 def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
-    """Returns whether a comparison failed in any process; all processes get the same result."""
+    """Returns whether a comparison failed in any process."""
     return any_process(any(not x.is_equal for x in comparisons))
 
 
 def any_process(condition: bool) -> bool:
-    """Returns whether a condition is true in any process; all processes get the same result.
+    """Returns whether a condition is true in any process.
 
-    Processes exchange the condition because they can observe different results. For instance, a
-    faulty device may return wrong values only to its own process.
+    All processes must call this function, and get the same result. Their conditions may differ: for
+    instance, a faulty device may return wrong values only to its own process.
     """
     return any(processes.exchange("certificate", "yes" if condition else ""))

@@ -1,4 +1,4 @@
-"""Searches for the cause of a difference: a faulty device, or a mesh axis and layer."""
+"""Searches for the cause of a difference: a faulty device, or a mesh axis and a layer."""
 
 import contextlib
 import dataclasses
@@ -187,7 +187,10 @@ class CauseSearch:
         return self._program_difference(certified.failed or certified.comparisons[-1:])
 
     def _update_difference(self, update: UpdateComparison) -> Difference:
-        """Returns the difference in an update; a minority of differing devices is the cause."""
+        """Returns the difference in an update.
+
+        If it only occurs on a minority of the devices, these devices are reported as the cause.
+        """
         worst = next(iter(update.failed), update.comparisons[-1])
         positions = update.positions.get(worst.leaf, ())
         is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
@@ -235,7 +238,7 @@ class CauseSearch:
         return self._worst_difference(failed, layer, positions)
 
     def _faulty_positions(self) -> list[int]:
-        """Returns the positions of devices whose results differ from the other devices' results.
+        """Returns the mesh positions of the faulty devices.
 
         Rotating a set of devices changes the result if one of them is faulty, so faulty devices are
         found by binary search over sets of devices. If results are not reproducible even on the
@@ -337,7 +340,7 @@ class CauseSearch:
 
 
 def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:
-    """Returns the first layer whose bits differ between two device orders, or ""."""
+    """Returns the first layer whose bits depend on the order of the devices, or ""."""
 
     def digest(x: jax.Array) -> jax.Array:
         return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
@@ -368,7 +371,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
 
 
 def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Runs a step with a recorder; returns a record for each layer, with keys "NUMBER|LAYER"."""
+    """Runs a step with a recorder, and returns its `LayerRecorder.records`."""
     with jax.enable_x64(False):
         arguments = rerun.arguments(rows, nudge)
         closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)
@@ -385,5 +388,5 @@ def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
-    """Converts a difference to JSON values; infinities and NaNs become strings."""
+    """Converts a difference to JSON values, with infinities and NaNs as strings."""
     return None if difference is None else finite_fields(dataclasses.asdict(difference))

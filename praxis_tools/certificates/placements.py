@@ -25,7 +25,7 @@ COPIES = "copies"  # Axis over which everything except the rows of input batches
 
 
 def reorder_devices(mesh: Mesh, order: Sequence[int]) -> Mesh:
-    """Returns a mesh with the same shape whose i-th device is device order[i] of `mesh`."""
+    """Returns a mesh of the same shape in which device i is device order[i] of `mesh`."""
     devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
     return mesh_of(devices, mesh.axis_names)
 

@@ -163,7 +163,7 @@ class Rerun:
         return {"loss": loss, **outputs["learner"]}
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces and lowers the step; raises any errors of the model.
+        """Traces and lowers the step. Errors of the model are not caught.
 
         Args:
           element_spec: Shapes and types of the rows.
@@ -194,7 +194,7 @@ class Rerun:
             self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the step on the first call and returns it; may be called in any thread."""
+        """Returns the compiled step. It is compiled on the first call, in any thread."""
         if isinstance(self._program, jax.stages.Lowered):
             self._program = self._program.compile()
             for transfer in (self._transfer_weights, self._transfer_batch):

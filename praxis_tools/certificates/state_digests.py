@@ -182,7 +182,7 @@ class Digests:
         return tuple(a for a, size in self._mesh.shape.items() if size > 1 and a not in split)
 
     def _replica_groups(self, leaf: LeafLayout) -> list[list[int]]:
-        """Returns, for each block of an array, the positions of the devices that store it."""
+        """Returns the positions of the devices that store each block of an array."""
         devices, names = self._mesh.devices, self._mesh.axis_names
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}
         split_axes_first = sorted(range(len(names)), key=lambda i: names[i] not in split)

@@ -1,4 +1,4 @@
-"""Recomputes the update of a step, and compares every array of the new state on every device.
+"""Recomputes the update of a step, and compares the new state on every device.
 
 The state after a step is compared with two independent results:
 
@@ -123,7 +123,7 @@ class UpdateCheck:
             self._programs[self._part] = self._lower_part(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the comparison on the first call and returns it; may be called in any thread."""
+        """Returns the compiled comparison. It is compiled on the first call, in any thread."""
         part = self._part
         if isinstance(self._programs[part], jax.stages.Lowered):
             self._programs[part] = self._programs[part].compile()
@@ -179,7 +179,7 @@ class UpdateCheck:
         rounding: float,
         agree: Callable[[bool], bool],
     ) -> UpdateComparison:
-        """Compares a state with the state recomputed from the snapshot, and frees the snapshot.
+        """Compares a state with the state recomputed from the snapshot, which is then freed.
 
         Args:
           state: State after the step.

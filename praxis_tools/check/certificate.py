@@ -24,7 +24,7 @@ class Comparison:
       difference: Largest absolute difference between elements; infinity if the shapes differ or if
         an element is NaN in only one of the arrays.
       tolerance: Largest allowed difference.
-      why: How the tolerance was chosen.
+      why: Explanation of the tolerance.
     """
 
     mesh: str
@@ -49,7 +49,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """The first failed comparison, and the location of its cause.
+    """The first failed comparison and the location of its cause.
 
     Attributes:
       what: The kind of value; see `Comparison`.
@@ -182,7 +182,10 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the largest absolute difference in each leaf; infinity for leaves without a match."""
+    """Returns the largest absolute difference in each leaf.
+
+    The difference of a leaf that only one of the mappings contains is infinity.
+    """
     names = [*expected, *(name for name in actual if name not in expected)]
     return {
         name: _difference(expected[name], actual[name])

@@ -1,4 +1,7 @@
-"""The state of a running check: the runners on each mesh, cached results and comparisons."""
+"""The state of a running check.
+
+It contains the runners on each mesh, cached results and the comparisons made so far.
+"""
 
 import functools
 import time
@@ -38,7 +41,7 @@ T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """Raised to end a check when comparisons failed.
+    """Raised when a comparison fails, which ends the check.
 
     Attributes:
       runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
@@ -127,7 +130,7 @@ class Check:
         self.nudged = nudge_state(self.state)
 
     def _full_size_batches(self) -> dict[str, Batch]:
-        """Returns the full training batch and a batch of each other shape that is evaluated."""
+        """Returns batches to evaluate: the full training batch, and one of each other shape."""
         found: dict[str, Batch] = {}
         if self.full_batch is not None:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
@@ -144,7 +147,10 @@ class Check:
         return self._parts is None or part in self._parts
 
     def with_known_ids(self, batch: Batch) -> Batch:
-        """Returns a batch with all ids in the model's range, which --shrink may have reduced."""
+        """Returns a batch whose ids are valid for the model.
+
+        --shrink may have reduced the model's number of ids.
+        """
         folded, names = data.fold_ids(batch, self.task.num_ids())
         if names:
             self.add_note(f"Ids outside of the model's range are wrapped around: {names}.")
@@ -246,7 +252,10 @@ class Check:
         return self._trained[key]
 
     def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares a step with all rows of a batch; returns [] if `batches` already have them."""
+        """Compares a step on a full batch.
+
+        The result is empty if `batches` are full batches.
+        """
         full_batch = self.full_batch
         if full_batch is None:
             return []
@@ -261,7 +270,7 @@ class Check:
     def train_once(
         self, runner: TaskRunner, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
-        """Trains one step without randomness; returns its report and the leaves of the state."""
+        """Trains one step without randomness, and returns its report and the new state's leaves."""
         state = self.nudged if nudged else self.state
         (report,), last, _ = runner.train(
             state, [batch], self.seed, without_randomness=self.is_random
@@ -307,7 +316,7 @@ class Check:
             self._print(f"note: {text}")
 
     def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
-        """Returns `run()`; adds a note and returns None if the experiment does not support it."""
+        """Returns `run()`. If it is not supported, adds a note and returns None."""
         try:
             return run()
         except (Error, TypeError, ValueError) as error:

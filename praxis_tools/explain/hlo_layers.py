@@ -1,4 +1,4 @@
-"""Finds the layer of an instruction from the names that JAX writes into a program.
+"""Finds the layer of an instruction from the op names that JAX writes into HLO.
 
 For example, 'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the
 gradient of the layer encoder/blocks/ffn, because JAX inserts the names of transformations and loops

@@ -1,4 +1,4 @@
-"""Computes the flops per device and the element types of matmuls from a program's text."""
+"""Computes the flops per device and the element types of matmuls from HLO text."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Computes the matmul flops of custom kernels, which are not visible in a program's text.
+"""Computes the matmul flops of custom kernels, which HLO text does not contain.
 
 The known kernels are splash attention (JAX and tokamax), cuDNN attention, and megablox (the grouped
 matmul in JAX and tokamax).

@@ -153,7 +153,7 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops of an instruction and the computations it calls, and the dtype."""
+    """Returns the matmul flops and dtype of an instruction, including computations it calls."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)

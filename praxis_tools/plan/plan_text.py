@@ -158,7 +158,7 @@ def plan_text(plan: StepPlan) -> str:
 
 
 def _transfers_table(timeline: Timeline) -> str:
-    """Returns a table of collectives and host copies by kind and axes, with the slowest layers."""
+    """Returns a table of collectives and host copies, with the slowest layers of each kind."""
     transfers = [*timeline.collectives.values(), *timeline.host_copies.values()]
     if not transfers:
         return "no collectives"

@@ -95,7 +95,7 @@ class Schedule:
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
     def _scores(self, kernel: str) -> np.ndarray:
-        """Returns, for each instruction, the score of the given kernel as its first kernel."""
+        """Returns the score of a kernel as the first kernel of each instruction."""
         named = self._named(kernel)
         if named is None:
             return self._library_scores(kernel)
@@ -127,7 +127,10 @@ def _content(instruction: Instruction) -> str:
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields the (first, last) kernel of each call, which may start with a library's memset."""
+    """Yields the (first, last) kernel of each launched instruction.
+
+    A library call may start with a memset, which belongs to the same instruction.
+    """
     first = 0
     for index, kernel in enumerate(kernels):
         following = kernels[index + 1] if index + 1 < len(kernels) else ""

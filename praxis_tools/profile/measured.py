@@ -137,7 +137,11 @@ def measure(folder: Path) -> Measured:
 
 
 def text_of_step(folder: Path) -> str:
-    """Returns the HLO text of the compiled step; raises ConfigError if it is missing or damaged."""
+    """Returns the HLO text of the compiled step.
+
+    Raises:
+      ConfigError: The file is missing or damaged.
+    """
     path = folder / HLO_TXT
     try:
         text = content_of(path).decode()

@@ -1,4 +1,4 @@
-"""Runs layers on a mesh or on one device, for tests that compare their outputs and gradients."""
+"""Runs layers on a mesh or a single device, for tests that compare outputs and gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -52,7 +52,7 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _float32_rounding(
     check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
-    """Returns the change of each leaf in float64 if weights are perturbed by float32 rounding."""
+    """Returns the change of each float64 leaf if weights are perturbed by float32 rounding."""
     rounding: dict[str, float] = {}
     for pattern in patterns:
         state = nudge_state(check.state, FLOAT32_ROUNDING, pattern)

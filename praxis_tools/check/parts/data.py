@@ -34,7 +34,7 @@ def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
 
 
 def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
-    """Wraps ids around the number of ids in the model.
+    """Replaces ids that exceed the model's number of ids by their remainder.
 
     Args:
       batch: The batch.
@@ -52,7 +52,7 @@ def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.nda
 
 
 def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
-    """Returns the number of rows per batch to check: the first of `ROWS` that is supported.
+    """Returns the first number of rows in `ROWS` that all partitioners support.
 
     Raises:
       ConfigError: A partitioner does not even support batches with all rows.
@@ -73,7 +73,10 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
 
 
 def compare_repeated(job: Job) -> list[Comparison]:
-    """Checks that datasets return the same batches if read again, resumed, or read in blocks."""
+    """Checks that datasets return the same batches each time they are read.
+
+    Each dataset is read twice, from a later batch, and in blocks of rows.
+    """
     comparisons = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():

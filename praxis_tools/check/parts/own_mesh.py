@@ -42,7 +42,10 @@ def check_parts(check: Check, runner: TaskRunner) -> None:
 
 
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares evaluation on a mesh with one device, and a batch with its halves."""
+    """Compares evaluations on a mesh with evaluations on a single device.
+
+    The metrics of a batch are also compared with the means over its two halves.
+    """
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
     for what, batch in check.evaluated.items():
@@ -108,7 +111,7 @@ def reference_update(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that applies `fn` to each layer of stacked trees, without jax.vmap."""
+    """Returns a function that applies `fn` to each layer of stacked trees in a Python loop."""
 
     def apply(*trees: Any) -> Any:
         layers = [

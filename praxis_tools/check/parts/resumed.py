@@ -1,4 +1,4 @@
-"""Checks that stopping and resuming a job does not change any bit of its results.
+"""Checks that the results of a job are bitwise equal after it was stopped and resumed.
 
 It also checks that the train step donates the state, makes no host transfers and compiles once.
 """
@@ -113,7 +113,7 @@ class _CheckedData(InputPipeline):
 def _train_job(
     check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
-    """Trains a job, stopping and resuming it after each step in `stops`; returns losses by step."""
+    """Trains a job that stops and resumes after each step in `stops`, and returns the losses."""
     folder.mkdir()
     launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
@@ -145,9 +145,9 @@ def _restore_state(directory: Path, runner: TaskRunner) -> Any:
 
 
 def _check_compiled_step(check: Check, runner: TaskRunner) -> list[Comparison]:
-    """Checks the train step's donation, host transfers and number of compilations.
+    """Checks donation, host transfers and the number of compilations of the train step.
 
-    Call this after the step has run.
+    Call this function after the step has run.
     """
     partitioner = runner.partitioner
     text = text_of(partitioner.train_step.lower(structs(check.batches[0])).compile())

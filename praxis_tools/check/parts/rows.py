@@ -54,7 +54,7 @@ def with_padding_rows(
 
 
 def halves(batch: Batch) -> Batches:
-    """Returns two copies of a batch in which complementary halves of the rows have weight 0."""
+    """Returns two copies of a batch, each of which has weight 0 for one half of the rows."""
     num_rows = len(batch["weights"])
     is_first = np.arange(num_rows) < num_rows // 2 + 1
     shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)

@@ -1,4 +1,4 @@
-"""Compares a layout with the shardings that JAX infers for the new state and for activations.
+"""Compares a layout with the shardings in the array types that JAX infers.
 
 If mesh axes are Explicit (sharding in types), JAX infers the sharding of each result from its
 operands while a step is traced. Nothing is compiled or run, so this is independent of XLA.
@@ -32,9 +32,9 @@ class TypeWitness:
       confirmed: Paths of the leaves whose inferred spec equals the spec in the layout.
       others: Messages for all other leaves, such as "PATH is PartitionSpec(...), but its
         layout is ...".
-      as_declared: Number of activations that already have the sharding of their constraint.
-      moved: Messages for all other activations with a constraint, such as "LAYER: float32[16, 12,
-        32] ... to ...".
+      as_declared: Number of activations whose inferred sharding equals their sharding constraint.
+      moved: Messages for all other activations with a sharding constraint, such as
+        "LAYER: float32[16, 12, 32] ... to ...".
       untyped: Maps the path of a layer to the reason why JAX cannot infer types inside it.
     """
 
@@ -125,7 +125,7 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Adds notes about the types inferred by JAX to a check, without comparing values."""
+    """Adds notes on the types that JAX infers to the certificate. It compares no values."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")

@@ -1,6 +1,7 @@
-"""Computes gradients part by part on a single device, as a reference for steps that split batches.
+"""Computes gradients for one part of a batch after another on a single device.
 
-The parts are either the rows of each device (ExplicitCollectives) or micro-batches.
+This is the reference for steps whose results depend on how the batch is divided into parts. The
+parts are either the rows of each device (ExplicitCollectives) or micro-batches.
 """
 
 import contextlib
@@ -168,7 +169,7 @@ def _evaluate(
 def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
-    """Splits a batch into parts: every num_parts-th row, or blocks padded with zero-weight rows."""
+    """Splits a batch into strided parts, or into blocks that are padded with zero-weight rows."""
     num_rows, arrays = num_rows_of(inputs), dict(inputs)
     if is_strided:
         return [

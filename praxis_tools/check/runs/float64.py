@@ -96,7 +96,7 @@ def in_float64(
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns the sum of an array and a weighted sum that depends on the order, as float64 [2]."""
+    """Returns the sum and an order-dependent weighted sum of an array, as float64 [2]."""
     x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
     weights = jnp.ones((), np.float64)
     for dim in range(x.ndim):

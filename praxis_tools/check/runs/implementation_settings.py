@@ -134,7 +134,7 @@ def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]
 
 
 def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
-    """Returns a copy of a config with a new value for all settings with this name."""
+    """Returns a copy of a config in which all settings with this name have a new value."""
 
     def switch(name: str, value: Any, hint: Any) -> Any:
         if name != setting.name or not _is_implementation_setting(name, value):
@@ -155,7 +155,7 @@ def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: An
 
 
 def _with_templates(config: "fdl.Config") -> "fdl.Config":
-    """Returns a copy in which classes and functions with these settings become an fdl.Partial."""
+    """Returns a copy in which classes and functions with such settings are an fdl.Partial."""
 
     def to_partial(value: Any, state: daglish.State) -> Any:
         if isinstance(value, functools.partial) and _is_template(value.func):

@@ -1,4 +1,4 @@
-"""Interprets a jaxpr operation by operation and records the values computed by each layer."""
+"""Runs a jaxpr operation by operation and records the values that each layer computes."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ class LayerRecorder(Interpreter):
     def _record_separately(
         self, jaxpr: Any, args: Sequence[Any]
     ) -> tuple[list[Any], list[str], list[jax.Array]]:
-        """Runs a jaxpr; returns its outputs and the layers and summaries recorded within it."""
+        """Runs a jaxpr, and returns its outputs and the layers and summaries recorded in it."""
         outer, self._recorded = self._recorded, []
         outs = self.call(jaxpr, args)
         self._record_last()

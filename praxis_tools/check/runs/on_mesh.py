@@ -95,7 +95,10 @@ class TaskRunner:
     def evaluate(
         self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Evaluates a batch; returns metrics as in `train`, and "examples/NAME" for real rows."""
+        """Evaluates a batch and returns its metrics and the outputs of real rows.
+
+        The keys are those of `train` for metrics, and "examples/NAME" for outputs.
+        """
         step = self.partitioner.eval_examples
         metrics, examples, is_real = self._run_on_weights(
             step, mdl_vars, inputs, without_randomness
@@ -148,7 +151,7 @@ class TaskRunner:
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
-        """Places a batch on the mesh in float64; padding rows are copies of the last row."""
+        """Places a batch on the mesh in float64, padded with copies of the last row."""
         num_rows = len(next(x for x in inputs.values() if x.ndim))
         missing = -num_rows % self.mesh.size
 
@@ -201,7 +204,7 @@ def _pad_and_place(tree: PyTree, structs: PyTree, padding: float) -> PyTree:
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """Returns options that reduce the compile time of CPU programs by a third."""
+    """Returns options that reduce the compile time on CPU by a third."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 

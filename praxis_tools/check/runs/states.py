@@ -1,4 +1,4 @@
-"""Creates the train states for a check: without all-zero weights, perturbed, or restacked."""
+"""Creates and converts the train states of a check."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -146,9 +146,10 @@ class _Scheduler:
         self.timeline.instruction_seconds[instruction.name] += seconds
 
     def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
-        """Adds `count` times the matmul flops of an instruction; returns its flops per execution.
+        """Adds `count` times the matmul flops of an instruction to the timeline.
 
-        For a fusion, these are the flops of the fused instructions.
+        Returns:
+          The flops per execution. For a fusion, they include all fused instructions.
         """
         if instruction.opcode in FUSIONS:
             fused = self.program.computations[callees(instruction, "calls")[0]]
@@ -230,7 +231,7 @@ class _Scheduler:
         outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns the layer of an instruction; if unknown, a layer near the outer instruction."""
+        """Returns the layer of an instruction, or a layer near the outer instruction if unknown."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer)

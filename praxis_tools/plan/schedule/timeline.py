@@ -1,4 +1,4 @@
-"""The result of a simulation: a step's time for compute, memory, collectives and host copies."""
+"""The result of a simulated step: time for compute, memory, collectives and host copies."""
 
 import collections
 import dataclasses

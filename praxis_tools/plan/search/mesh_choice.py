@@ -1,4 +1,4 @@
-"""Chooses a job's mesh for a given set of devices, with formula-based step time estimates."""
+"""Chooses a job's mesh for a given set of devices, using estimated step times."""
 
 import dataclasses
 import math
@@ -171,7 +171,10 @@ def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 def _mesh(
     config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
 ) -> MeshConfig:
-    """Returns `config` with new axis sizes; slices keep their axis if its size is divisible."""
+    """Returns `config` with new axis sizes.
+
+    Slices remain along the same axis if its new size is divisible by the number of slices.
+    """
     shape, dcn, own_dcn = list(sizes), None, config.dcn_mesh_shape
     if num_slices > 1 and own_dcn is not None:
         axis = own_dcn.index(max(own_dcn))
@@ -188,9 +191,9 @@ def _mesh(
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    """Returns the distance between `sizes` and the axis sizes of `config`: a sum of log ratios.
+    """Returns the sum of absolute log ratios of `sizes` and the axis sizes of `config`.
 
-    An axis of size -1 is treated as size 1.
+    A size of -1 is treated as 1.
     """
     config_sizes = [
         abs(size) * dcn

@@ -166,7 +166,10 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
 def plan_candidate(
     launched: LaunchedConfig, packages: Sequence[str], candidate: Candidate, topology: Topology
 ) -> StepPlan | None:
-    """Compiles a candidate and returns its plan; prints the error of an invalid candidate."""
+    """Compiles a candidate and returns its plan.
+
+    If the candidate is invalid, this prints the error and returns None.
+    """
     try:
         settings = [*launched.settings, *candidate.settings]
         job = build(config_of_experiment(launched.experiment, settings, packages).config)
