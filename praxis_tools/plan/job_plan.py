@@ -144,9 +144,7 @@ def plan_job(
 
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
-    add(
-        f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (not needed for the plan)"
-    )
+    add(f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (need not be attached)")
     print_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:

@@ -24,7 +24,7 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
     if measured.num_devices < len(facts.devices):
-        devices += f", {measured.num_devices} of them traced"
+        devices += f" ({measured.num_devices} of them traced)"
     total = Row(1, measured.step_seconds, measured.predicted_seconds)
     lines = [
         f"steps {facts.first_step} to {facts.last_step} on {devices}: means per step and device",
@@ -128,7 +128,7 @@ def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
         times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
         notes.append(f"other functions that ran between steps, per step and device: {times}")
     if memory.used is None:
-        notes.append(f"peak memory in use: not reported by the platform {device.platform}")
+        notes.append(f"peak memory in use: not reported on the platform {device.platform}")
     else:
         notes.append(
             "peak memory in use on a device since the start of the process: "

@@ -136,7 +136,7 @@ def assert_collectives(
     weights = _weight_dims(step.layout)
     if no_gather_of_whole_weights:
         failures += [
-            f"all-gather of an entire weight: {_line(x)}, the size of {weights[dims]}"
+            f"all-gather of an entire weight: {_line(x)}, which is the size of {weights[dims]}"
             for x in collectives
             if x.kind == "all-gather"
             for dims in _dims(x)

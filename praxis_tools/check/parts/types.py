@@ -50,12 +50,12 @@ class TypeWitness:
         lines = [
             f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays in the state "
             f"after a step{_more(self.others)}",
-            f"They confirm {self.as_declared} of {self.as_declared + len(self.moved)} activations "
-            f"at a sharding constraint; the others are resharded{_more(self.moved)}",
+            f"JAX's types confirm {self.as_declared} of {self.as_declared + len(self.moved)} "
+            f"sharding constraints on activations; the others reshard them{_more(self.moved)}",
         ]
         if self.untyped:
             reasons = [f"{path} ({reason})" for path, reason in self.untyped.items()]
-            lines.append(f"They do not cover operations inside {few(reasons, 2, '; ')}")
+            lines.append(f"JAX's types do not cover operations inside {few(reasons, 2, '; ')}")
         return [f"{line}." for line in lines]
 
 

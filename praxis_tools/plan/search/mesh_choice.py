@@ -104,8 +104,8 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     available = bytes_of_a_device(devices)
     num_needed = math.ceil(state_bytes * len(devices) / available)
     raise OutOfMemory(
-        f"The state does not fit on {len(devices)} devices with any of {len(candidates)} meshes "
-        f"(best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
+        f"The state does not fit on {len(devices)} devices with any mesh ({len(candidates)} tried, "
+        f"best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
         f"--min_processes so that the job waits for them. {out_of_memory}"
     )
 

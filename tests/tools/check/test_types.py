@@ -57,7 +57,7 @@ def test_a_check_says_what_types_confirm(experiment):
         )
     )
     assert f"{num_arrays} of {num_arrays} arrays in the state" in of_state
-    assert "activations at a sharding constraint" in of_activations
+    assert "sharding constraints on activations" in of_activations
 
 
 def test_a_check_says_why_types_confirm_nothing():
