@@ -208,6 +208,7 @@ class UpdateCheck:
             # The shares were estimated from a few rows. Before reporting a difference, measure the
             # rounding errors of the entire batch.
             differences = compare_recomputed(_NUDGES)
+        # Report the device with the largest share of the tolerance for each array.
         comparisons, positions = [], {}
         for number, path in enumerate(paths):
             share, difference, tolerance = differences[np.argmax(differences[:, number, 0]), number]

@@ -133,6 +133,10 @@ def _unmerged(op_name: str) -> Iterator[str]:
 
 
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
+    """Returns the scopes of layers in an op name, and whether it belongs to the backward pass.
+
+    For example, ['transpose(jvp(encoder))', 'while', 'body', 'ffn'] is (['encoder', 'ffn'], True).
+    """
     scopes: list[str] = []
     starts: list[int] = []  # Index of the first scope inside each transformation.
     is_gradient = False

@@ -139,6 +139,7 @@ def _instructions(
 
 
 def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) -> Trace:
+    """Sums the times of the events in a program, and those of all other programs."""
     ops: dict[str, OpTime] = collections.defaultdict(OpTime)
     kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     other_seconds: dict[str, float] = collections.defaultdict(float)

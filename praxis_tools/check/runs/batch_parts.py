@@ -72,6 +72,13 @@ def _value_and_grad(
     inputs_split_mapping: Any = None,
     lay_out: Any = None,
 ) -> tuple[Any, PyTree, PyTree]:
+    """Computes the gradients of each part and averages them, like `accumulation.value_and_grad`.
+
+    Parts are weighted by the weight of their loss, and parts with weight 0 are ignored. Strided
+    parts are micro-batches, each of which continues from the variables of the previous one. Blocks
+    are the rows of one device each. All blocks start from the same variables, and the changes of
+    these variables are averaged.
+    """
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
     total_weight: jax.Array | float = 0.0

@@ -143,7 +143,7 @@ def test_a_state_that_is_too_large_wants_more_devices_and_split_slots(compiled, 
 
 def test_activations_that_are_too_large_want_remat_and_micro_batches(compiled, plan):
     text = too_small(compiled, plan.peak_bytes_per_device - 1).why_not
-    assert "checkpoint_policy='save_nothing'" in text and "gradient_accumulation_steps" in text
+    assert "checkpoint_policy to 'save_nothing'" in text and "gradient_accumulation_steps" in text
     assert "a mesh of at least" not in text
 
 
