@@ -11,6 +11,7 @@ cache.
 
 import argparse
 import dataclasses
+import heapq
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -85,7 +86,8 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
         plan = plan_step(partitioner, partitioner.decode_step, batch, topology)
         if options.top:
             print(plan_text(plan))
-            for instruction, seconds in plan.timeline.instruction_seconds.most_common(options.top):
+            times = plan.timeline.instruction_seconds.items()
+            for instruction, seconds in heapq.nlargest(options.top, times, key=lambda x: x[1]):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
         # Free the executable, because it is large.
         plans.append(dataclasses.replace(plan, compiled=None))

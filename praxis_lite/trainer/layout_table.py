@@ -10,6 +10,7 @@ from pathlib import Path
 from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.text_table import table_lines
@@ -254,7 +255,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
+def split_text(split: Sequence[DimSplit]) -> str:
     """Formats the mesh axes of each dim of a spec or a mapping as "(replica+data, -)"."""
     entries = [
         "+".join(map(str, entry))

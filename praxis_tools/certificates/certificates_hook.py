@@ -31,20 +31,25 @@ from praxis_tools.check.certificate import Comparison
 
 
 class NotRestored(Error):
-    """Raised if a restored state differs from the saved state; elastic jobs restore it again."""
+    """Raised if a restored state differs from the saved state.
+
+    Elastic jobs restore the state again.
+    """
 
     exit_status = 4
 
 
 class Certificates(Hook):
-    """Certifies a step every `certify_every_steps` steps, and compares replicas of the train state.
+    """Certifies a step every `run.certify_every_steps` steps, and compares replicas of the state.
 
     Digests of the state are saved with each checkpoint, and compared when the checkpoint is
     restored, even on a different mesh.
     """
 
     def __init__(self, job: JobOnMesh):
-        self._job, self.every = job, job.run.certify_every_steps
+        interval = job.run.certify_every_steps
+        assert interval is not None
+        self._job, self._interval, self.every = job, interval, interval
         partitioner = job.partitioner
         self._layout, self._mesh = partitioner.layout, partitioner.mesh
         self._compute_digests = StateDigests(self._layout, self._mesh)
@@ -88,8 +93,7 @@ class Certificates(Hook):
                     "checkpoint again. If the same device differs again, remove it from the job."
                 )
         self._create_certifier(state)
-        if self._needs_snapshot_after(loop.first_step):
-            self._certifier.take_snapshot(state, loop.first_step)
+        self._take_snapshot_if_due(state, loop.first_step)
 
     def _create_certifier(self, state: TrainState) -> None:
         job = self._job
@@ -116,7 +120,11 @@ class Certificates(Hook):
 
     def _needs_snapshot_after(self, step: int) -> bool:
         """Returns whether the state after `step` is needed to recompute the next step's update."""
-        return self._certifier is not None and (step + 1) % self.every == 0
+        return self._certifier is not None and (step + 1) % self._interval == 0
+
+    def _take_snapshot_if_due(self, state: TrainState, step: int) -> None:
+        if self._certifier is not None and self._needs_snapshot_after(step):
+            self._certifier.take_snapshot(state, step)
 
     def is_due(self, step: int, is_last: bool) -> bool:
         return self._needs_snapshot_after(step) or self._is_certified_or_saved(step, is_last)
@@ -124,7 +132,7 @@ class Certificates(Hook):
     def _is_certified_or_saved(self, step: int, is_last: bool) -> bool:
         # Keep this in sync with `Saves`: digests are computed for every step that is saved.
         loop, run = self._loop, self._job.run
-        intervals = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
+        intervals = (self._interval, run.checkpoints.every_steps, run.peer_save_every_steps)
         return (
             is_last
             or any(every is not None and step % every == 0 for every in intervals)
@@ -136,24 +144,33 @@ class Certificates(Hook):
         reason = None
         if self._is_certified_or_saved(dispatched.step, dispatched.is_last):
             reason = self._certify(dispatched)
-        if self._needs_snapshot_after(dispatched.step) and not dispatched.is_last:
-            self._certifier.take_snapshot(dispatched.state, dispatched.step)
+        if not dispatched.is_last:
+            self._take_snapshot_if_due(dispatched.state, dispatched.step)
         return reason
 
     def _certify(self, dispatched: DispatchedStep) -> str | None:
-        """Compares replicas and re-runs the step if due; returns why training ends, or None."""
+        """Compares replicas, and re-runs the step if it is due.
+
+        Returns:
+          The reason to end training, or None.
+        """
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {dispatched.step}"):
             self._digests, self._step = self._compute_digests(dispatched.state), dispatched.step
             differences = self._agree_on_first(
                 replica_differences(self._layout, self._mesh, self._digests)
             )
-            if dispatched.step % self.every and not differences:
+            if dispatched.step % self._interval and not differences:
                 return None
             certified = None if differences else self._rerun_step(dispatched)
-            if certified is not None and any_process_differs(certified.comparisons):
+            certifier = self._certifier
+            if (
+                certifier is not None
+                and certified is not None
+                and any_process_differs(certified.comparisons)
+            ):
                 loop.note(f"step {dispatched.step} is not certified; looking for the cause")
-                difference = CauseSearch(self._certifier, certified).find()
+                difference = CauseSearch(certifier, certified).find()
                 differences = self._agree_on_first([difference])
             began += self._compile_wait_seconds
             self._record(dispatched.step, began, differences, certified)
@@ -183,14 +200,14 @@ class Certificates(Hook):
             self._loop.note(f"note: {note}")
         return certified
 
-    def _warn_without_reruns(self, error: ConfigError) -> None:
+    def _warn_without_reruns(self, error: Error) -> None:
         self._loop.note(
             f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only replicas of the "
             "state are compared."
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns the first difference found by any process; all processes get the same result."""
+        """Returns the first difference that any process found, as a list of at most one element."""
         local = json.dumps(as_json(differences[0])) if differences else ""
         texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")
@@ -218,9 +235,10 @@ class Certificates(Hook):
         certified: CertifiedStep | None = None,
         num_digests: int | None = None,
     ) -> None:
-        """Appends a line to certificates.jsonl, in the first process."""
+        """Appends a line to certificates.jsonl if this is the first process."""
         if not self._loop.is_first:
             return
+        certifier = self._certifier
         comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
         closest = max(comparisons, key=lambda x: x.share, default=None)
         append_lines(
@@ -229,7 +247,7 @@ class Certificates(Hook):
                 {
                     "step": step,
                     "time": time.time(),
-                    "rows": 0 if certified is None else self._certifier.num_rows,
+                    "rows": 0 if certified is None or certifier is None else certifier.num_rows,
                     "meshes": self._meshes(certified),
                     "certified": not differences,
                     "num_comparisons": len(comparisons)
@@ -258,9 +276,10 @@ class Certificates(Hook):
 
     def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
-        if certified is not None:
-            meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
-            for rerun in self._certifier.reruns[2:]:
+        certifier = self._certifier
+        if certified is not None and certifier is not None:
+            meshes["moved"] = {"order": certifier.order, "exact": certifier.is_exact}
+            for rerun in certifier.reruns[2:]:
                 meshes["other"] = dict(rerun.mesh.shape)
         return meshes
 
@@ -272,8 +291,8 @@ class Certificates(Hook):
                 self._loop.checkpoints.wait()
             raise NotCertified(
                 f"{self._error} The state is saved, and training has ended. See "
-                f"{self._job.files.certificates_jsonl}. Remove the device, or fix the program "
-                "(--mode=check shows details). To continue despite differences, set "
+                f"{self._job.files.certificates_jsonl}. Remove the faulty device, or fix the model "
+                "code (--mode=check shows details). To continue despite differences, set "
                 "run.certify_action=report."
             )
 

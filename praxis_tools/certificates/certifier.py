@@ -1,4 +1,4 @@
-"""Certifies steps of a running job: re-runs them on other meshes and compares the results."""
+"""Certifies steps of a running job by re-running them on other meshes."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ from praxis_tools.certificates.placements import (
 )
 from praxis_tools.certificates.rerun import (
     MOVED,
-    Measures,
+    Measurements,
     Rerun,
     Rows,
     check_device_memory,
@@ -42,12 +42,12 @@ from praxis_tools.explain.compiler_warnings import explained_warnings
 PyTree = Any
 Build = Callable[[Mesh], Partitioner]
 _MAX_DRAWS, _NUM_MORE_NUDGES = 4, 8
-_MAX_PARTS = 64  # The program of `devices_in_turn` contains a copy of the step for each part.
+_MAX_PARTS = 64  # The jaxpr of `devices_in_turn` contains a copy of the step for each part.
 
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedStep:
-    """The comparisons of a certificate, and the measurements needed to find the cause.
+    """The comparisons of a certificate, and the measurements to find the cause of a difference.
 
     Attributes:
       comparisons: All comparisons, in the order in which they were made.
@@ -57,15 +57,15 @@ class CertifiedStep:
       other: Measurements on a different mesh, or None if no other mesh is valid.
       rows: The last rows that were compared.
       is_device_fault: Whether bits differed after the devices were reordered.
-      draw: Index of the random draw that selected `rows`. All earlier draws had differences.
-      draw_rows: Function that takes the index of a draw and returns random rows of the step.
+      draw: Index of the random sample `rows`. All earlier samples had differences.
+      draw_rows: Function that takes the index of a sample and returns random rows of the step.
       update: Comparison of the state after the step, or None if it was not compared.
     """
 
     comparisons: Sequence[Comparison]
-    baseline: Measures
-    nudged: Sequence[Measures]
-    other: Measures | None
+    baseline: Measurements
+    nudged: Sequence[Measurements]
+    other: Measurements | None
     rows: Rows
     is_device_fault: bool
     draw: int
@@ -136,17 +136,19 @@ class Certifier:
             self.update = UpdateCheck(partitioner, element_spec, self.notes.append)
         except MODEL_ERRORS as error:  # For example, from an optimizer that cannot be vmapped.
             self.notes.append(f"Updates are not recomputed: {error}")
-        self._compilation: concurrent.futures.Future | None = None
+        # `compile_in_thread` replaces this future, which is already done.
+        self._compilation: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._compilation.set_result(None)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
-        """Returns a lowered re-run on a partitioner's mesh; raises any errors of the model."""
+        """Returns a lowered re-run on a partitioner's mesh. Errors of the model are not caught."""
         rerun = Rerun(self.partitioner, partitioner)
         rerun.lower(self.spec, self.scalars)
         return rerun
 
     def _reruns_on_another_mesh(self) -> list[Rerun]:
-        """Returns [re-run] for a valid mesh that splits other axes, or [] if no mesh is valid."""
+        """Returns a list with a re-run on a valid mesh of a different shape, or an empty list."""
         num_parts, meshes_with_other_parts = self.partitioner.gradients.num_parts, []
         for mesh in other_meshes(self.partitioner.mesh):
             try:
@@ -187,7 +189,7 @@ class Certifier:
         return spec, batch_size
 
     def compile_in_thread(self) -> None:
-        """Starts compiling the lowered programs in a separate thread."""
+        """Starts compiling the re-runs in a separate thread."""
         self._compilation = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
@@ -219,7 +221,7 @@ class Certifier:
                 if rerun in self.reruns[:2]:
                     raise OutOfMemory(message)
                 self.reruns.remove(rerun)
-                self.notes.append(f"{message} So certificates only compare reordered devices.")
+                self.notes.append(f"{message} Certificates now only compare reordered devices.")
         self._drop_update_unless(UpdateCheck.check_memory)
 
     def take_snapshot(self, state: TrainState, step: int) -> None:
@@ -235,12 +237,12 @@ class Certifier:
         check_update = functools.partial(check, self.update)
         if message := _out_of_memory_message("room for updates", check_update):
             self.update = None
-            self.notes.append(f"{message} So updates are not recomputed.")
+            self.notes.append(f"{message} Updates are not recomputed.")
 
     def rows(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int, draw: int = 0
     ) -> Rows:
-        """Returns random rows of a batch, determined by the seed, the step and the draw."""
+        """Returns a random sample of rows, determined by the seed, the step and the draw."""
         seed = (self.seed, step, draw)
         chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
         salt = int(np.random.default_rng(seed).integers(2**32))
@@ -263,7 +265,7 @@ class Certifier:
         for draw in range(_MAX_DRAWS):
             certified = self._compare_rows(draw_rows(draw), draw, draw_rows)
             # Rounding may change a discrete decision, such as the choice of an expert, but it is
-            # unlikely to do so for several draws of rows.
+            # unlikely to do so for several samples of rows.
             if certified.is_device_fault or not any_process_differs(certified.comparisons):
                 break
         if self.update is None or not self.update.has_snapshot_before(step):
@@ -323,9 +325,9 @@ class Certifier:
         )
 
     def compare_reordered(
-        self, expected: Measures, nudged: Sequence[Measures], actual: Measures
+        self, expected: Measurements, nudged: Sequence[Measurements], actual: Measurements
     ) -> list[Comparison]:
-        """Compares measures on the job's mesh with measures on reordered devices."""
+        """Compares measurements on the job's mesh with measurements on reordered devices."""
         if self.is_exact:
             return compare_bits(expected, actual)
         return compare_up_to_rounding(MOVED, expected, nudged, actual)
@@ -351,14 +353,14 @@ def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
 
 
 def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
-    """Returns whether a comparison failed in any process; all processes get the same result."""
+    """Returns whether a comparison failed in any process."""
     return any_process(any(not x.is_equal for x in comparisons))
 
 
 def any_process(condition: bool) -> bool:
-    """Returns whether a condition is true in any process; all processes get the same result.
+    """Returns whether a condition is true in any process.
 
-    Processes exchange the condition because they can observe different results. For instance, a
-    faulty device may return wrong values only to its own process.
+    All processes must call this function, and get the same result. Their conditions may differ: for
+    instance, a faulty device may return wrong values only to its own process.
     """
     return any(processes.exchange("certificate", "yes" if condition else ""))

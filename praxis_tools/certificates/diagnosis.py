@@ -1,4 +1,4 @@
-"""Searches for the cause of a difference: a faulty device, or a mesh axis and layer."""
+"""Searches for the cause of a difference: a faulty device, or a mesh axis and a layer."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from praxis_tools.certificates.certifier import (
     any_process_differs,
 )
 from praxis_tools.certificates.placements import reorder_devices, reshape_mesh, rotated_order
-from praxis_tools.certificates.rerun import MOVED, Measures, Rerun, Rows
+from praxis_tools.certificates.rerun import MOVED, Measurements, Rerun, Rows
 from praxis_tools.certificates.state_digests import Digests, changed_keys
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
@@ -133,10 +133,10 @@ def restored_state_differences(
       saved: Digests saved with the state, from `Digests.to_save`.
       digests: Digests of the restored state.
     """
-    positions = []
+    positions: list[int] = []
     if saved["mesh"] == dict(mesh.shape):
-        expected, actual = (dict(enumerate(x)) for x in (saved["places"], digests.by_position()))
-        positions = changed_keys(expected, actual)
+        pairs = zip(saved["places"], digests.by_position(), strict=False)
+        positions = [i for i, (expected, actual) in enumerate(pairs) if expected != actual]
     axes = "+".join(split_axes(mesh.shape))
     return [
         Difference(
@@ -175,7 +175,7 @@ class CauseSearch:
     def find(self) -> Difference:
         """Returns the first difference in the certificate, with its cause.
 
-        All processes must call this, because the search runs programs on all devices. A process
+        All processes must call this, because the search runs steps on all devices. A process
         without a difference returns its first comparison.
         """
         certified = self._certified
@@ -187,7 +187,10 @@ class CauseSearch:
         return self._program_difference(certified.failed or certified.comparisons[-1:])
 
     def _update_difference(self, update: UpdateComparison) -> Difference:
-        """Returns the difference in an update; a minority of differing devices is the cause."""
+        """Returns the difference in an update.
+
+        If it only occurs on a minority of the devices, these devices are reported as the cause.
+        """
         worst = next(iter(update.failed), update.comparisons[-1])
         positions = update.positions.get(worst.leaf, ())
         is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
@@ -235,7 +238,7 @@ class CauseSearch:
         return self._worst_difference(failed, layer, positions)
 
     def _faulty_positions(self) -> list[int]:
-        """Returns the positions of devices whose results differ from the other devices' results.
+        """Returns the mesh positions of the faulty devices.
 
         Rotating a set of devices changes the result if one of them is faulty, so faulty devices are
         found by binary search over sets of devices. If results are not reproducible even on the
@@ -280,21 +283,21 @@ class CauseSearch:
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
         """Returns rows whose results in a re-run differ from those on the job's mesh, or None.
 
-        Several draws of rows are compared, because all rows on a device may have weight 0.
+        Several samples of rows are compared, because all rows on a device may have weight 0.
         """
-        for rows, expected, nudged in self._draws:
+        for rows, expected, nudged in self._samples:
             actual = rerun.measure(rows)
             if any_process_differs(self._certifier.compare_reordered(expected, nudged, actual)):
                 return rows
         return None
 
     @functools.cached_property
-    def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
-        """Several draws of rows, each with its measures for exact and for perturbed weights."""
+    def _samples(self) -> list[tuple[Rows, Measurements, list[Measurements]]]:
+        """Samples of rows, each with its measurements for exact and for perturbed weights."""
         rerun, draw_rows = self._job_rerun, self._certified.draw_rows
-        draws = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
+        samples = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [
-            (rows, rerun.measure(rows), [rerun.measure(rows, rerun.rounding)]) for rows in draws
+            (rows, rerun.measure(rows), [rerun.measure(rows, rerun.rounding)]) for rows in samples
         ]
 
     def _rerun_on(self, mesh: Mesh) -> Rerun:
@@ -325,18 +328,19 @@ class CauseSearch:
                 faulty.append(axis)
         return faulty or list(axes)
 
-    def _differs_from_other_mesh(self, actual: Measures) -> bool:
+    def _differs_from_other_mesh(self, actual: Measurements) -> bool:
         baseline, other = self._certified.baseline, self._certified.other
+        assert other is not None  # A difference in the program was found on the other mesh.
         # Apply the effect of rounding, measured on the job's mesh, to the other mesh.
         nudged = [
-            {k: x + measures.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
-            for measures in self._certified.nudged
+            {k: x + perturbed.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
+            for perturbed in self._certified.nudged
         ]
         return any_process_differs(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
 
 
 def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:
-    """Returns the first layer whose bits differ between two device orders, or ""."""
+    """Returns the first layer whose bits depend on the order of the devices, or ""."""
 
     def digest(x: jax.Array) -> jax.Array:
         return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
@@ -367,7 +371,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
 
 
 def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Runs a step with a recorder; returns a record for each layer, with keys "NUMBER|LAYER"."""
+    """Runs a step with a recorder, and returns its `LayerRecorder.records`."""
     with jax.enable_x64(False):
         arguments = rerun.arguments(rows, nudge)
         closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)
@@ -384,5 +388,5 @@ def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
-    """Converts a difference to JSON values; infinities and NaNs become strings."""
+    """Converts a difference to JSON values, with infinities and NaNs as strings."""
     return None if difference is None else finite_fields(dataclasses.asdict(difference))

@@ -83,6 +83,6 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _num_bits(dtype: Any) -> int:
-    """Returns the bits per element, which for types such as int4 are fewer than are stored."""
+    """Returns the bits per element. For types such as int4, JAX stores more bits."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return 8 * dtype.itemsize if jnp.issubdtype(dtype, jnp.complexfloating) else info(dtype).bits

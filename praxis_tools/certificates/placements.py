@@ -1,4 +1,4 @@
-"""Meshes on which steps are re-run, and functions that move arrays to them.
+"""Creates the meshes on which steps are re-run, and moves arrays to them.
 
 A step is re-run on the same mesh with reordered devices, and on a different valid mesh of the same
 devices.
@@ -25,7 +25,7 @@ COPIES = "copies"  # Axis over which everything except the rows of input batches
 
 
 def reorder_devices(mesh: Mesh, order: Sequence[int]) -> Mesh:
-    """Returns a mesh with the same shape whose i-th device is device order[i] of `mesh`."""
+    """Returns a mesh of the same shape in which device i is device order[i] of `mesh`."""
     devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
     return mesh_of(devices, mesh.axis_names)
 
@@ -105,7 +105,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 
 
 class MeshTransfer:
-    """Moves a tree of arrays to a different mesh of the same devices, and pads it for that mesh.
+    """Moves arrays to a different mesh of the same devices, and pads them for that mesh.
 
     The target mesh must have either the same device order or the same shape.
 
@@ -119,12 +119,16 @@ class MeshTransfer:
     def __init__(self, source: StateLayout, mesh: Mesh, target: StateLayout, target_mesh: Mesh):
         self._shardings = target.shardings(target_mesh)
         self._is_reordered = list(mesh.devices.flat) != list(target_mesh.devices.flat)
+        transfer: Callable[[PyTree], PyTree]
         if self._is_reordered:
             transfer, in_shardings = _block_sender(mesh, target_mesh, target.specs), self._shardings
         else:
             transfer = lambda tree: target.pad(source.unpad(tree))  # noqa: E731
             in_shardings = source.shardings(mesh)
-        self._run = jax.jit(transfer, in_shardings=(in_shardings,), out_shardings=self._shardings)
+        self._jitted = jax.jit(
+            transfer, in_shardings=(in_shardings,), out_shardings=self._shardings
+        )
+        self._run: Callable[[PyTree], PyTree] = self._jitted
         self._abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             source.padded_shapes,
@@ -133,7 +137,7 @@ class MeshTransfer:
 
     def compile(self) -> None:
         """Compiles the transfer ahead of the first call."""
-        self._run = self._run.lower(self._abstract).compile()
+        self._run = self._jitted.lower(self._abstract).compile()
 
     def __call__(self, tree: PyTree) -> PyTree:
         if self._is_reordered:

@@ -1,9 +1,9 @@
-"""Recomputes the state after a step with `plain_update`, and a tolerance for each element.
+"""Recomputes the state after a step, with a tolerance for each element.
 
 Recomputed gradients differ from the actual gradients by rounding errors, which an optimizer may
-amplify to an entire step (Adam: g / |g|). Therefore, the update is computed both from the gradients
-and from gradients that are perturbed by the size of rounding errors. The difference between these
-updates is the tolerance.
+amplify to an entire step (Adam: g / |g|). Therefore, `plain_update` computes the update both from
+the gradients and from gradients with perturbations as large as rounding errors. The difference
+between these updates is the tolerance.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ _PATTERNS = ((0, 0.0), (0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0))  # (half of the
 class Rounding:
     """Rounding errors of gradients.
 
-    The errors are estimated either from measures of a few rows (`shares`) or by running the entire
-    batch with perturbed weights (`num_nudges`).
+    The errors are estimated either from a few rows (`shares`) or by running the entire batch with
+    perturbed weights (`num_nudges`).
 
     Attributes:
       shares: Maps the path of each trained weight to the relative rounding error of its gradient.
@@ -94,7 +94,7 @@ def recompute_state(
     )
 
     def delta(path: str, g: jax.Array) -> jax.Array:
-        """Returns the rounding error of each element; 0 for elements that are always 0."""
+        """Returns the rounding error of each element, which is 0 if the element is always 0."""
         error, share = errors["grads"][path], jnp.maximum(rounding.shares[path], _LEAST_SHARE)
         from_shares = share * (jnp.abs(g) + _rms(g))
         from_nudges = error + _rms(error) + _LEAST_SHARE * jnp.abs(g)
@@ -289,7 +289,7 @@ def _mask_of(path: str, shape: tuple[int, ...], masks: Mapping[str, jax.Array]) 
 
 
 def path_suffixes(path: str) -> list[str]:
-    """Returns a path and its suffixes, since a slot's path ends with the path of its weight."""
+    """Returns a path and its suffixes. A slot's path ends with the path of its weight."""
     parts = path.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
 

@@ -1,4 +1,4 @@
-"""Re-runs a training step with a few of its rows on any mesh, and measures the gradients."""
+"""Re-runs a training step with a few of its rows on any mesh, and summarizes the gradients."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
-from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
+from praxis_lite.core.jaxprs import all_eqns, array_type, open_jaxpr
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -26,7 +26,7 @@ from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import check_program_fits
 from praxis_tools.certificates import element_hash
-from praxis_tools.certificates.placements import batch_transfer, weight_transfer
+from praxis_tools.certificates.placements import MeshTransfer, batch_transfer, weight_transfer
 from praxis_tools.certificates.recomputed_update import nudge_weights
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison, mesh_name
@@ -35,7 +35,7 @@ from praxis_tools.check.runs.on_mesh import Leaves
 PyTree = Any
 MOVED = "devices moved"
 NUM_PROJECTIONS = 4
-_ADVICE = "Remove run.certify_every_steps to recompute nothing."
+_ADVICE = "Remove run.certify_every_steps to disable certificates."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measures:
-    """Measures of the loss and gradients of a step.
+class Measurements:
+    """The loss of a step, and the norm, projections and digest of each gradient.
 
     Attributes:
       leaves: Contains "metrics/loss/value", "metrics/loss/weight" and, for each "gradients/PATH",
@@ -71,7 +71,7 @@ class Measures:
 
 @dataclasses.dataclass
 class _MeasuringLearner(BoundLearner):
-    """A learner that measures gradients instead of updating weights."""
+    """A learner that returns a summary of the gradients instead of updating weights."""
 
     salt: Any = dataclasses.field(kw_only=True)
 
@@ -105,8 +105,8 @@ class Rerun:
     Attributes:
       name: Name of the mesh, such as "data 4, mdl 2".
       is_job_mesh: Whether the step is re-run on the job's mesh.
-      rounding: Machine epsilon of the narrowest float type in the program's products. It is set by
-        `lower`.
+      rounding: Machine epsilon of the narrowest float type in the step's matmuls and convolutions.
+        It is set by `lower`.
     """
 
     def __init__(self, job_partitioner: Partitioner, partitioner: Partitioner):
@@ -114,10 +114,10 @@ class Rerun:
         self.name = mesh_name(self.mesh.shape)
         self.is_job_mesh, self._job_mesh = partitioner is job_partitioner, job_partitioner.mesh
         self._mdl_layout = partitioner.layout.select("mdl_vars")
-        self._transfer_weights = (
-            None if self.is_job_mesh else weight_transfer(job_partitioner, partitioner)
-        )
-        self._transfer_batch: Any = None
+        self._transfer_weights: MeshTransfer | None = None
+        if not self.is_job_mesh:
+            self._transfer_weights = weight_transfer(job_partitioner, partitioner)
+        self._transfer_batch: MeshTransfer | None = None
         self._program: Any = None
         self.rounding = 0.0
 
@@ -130,7 +130,7 @@ class Rerun:
         salts: jax.Array,
         nudge: jax.Array,
     ) -> dict[str, Any]:
-        """Computes the loss, and measures and digests of the gradients.
+        """Computes the loss, and the norms, projections and digests of the gradients.
 
         Args:
           mdl_vars: Padded model variables.
@@ -142,7 +142,7 @@ class Rerun:
 
         Returns:
           A dict with "loss" (value and weight, [2]), and with "measured" and "digests", which map
-          the path of each weight to measures and digests of its gradient.
+          the path of each weight to its gradient's norm and projections, and to its digest.
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
@@ -163,7 +163,7 @@ class Rerun:
         return {"loss": loss, **outputs["learner"]}
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces and lowers the program; raises any errors of the model.
+        """Traces and lowers the step. Errors of the model are not caught.
 
         Args:
           element_spec: Shapes and types of the rows.
@@ -194,18 +194,19 @@ class Rerun:
             self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the program on the first call and returns it; may be called in any thread."""
+        """Returns the compiled step. It is compiled on the first call, in any thread."""
         if isinstance(self._program, jax.stages.Lowered):
             self._program = self._program.compile()
-            if not self.is_job_mesh:
-                self._transfer_weights.compile()
-                self._transfer_batch.compile()
+            for transfer in (self._transfer_weights, self._transfer_batch):
+                if transfer is not None:
+                    transfer.compile()
         return self._program
 
     def arguments(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> tuple:
         """Returns the arguments of `function`, transferred to this mesh."""
         mdl_vars, batch = rows.state.mdl_vars, rows.batch
-        if not self.is_job_mesh:
+        if self._transfer_weights is not None:
+            assert self._transfer_batch is not None, "call lower() first"
             mdl_vars, batch = self._transfer_weights(mdl_vars), self._transfer_batch(batch)
         # `jax.device_put` to devices of other processes requires NumPy arrays.
         salts = np.array((rows.salt, (rows.salt + 1 + pattern) % 2**32), np.uint32)
@@ -214,7 +215,7 @@ class Rerun:
         scalars, salts, nudge = jax.device_put(replicated_args, self.partitioner.replicated)
         return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salts, nudge
 
-    def measure(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> Measures:
+    def measure(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> Measurements:
         """Measures the gradients of rows on this mesh, blocking until the devices are done.
 
         Args:
@@ -226,7 +227,9 @@ class Rerun:
         value, weight = outputs["loss"]
         leaves = {"metrics/loss/value": value, "metrics/loss/weight": weight}
         leaves |= {f"gradients/{path}": x for path, x in outputs["measured"].items()}
-        return Measures(leaves, {f"gradients/{path}": x for path, x in outputs["digests"].items()})
+        return Measurements(
+            leaves, {f"gradients/{path}": x for path, x in outputs["digests"].items()}
+        )
 
 
 def scalars_of(state: TrainState) -> dict[str, Any]:
@@ -242,14 +245,15 @@ def _product_epsilon(jaxpr: Any, platform: str) -> float:
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
         for x in eqn.invars:
-            if jnp.issubdtype(x.aval.dtype, jnp.floating):
-                epsilon = max(epsilon, float(jnp.finfo(x.aval.dtype).eps))
+            dtype = array_type(x).dtype
+            if jnp.issubdtype(dtype, jnp.floating):
+                epsilon = max(epsilon, float(jnp.finfo(dtype).eps))
     # By default, TPUs multiply float32 in bfloat16.
     return max(epsilon, float(jnp.finfo(jnp.bfloat16).eps)) if platform == "tpu" else epsilon
 
 
-def compare_bits(expected: Measures, actual: Measures) -> list[Comparison]:
-    """Compares two runs of a program whose results must be bitwise equal."""
+def compare_bits(expected: Measurements, actual: Measurements) -> list[Comparison]:
+    """Compares two runs whose results must be bitwise equal."""
     comparisons = []
     for comparison in tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves):
         leaf, difference = comparison.leaf, comparison.difference
@@ -267,16 +271,16 @@ def compare_bits(expected: Measures, actual: Measures) -> list[Comparison]:
 
 
 def compare_up_to_rounding(
-    mesh: str, expected: Measures, nudged: Sequence[Measures], actual: Measures
+    mesh: str, expected: Measurements, nudged: Sequence[Measurements], actual: Measurements
 ) -> list[Comparison]:
-    """Compares two programs that round differently.
+    """Compares two runs that round differently.
 
     Args:
       mesh: Name of the mesh that `actual` was measured on.
-      expected: Measures on the job's mesh.
-      nudged: Measures on the job's mesh with perturbed weights, one for each pattern. They
+      expected: Measurements on the job's mesh.
+      nudged: Measurements on the job's mesh with perturbed weights, one for each pattern. They
         determine the tolerance.
-      actual: Measures on the other mesh.
+      actual: Measurements on the other mesh.
     """
     return tolerances.by_rounding(mesh, expected.leaves, [x.leaves for x in nudged], actual.leaves)
 
@@ -284,15 +288,15 @@ def compare_up_to_rounding(
 def check_device_memory(
     compiled: jax.stages.Compiled, devices: Sequence[jax.Device], program: str, copies: int = 0
 ) -> None:
-    """Raises OutOfMemory if a certificate's program does not fit in addition to the train state.
+    """Raises OutOfMemory if a compiled function does not fit in addition to the train state.
 
     Call it between steps, when only the train state is on the devices.
 
     Args:
-      compiled: The program.
+      compiled: The compiled function.
       devices: Devices of this process.
-      program: Name of the program, used as the subject of the error message.
-      copies: Bytes per device of arrays that are copied for the program.
+      program: Name of the function, used as the subject of the error message.
+      copies: Bytes per device of arrays that are copied for the function.
     """
     check_program_fits(compiled, devices, program, _ADVICE)
     stats = compiled.memory_analysis()

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,16 +57,17 @@ class StateDigests:
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
-        self._run = jax.jit(
+        self._jitted = jax.jit(
             lambda state: digest_on_each_device(jax.tree.leaves(to_device(state))),
             in_shardings=(layout.shardings(mesh),),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
+        self._run: Callable[[PyTree], jax.Array] = self._jitted
         self._abstract = layout.abstract(mesh)
 
     def compile(self) -> None:
-        """Compiles the program ahead of the first call."""
-        self._run = self._run.lower(self._abstract).compile()
+        """Compiles the computation ahead of the first call."""
+        self._run = self._jitted.lower(self._abstract).compile()
 
     def __call__(self, state: PyTree) -> "Digests":
         """Returns the digests of a state, blocking until the devices have computed them."""
@@ -133,7 +134,7 @@ class Digests:
 
     def by_position(self) -> list[str]:
         """Returns the digest of each device's blocks, in the mesh's order."""
-        return [_hash(np.ascontiguousarray(of_device)) for of_device in self._by_device]
+        return [_hash(of_device.tobytes()) for of_device in self._by_device]
 
     def to_save(self) -> dict[str, Any]:
         """Returns the digests as JSON values to save with the state."""
@@ -145,7 +146,7 @@ class Digests:
         }
 
     def replica_mismatches(self) -> Iterator[ReplicaMismatch]:
-        """Yields the arrays whose replicas differ, with the devices outside of the majority."""
+        """Yields a mismatch for each array whose replicas differ."""
         for number, leaf in enumerate(self._leaves):
             wrong: list[int] = []
             for positions in self._replica_groups(leaf):
@@ -181,7 +182,7 @@ class Digests:
         return tuple(a for a, size in self._mesh.shape.items() if size > 1 and a not in split)
 
     def _replica_groups(self, leaf: LeafLayout) -> list[list[int]]:
-        """Returns, for each block of an array, the positions of the devices that store it."""
+        """Returns the positions of the devices that store each block of an array."""
         devices, names = self._mesh.devices, self._mesh.axis_names
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}
         split_axes_first = sorted(range(len(names)), key=lambda i: names[i] not in split)
@@ -195,5 +196,5 @@ def changed_keys(saved: Mapping[str, str], actual: Mapping[str, str]) -> list[st
     return [key for key, text in saved.items() if key in actual and actual[key] != text]
 
 
-def _hash(data: bytes | np.ndarray) -> str:
+def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,11 +1,11 @@
-"""Recomputes the update of a step, and compares every array of the new state on every device.
+"""Recomputes the update of a step, and compares the new state on every device.
 
 The state after a step is compared with two independent results:
 
-- The job's program is run again from a copy of the state before the step, and must produce the same
-  bits. This reveals a single wrong bit on a single device.
-- `recomputed_update` computes the same update with a different program, up to rounding errors. This
-  reveals errors in the job's program.
+- The job's compiled step runs again from a copy of the state before the step, and must produce the
+  same bits. This reveals a single wrong bit on a single device.
+- `recomputed_update` computes the same update with separate code. It must be equal up to rounding
+  errors. This reveals errors in the job's compiled step.
 """
 
 import dataclasses
@@ -31,17 +31,18 @@ from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import available_bytes
 from praxis_tools.certificates.recomputed_update import Rounding, path_suffixes, recompute_state
-from praxis_tools.certificates.rerun import Measures, check_device_memory
+from praxis_tools.certificates.rerun import Measurements, check_device_memory
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
 
 PyTree = Any
 UPDATE = "update"
-# Lower limit for the memory of a snapshot of slots and moving averages, in bytes per device.
+# Slots and moving averages in a snapshot may always use this many bytes per device.
 LEAST_BYTES = 2**30
 _NUDGES = 8
-_SAME_BITS, _BY_HAND = "same program: bitwise equal", "plain update: the effect of rounding"
+_SAME_BITS = "same compiled step: bitwise equal"
+_RECOMPUTED = "recomputed update: within the effect of rounding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class UpdateComparison:
       comparisons: One comparison for each array and each method.
       positions: Maps the path of each array that differs to the mesh positions of the devices on
         which it differs.
-      num_arrays: Number of arrays that were compared with `recomputed_update`.
+      num_arrays: Number of arrays that were compared with the result of `recomputed_update`.
       of_arrays: Number of arrays in the state.
       is_exact: Whether the bits of all arrays were compared as well.
     """
@@ -117,12 +118,12 @@ class UpdateCheck:
         return self._num_compared % len(self.parts)
 
     def lower(self) -> None:
-        """Traces and lowers the program for the next certificate's part."""
+        """Traces and lowers the comparison of the next certificate's part."""
         if self._part not in self._programs:
             self._programs[self._part] = self._lower_part(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the program on the first call and returns it; may be called in any thread."""
+        """Returns the compiled comparison. It is compiled on the first call, in any thread."""
         part = self._part
         if isinstance(self._programs[part], jax.stages.Lowered):
             self._programs[part] = self._programs[part].compile()
@@ -131,7 +132,7 @@ class UpdateCheck:
         return self._programs[part]
 
     def check_memory(self) -> None:
-        """Raises OutOfMemory if the program does not fit in the memory of the devices."""
+        """Raises OutOfMemory if the comparison does not fit in the memory of the devices."""
         check_device_memory(
             self.compile(), self._partitioner.mesh.local_devices, "Recomputing an update"
         )
@@ -172,28 +173,29 @@ class UpdateCheck:
         state: TrainState,
         batch: GlobalBatch,
         key: jax.Array,
-        measures: Measures,
-        nudged: Measures,
+        measurements: Measurements,
+        nudged: Measurements,
         salt: int,
         rounding: float,
         agree: Callable[[bool], bool],
     ) -> UpdateComparison:
-        """Compares a state with the state recomputed from the snapshot, and frees the snapshot.
+        """Compares a state with the state recomputed from the snapshot, which is then freed.
 
         Args:
           state: State after the step.
           batch: All rows of the step.
           key: Random key of the run.
-          measures: Measures of the gradients of a few rows.
-          nudged: The same measures with perturbed weights.
+          measurements: Measurements of the gradients of a few rows.
+          nudged: The same measurements with perturbed weights.
           salt: Seed of the signs of perturbations.
           rounding: Relative amount by which weights are perturbed to measure rounding errors.
           agree: Function that returns whether its argument is True in any process.
         """
         paths = self.parts[self._part]
         snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None, "call take_snapshot() before the step"
         before = jax.tree.map_with_path(lambda p, x: snapshot.get(path_of(p), x), state)
-        shares = np.array(_rounding_shares(measures, nudged, self._trained_paths), np.float32)
+        shares = np.array(_rounding_shares(measurements, nudged, self._trained_paths), np.float32)
         run = self.compile()
 
         def compare_recomputed(num_nudges: int) -> np.ndarray:
@@ -206,6 +208,7 @@ class UpdateCheck:
             # The shares were estimated from a few rows. Before reporting a difference, measure the
             # rounding errors of the entire batch.
             differences = compare_recomputed(_NUDGES)
+        # Report the device with the largest share of the tolerance for each array.
         comparisons, positions = [], {}
         for number, path in enumerate(paths):
             share, difference, tolerance = differences[np.argmax(differences[:, number, 0]), number]
@@ -217,13 +220,13 @@ class UpdateCheck:
                     None,
                     float(difference),
                     float(tolerance),
-                    _BY_HAND,
+                    _RECOMPUTED,
                 )
             )
             if share > 1:
                 positions[path] = tuple(np.flatnonzero(differences[:, number, 0] > 1).tolist())
-        if self.is_exact:
-            bit_comparisons, wrong = self._compare_bits(before, state, batch, key)
+        if self.is_exact and self._digests is not None:
+            bit_comparisons, wrong = self._compare_bits(self._digests, before, state, batch, key)
             # Bit comparisons come first, because they identify the device.
             comparisons, positions = [*bit_comparisons, *comparisons], {**positions, **wrong}
         self._num_compared += 1
@@ -232,16 +235,21 @@ class UpdateCheck:
         )
 
     def _compare_bits(
-        self, before: TrainState, state: TrainState, batch: GlobalBatch, key: jax.Array
+        self,
+        digests_of: StateDigests,
+        before: TrainState,
+        state: TrainState,
+        batch: GlobalBatch,
+        key: jax.Array,
     ) -> tuple[list[Comparison], dict[str, tuple[int, ...]]]:
-        """Compares bits with a second run of the job's program, donating `before`."""
+        """Compares bits with a second run of the job's compiled step, donating `before`."""
         run = self._partitioner.train_step.program
-        expected, actual = self._digests(run(before, batch, key)[0]), self._digests(state)
+        expected, actual = digests_of(run(before, batch, key)[0]), digests_of(state)
         wrong = dict(expected.differences_from(actual))
         if wrong and not self._is_known_deterministic:
-            # Check that the program is deterministic by running a step twice from the same state.
+            # Check that the step is deterministic by running it twice from the same state.
             copies = (jax.tree.map(lambda x: x.copy(), state) for _ in range(2))
-            first, second = (self._digests(run(copy, batch, key)[0]) for copy in copies)
+            first, second = (digests_of(run(copy, batch, key)[0]) for copy in copies)
             if list(first.differences_from(second)):
                 self.is_exact = False
                 self._note(
@@ -371,11 +379,13 @@ def _as_numbers(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
 
-def _rounding_shares(measures: Measures, nudged: Measures, weights: Sequence[str]) -> list[float]:
+def _rounding_shares(
+    measurements: Measurements, nudged: Measurements, weights: Sequence[str]
+) -> list[float]:
     """Returns the relative rounding error of each weight's gradient, from its projections."""
     shares = []
     for path in weights:
-        norm, *projections = measures.leaves[f"gradients/{path}"]
+        norm, *projections = measurements.leaves[f"gradients/{path}"]
         change = nudged.leaves[f"gradients/{path}"][1:] - np.array(projections)
         # The expected square of a projection on random signs is the squared norm.
         error = float(np.sqrt(np.mean(np.square(change))))
@@ -396,10 +406,10 @@ def _split_into_parts(
     groups = partitioner.learner.groups.by_name.values()
     unit_of_weight = {}
     for group in groups:
-        for path in group.paths:
+        for parts_of_path in group.paths:
             # An optimizer that reads all weights of its group updates them together.
-            unit = path if group.stack_ranks is None else group.paths[0]
-            unit_of_weight["/".join(path)] = "/".join(unit)
+            unit = parts_of_path if group.stack_ranks is None else group.paths[0]
+            unit_of_weight["/".join(parts_of_path)] = "/".join(unit)
     units: dict[str, list[str]] = {}
     for path in leaves:
         weight = next((end for end in path_suffixes(path)[1:] if end in unit_of_weight), None)

@@ -1,4 +1,7 @@
-"""Locates the first difference between two runs: mesh axes, layer, leaf and step."""
+"""Locates the first difference between two runs.
+
+The location consists of mesh axes, a layer, a leaf and a step.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -50,13 +53,14 @@ def first_difference(
     """
     first = failed[0]
     axis, layer = None, ""
-    is_of_training = first.what in OF_TRAINING and runner is not None
+    is_of_training = first.what in OF_TRAINING
     if runner is not None and split_axes(runner.mesh.shape) and first.mesh != "one device":
         axes = list(split_axes(runner.mesh.shape))
         if is_of_training and len(axes) > 1:
             axes = _fewest_axes(check, runner, first, axes)
         axis = "+".join(axes)
-    if is_of_training and first.what != "initial state" and first.step is not None:
+    can_record_layers = is_of_training and first.what != "initial state"
+    if runner is not None and can_record_layers and first.step is not None:
         layer = _first_layer(check, runner, first.step)
     same_kind = [x for x in failed if x.what == first.what and x.step == first.step]
     in_layer = [x for x in same_kind if layer and f"{layer}/" in f"{x.leaf}/"]
@@ -76,9 +80,9 @@ def first_difference(
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:
-    """Returns the layer of a leaf in a report or a state, or "" if the leaf has no layer.
+    """Returns the layer that a leaf of a report or a state belongs to, or "" if there is none.
 
-    For a weight that is not in a layer, the name of the weight is returned.
+    If a weight is not in a layer, the name of the weight is returned.
 
     Args:
       leaf: Path of the leaf. The path of a gradient, a slot or a moving average ends with the path
@@ -94,7 +98,7 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 def _fewest_axes(
     check: Check, runner: TaskRunner, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
-    """Returns the smallest set of axes for which a mesh with only these axes also differs."""
+    """Returns the smallest set of mesh axes that reproduces a difference."""
     for num_axes in range(1, len(axes)):
         for subset in itertools.combinations(axes, num_axes):
             shape = tuple(size if axis in subset else 1 for axis, size in runner.mesh.shape.items())
@@ -135,12 +139,12 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
 def first_differing_layer(
     expected: Leaves, nudged: Leaves, actual: Leaves, skipped: Sequence[str] = ()
 ) -> str:
-    """Returns the first layer of a program whose values differ, or "" if no layer differs.
+    """Returns the first layer of a step whose values differ, or "" if no layer differs.
 
     Args:
       expected: Records of the expected run, from `in_float64(by_layer=True)`.
       nudged: Records of the same run with perturbed weights.
-      actual: Records of the actual run.
+      actual: Records of the actual run, for instance on a mesh.
       skipped: Prefixes of layers to ignore.
     """
     actual_by_layer: dict[str, list[np.ndarray]] = {}
@@ -161,5 +165,5 @@ def first_differing_layer(
 
 
 def layer_of_key(key: str) -> str:
-    """Extracts the layer from a key of the records of `in_float64(by_layer=True)`."""
+    """Returns the layer in a key of `LayerRecorder.records`."""
     return key.split("|", 1)[1]

@@ -1,4 +1,4 @@
-"""The result of a check: comparisons with tolerances, formatted as a table, a line or JSON."""
+"""The result of a check, formatted as a table, a one-line summary or JSON."""
 
 import dataclasses
 import html
@@ -24,7 +24,7 @@ class Comparison:
       difference: Largest absolute difference between elements; infinity if the shapes differ or if
         an element is NaN in only one of the arrays.
       tolerance: Largest allowed difference.
-      why: How the tolerance was chosen.
+      why: Explanation of the tolerance.
     """
 
     mesh: str
@@ -49,7 +49,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """The first failed comparison, and the location of its cause.
+    """The first failed comparison and the location of its cause.
 
     Attributes:
       what: The kind of value; see `Comparison`.
@@ -75,7 +75,7 @@ class FirstDifference:
     def __str__(self) -> str:
         parts = [f"layer {self.layer or 'unknown'}", f"leaf {self.leaf}"]
         parts += [] if self.step is None else [f"step {self.step}"]
-        parts += [f"axis {self.axis}" if self.axis else "on one device already"]
+        parts += [f"axis {self.axis}" if self.axis else "even on one device"]
         return (
             f"{self.what}: {', '.join(parts)}; mesh {self.mesh}; differs by {self.difference:.3g}, "
             f"tolerance {self.tolerance:.3g}"
@@ -132,7 +132,7 @@ class Certificate:
         return "\n".join(table_lines(self._cells(), right=(2, 3, 4)))
 
     def _cells(self) -> list[tuple[str, ...]]:
-        header = ("mesh", "what", "number", "difference", "tolerance", "why")
+        header: tuple[str, ...] = ("mesh", "what", "number", "difference", "tolerance", "why")
         return [header] + [
             (
                 worst.mesh,
@@ -148,7 +148,8 @@ class Certificate:
     def summary(self) -> str:
         """Returns a one-line summary: counts if certified, otherwise the first difference."""
         if self.certified:
-            counts = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+            num_meshes = f"{len(self.meshes)} mesh{'' if len(self.meshes) == 1 else 'es'}"
+            counts = f"{len(self.comparisons):,} comparisons on {num_meshes}"
             sizes = ", ".join(self.not_certified)
             return f"certified: {counts}" + (f"; not certified: {sizes}" if sizes else "")
         return f"not certified: {self.first_difference}"
@@ -181,7 +182,10 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the largest absolute difference in each leaf; infinity for leaves without a match."""
+    """Returns the largest absolute difference in each leaf.
+
+    The difference of a leaf that only one of the mappings contains is infinity.
+    """
     names = [*expected, *(name for name in actual if name not in expected)]
     return {
         name: _difference(expected[name], actual[name])

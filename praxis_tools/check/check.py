@@ -1,4 +1,7 @@
-"""The state of a running check: the runners on each mesh, cached results and comparisons."""
+"""The state of a running check.
+
+It contains the runners on each mesh, cached results and the comparisons made so far.
+"""
 
 import functools
 import time
@@ -38,7 +41,7 @@ T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """Raised to end a check when comparisons failed.
+    """Raised when a comparison fails, which ends the check.
 
     Attributes:
       runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
@@ -87,7 +90,8 @@ class Check:
         print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
-        self.certificate, self.meshes = Certificate(experiment), {}
+        self.certificate = Certificate(experiment)
+        self.meshes: dict[Shape, TaskRunner] = {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, with_reported_gradients(self.job.task)
@@ -117,8 +121,8 @@ class Check:
         if self.couplings:
             self.add_note(
                 f"{', '.join(self.couplings)}: rows depend on each other, so sums over rows are "
-                "not compared. A batch split into parts is compared with one device that "
-                "processes the same parts in turn."
+                "not compared. If a mesh splits a batch into parts, its results are compared with "
+                "one device that processes the same parts one after another."
             )
         self.print_progress("one device: initial weights")
         self.initial = jax.device_get(self.one_device.init(self.seed))
@@ -126,7 +130,7 @@ class Check:
         self.nudged = nudge_state(self.state)
 
     def _full_size_batches(self) -> dict[str, Batch]:
-        """Returns the full training batch and a batch of each other shape that is evaluated."""
+        """Returns batches to evaluate: the full training batch, and one of each other shape."""
         found: dict[str, Batch] = {}
         if self.full_batch is not None:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
@@ -143,7 +147,10 @@ class Check:
         return self._parts is None or part in self._parts
 
     def with_known_ids(self, batch: Batch) -> Batch:
-        """Returns a batch with all ids in the model's range, which --shrink may have reduced."""
+        """Returns a batch whose ids are valid for the model.
+
+        --shrink may have reduced the model's number of ids.
+        """
         folded, names = data.fold_ids(batch, self.task.num_ids())
         if names:
             self.add_note(f"Ids outside of the model's range are wrapped around: {names}.")
@@ -165,27 +172,29 @@ class Check:
           gradients: Strategy that computes the gradients, or None for the default.
           task: Task to run, or None for the task of the check.
         """
-        shape, build = (1,) * len(self.job.mesh.axis_names), Partitioner
+        shape = (1,) * len(self.job.mesh.axis_names)
+        build: Callable[..., Partitioner] = Partitioner
         if gradients is not None:
             build = functools.partial(Partitioner, gradients=gradients)
         return on_mesh(self.job, task or self.task, shape, build)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the single-device runner to compare a mesh with.
+        """Returns the runner on a single device with which results on a mesh are compared.
 
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
         With 1F1B, it processes the rows of each micro-batch in turn.
         """
         gradients = runner.partitioner.gradients
+        key: int | str
         if gradients.num_micro_batches is not None:
-            parts, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
+            key, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
         elif gradients.num_parts is not None:
-            parts, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
+            key, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
         else:
             return self.one_device
-        if parts not in self._references:
-            self._references[parts] = self.on_one_device(in_turn)
-        return self._references[parts]
+        if key not in self._references:
+            self._references[key] = self.on_one_device(in_turn)
+        return self._references[key]
 
     def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
         """Returns a runner on a mesh for the task of the check, or for the given task.
@@ -225,7 +234,7 @@ class Check:
             reports, last, _ = runner.train(state, self.batches[:num_steps], self.seed)
             losses = [report["metrics/loss/value"] for report in reports]
             require(
-                np.isfinite(losses).all(),
+                bool(np.isfinite(losses).all()),
                 "The loss on one device",
                 losses,
                 "finite numbers",
@@ -238,26 +247,30 @@ class Check:
                 if name.startswith("gradients/") and not np.isfinite(x).all()
             ]
             if infinite:
-                self.add_note(f"{infinite[0]} is not finite on one device, but still compared.")
+                self.add_note(f"{infinite[0]} is not finite on one device, but is still compared.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
     def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares a step with all rows of a batch, unless `batches` have all rows already."""
-        if self.full_batch is None:
+        """Compares a step on a full batch.
+
+        The result is empty if `batches` are full batches.
+        """
+        full_batch = self.full_batch
+        if full_batch is None:
             return []
         reference = self.reference_of(runner)
         runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
         expected, actual, nudged = (
-            runner.train(state, [self.full_batch], self.seed)[0][0] for runner, state in runs
+            runner.train(state, [full_batch], self.seed)[0][0] for runner, state in runs
         )
         comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
-        return tolerances.with_suffix(f"all {num_rows_of(self.full_batch)} rows", comparisons)
+        return tolerances.with_suffix(f"all {num_rows_of(full_batch)} rows", comparisons)
 
     def train_once(
         self, runner: TaskRunner, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
-        """Trains one step without randomness; returns its report and the leaves of the state."""
+        """Trains one step without randomness, and returns its report and the new state's leaves."""
         state = self.nudged if nudged else self.state
         (report,), last, _ = runner.train(
             state, [batch], self.seed, without_randomness=self.is_random
@@ -303,7 +316,7 @@ class Check:
             self._print(f"note: {text}")
 
     def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
-        """Returns `run()`; adds a note and returns None if the experiment does not support it."""
+        """Returns `run()`. If it is not supported, adds a note and returns None."""
         try:
             return run()
         except (Error, TypeError, ValueError) as error:

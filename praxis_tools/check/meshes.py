@@ -35,7 +35,7 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
             "Separate meshes with commas.",
         )
         shapes.append(tuple(map(int, sizes)))
-    require(shapes, "--meshes", text, "at least one mesh")
+    require(bool(shapes), "--meshes", text, "at least one mesh")
     return shapes
 
 

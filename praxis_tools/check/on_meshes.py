@@ -58,7 +58,7 @@ def check_on_meshes(
       parts: Names of the parts to run, from `PARTS`, such as ("training", "evaluation"), or None
         for all parts.
       print_text: Function called with a line of text for each part of the check.
-      name: Name of the experiment in the certificate; if "", the name of its class.
+      name: Name of the experiment in the certificate. The default is the name of its class.
       packages: Packages whose functions and classes the config may reference, in addition to the
         library and the experiment's package.
 
@@ -105,7 +105,8 @@ def check_launched(
       shrink: Whether to check a smaller model of the same architecture instead.
       print_text: Function called with a line of text for each part of the check.
     """
-    config, not_certified = launched.config, []
+    config = launched.config
+    not_certified: list[str] = []
     if shrink:
         config, not_certified = shrink_config(config)
         print_text(f"Sizes reduced by --shrink, not certified: {', '.join(not_certified)}.")

@@ -1,6 +1,7 @@
-"""An independent implementation of the weight update: clipping, skipped steps, averages, counts.
+"""A reference implementation of the weight update.
 
-It only shares the optimizers with `BoundLearner.update`, so that it can reveal bugs in it.
+It includes clipping, skipped steps, moving averages and counts, and only shares the optimizers with
+`BoundLearner.update`, so that comparing the two reveals bugs in `BoundLearner.update`.
 """
 
 import functools

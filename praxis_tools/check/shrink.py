@@ -38,7 +38,7 @@ FACTORS = (2, 3, 4, 5, 7, 8)
 
 
 def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
-    """Returns a config with a smaller model, and the original sizes for `Certificate`.
+    """Returns a config with a smaller model, and descriptions of the reduced sizes.
 
     Dims keep their divisors among 2, 3, 4, 5, 7 and 8, so that dims that are not divisible by the
     mesh size remain so. Equal dims stay equal, and so do products such as num_heads x dim_per_head.
@@ -75,7 +75,7 @@ def _rejects_long_texts(data: "fdl.Buildable") -> bool:
 
 
 def _num_layers_to_keep(config: "fdl.Config") -> int:
-    """Returns the number of layers for each stack: 2, or the minimum required by its pipeline."""
+    """Returns the number of layers to keep: 2, or the minimum that pipelines require."""
     repeats = [
         getattr(buildable, "num_stages", 1) * getattr(buildable, "circular_repeat", 1)
         for buildable in buildables(config.task)
@@ -93,7 +93,10 @@ def _smaller(name: str, value: int) -> int:
 
 
 def _equally_divisible(value: int, max_value: int) -> int:
-    """Returns the largest number up to about `max_value` with the same divisors from FACTORS."""
+    """Returns the largest number up to `max_value` with the same divisors from FACTORS.
+
+    If there is none, the result is the least common multiple of these divisors.
+    """
     if value <= max_value:
         return value
     is_divisible = {factor: value % factor == 0 for factor in FACTORS}

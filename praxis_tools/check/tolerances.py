@@ -13,9 +13,9 @@ from praxis_tools.check.certificate import Comparison, differences, largest
 
 Leaves = Mapping[str, np.ndarray]
 EXACT = "results must be bitwise equal"
-FLOAT64 = "float64: 1e-9 of the leaf, 1000 x the effect of rounding"
+FLOAT64 = "float64: 1e-9 x the leaf's maximum + 1000 x the effect of rounding"
 RELATIVE, OF_ALL, TIMES_ROUNDING = 1e-9, 1e-12, 1000.0
-OWN_TYPES = "own types: 1e-5 of the leaf, 16 x the effect of rounding"
+OWN_DTYPES = "job's dtypes: 1e-5 x the leaf's maximum + 16 x the effect of rounding"
 TIMES_NUDGED = 16.0
 
 
@@ -28,12 +28,12 @@ def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Compar
 
 
 def with_loss_epsilon(comparison: Comparison) -> Comparison:
-    """Returns an `in_float64` comparison with the larger tolerance required for sums in parts.
+    """Returns a comparison with the larger tolerance that sums over parts require.
 
     Losses, including Pax's, divide by the sum of weights plus 1e-6. If a sum is computed in parts,
-    the 1e-6 is added more than once.
+    the 1e-6 is added more than once. The comparison must be the result of `in_float64`.
     """
-    why = "float64: 1e-6 of the leaf, because losses add 1e-6 to a sum of weights"
+    why = "float64: 1e-6 x the leaf's maximum, because losses add 1e-6 to the sum of weights"
     factor = 1e-6 / RELATIVE
     return dataclasses.replace(comparison, tolerance=factor * comparison.tolerance, why=why)
 
@@ -78,17 +78,17 @@ def in_float64(
     ]
 
 
-def in_own_types(
+def in_own_dtypes(
     mesh: str, expected: Leaves, one_device: Leaves, actual: Leaves, rounding: Mapping[str, float]
 ) -> list[Comparison]:
-    """Compares a step in the experiment's own types with the same step in float64 on one device.
+    """Compares a step in the experiment's dtypes with the same step in float64 on one device.
 
     Args:
       mesh: Name of the mesh of the actual run.
       expected: Results on one device in float64.
-      one_device: Results on one device in the experiment's own types. Their errors determine the
+      one_device: Results on one device in the experiment's dtypes. Their errors determine the
         tolerance.
-      actual: Results on the mesh in the experiment's own types.
+      actual: Results on the mesh in the experiment's dtypes.
       rounding: Largest known rounding error of each leaf. If the input of a ReLU is close to 0, one
         of the two runs may have a large error while the other has no error.
     """
@@ -97,7 +97,7 @@ def in_own_types(
     for leaf, share in _relative(errors, scales).items():
         share_of_kind[kind_of(leaf)] = max(share_of_kind.get(kind_of(leaf), 0.0), share)
     of_all = 1e-6 * max(scales.values(), default=0.0)
-    why = "own types: 1e-5 of the leaf, 16 x the error on one device"
+    why = "job's dtypes: 1e-5 x the leaf's maximum + 16 x the error on one device"
 
     def tolerance(leaf: str) -> float:
         share = 1e-5 + 2.0 * share_of_kind.get(kind_of(leaf), 0.0)
@@ -113,16 +113,16 @@ def in_own_types(
 def by_rounding(
     mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
-    """Compares a step in its own types with a rerun on a different mesh.
+    """Compares a step in the job's dtypes with a re-run on a different mesh.
 
     The tolerance is derived from runs with perturbed weights. The largest relative change of any
     leaf is used for all leaves, because a single number may happen to be unchanged in these runs.
 
     Args:
-      mesh: Name of the mesh of the rerun.
+      mesh: Name of the mesh of the re-run.
       expected: Results on the job's mesh.
       nudged: Results on the job's mesh with perturbed weights, with one entry per perturbation.
-      actual: Results of the rerun.
+      actual: Results of the re-run.
     """
     changes = [differences(expected, leaves) for leaves in nudged]
     rounding = {leaf: max(change[leaf] for change in changes) for leaf in expected}
@@ -135,7 +135,7 @@ def by_rounding(
         return share * scales.get(leaf, 0.0) + of_all + TIMES_NUDGED * rounding.get(leaf, 0.0)
 
     return [
-        Comparison(mesh, kind_of(leaf), leaf, None, difference, tolerance(leaf), OWN_TYPES)
+        Comparison(mesh, kind_of(leaf), leaf, None, difference, tolerance(leaf), OWN_DTYPES)
         for leaf, difference in differences(expected, actual).items()
     ]
 
@@ -166,7 +166,7 @@ def _relative(errors: Mapping[str, float], scales: Mapping[str, float]) -> dict[
 
 
 def _is_float(x: np.ndarray) -> bool:
-    return np.issubdtype(np.asarray(x).dtype, np.inexact)
+    return bool(np.issubdtype(np.asarray(x).dtype, np.inexact))
 
 
 def by_kind(
@@ -179,8 +179,12 @@ def by_kind(
     comparisons = []
     for what in sorted(kinds, key=ORDER.index):
         leaves = kinds[what]
-        of_kind = [{k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)]
-        comparisons += in_float64(mesh, what, *of_kind, step=step)
+        expected_of_kind, actual_of_kind, nudged_of_kind = (
+            {k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)
+        )
+        comparisons += in_float64(
+            mesh, what, expected_of_kind, actual_of_kind, nudged_of_kind, step
+        )
     return comparisons
 
 

@@ -14,7 +14,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
-# A program that forwards standard error line by line, but collects the warnings and returns them at
+# A script that forwards standard error line by line, but collects the warnings and returns them at
 # the end. It runs in a separate process, so that XLA's last messages before an abort are forwarded.
 _FILTER = """
 import os, signal, sys
@@ -61,6 +61,7 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    assert child.stdin is not None and child.stdout is not None  # Both are pipes.
     os.dup2(child.stdin.fileno(), 2)
     child.stdin.close()
     try:
@@ -87,9 +88,9 @@ def _explain(line: str) -> str:
     splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)
     between = f" (from {splits[1]} to {splits[2]})" if splits else ""
     return (
-        f"WARNING: {layer}: the compiler reshards an array with a full copy on every "
-        f"device{between}, which costs memory and time. Split the batch like the activations, for "
-        "instance by the task's inputs_split_mapping={'map_2d': (('replica', 'data'), None)}, or "
-        "set the split of the layer's output (activation_split_dims_mapping). XLA calls this an "
-        "involuntary full rematerialization."
+        f"WARNING: {layer}: to reshard an array{between}, the compiler copies the full array to "
+        "every device, which costs memory and time (XLA: involuntary full rematerialization). "
+        "Shard the batch like the activations, for instance with the task's "
+        "inputs_split_mapping={'map_2d': (('replica', 'data'), None)}, or set the layer's "
+        "activation_split_dims_mapping."
     )

@@ -133,30 +133,31 @@ def explain(
         for warning in step_warnings:
             add(f"  WARNING: {warning}")
         warnings += step_warnings
-        explained_one = explained_step(partitioner, step, name, spec, compiled)
+        explanation = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
             figures = figures_of(step, spec, compiled, seconds)
-            explained_one = dataclasses.replace(explained_one, figures=figures)
-        explained.append(explained_one)
-        add("\n".join(f"  {line}".rstrip() for line in _step_text(explained_one).splitlines()))
+            explanation = dataclasses.replace(explanation, figures=figures)
+        explained.append(explanation)
+        add("\n".join(f"  {line}".rstrip() for line in _step_text(explanation).splitlines()))
     return Explanation(
         experiment, partitioner.mesh, layout, notes, warnings, explained, "\n".join(texts)
     )
 
 
 def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
-    """Returns a note for each attention layer that splits its KV cache over time on a mesh."""
+    """Returns a note for each attention layer whose KV cache is sharded along the time dim."""
     module = task.model.abstract_module()
     if not isinstance(module, nnx.Module):
         return []
     notes = []
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         for path, layer in nnx.compat.iter_modules(module):
+            axes = None
             if isinstance(layer, DotProductAttention):
-                has_cache = layer.is_causal or layer.is_cross_attention
-            else:
-                has_cache = isinstance(layer, MultiHeadLatentAttention)
-            axes = layer.split_of_time() if has_cache else None
+                if layer.is_causal or layer.is_cross_attention:
+                    axes = layer.split_of_time()
+            elif isinstance(layer, MultiHeadLatentAttention):
+                axes = layer.split_of_time()
             if axes is not None:
                 notes.append(
                     f"{'/'.join(map(str, path))}: the cache is split over time along {axes!r}, "

@@ -1,4 +1,4 @@
-"""Builds the HTML page of --mode=explain, with the memory and communication of every device.
+"""Builds the HTML page of --mode=explain, which shows each device's memory and communication.
 
 The data is inserted into the template explain_page.html as a JSON document.
 """
@@ -169,7 +169,7 @@ def _step(explained: ExplainedStep) -> dict[str, Any]:
 
 def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
     """Returns (layer, bytes of all executions) pairs, largest first."""
-    totals = collections.Counter()
+    totals: collections.Counter[str] = collections.Counter()
     for collective in group:
         for layer, size in collective.layers:
             totals[layer] += collective.count * size

@@ -1,4 +1,4 @@
-"""Finds the collective in which processes wait for a stuck process, for stuck reports."""
+"""Finds the collective in which other processes wait for a stuck process."""
 
 import contextlib
 import threading
@@ -13,16 +13,17 @@ from praxis_lite.job import processes
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo import Collective, collectives
+from praxis_tools.explain.hlo_text import text_of
 from praxis_tools.stuck.progress import progress_recorder
 
-# Maximum size of the program's text. Parsing takes seconds, during which no heartbeats are sent.
+# Maximum size of the HLO text. Parsing takes seconds, during which no heartbeats are sent.
 _MAX_TEXT_BYTES = 2**24
 
 
 class ReportFirstCollectives(Hook):
-    """Provides the first collectives of the training step to reports on stuck processes.
+    """Provides the training step's first collectives to reports on stuck processes.
 
-    The program is only parsed if such a report is created.
+    The compiled step is only parsed if such a report is created.
     """
 
     every, waits = None, False
@@ -74,7 +75,7 @@ class FirstCollectives:
         return self._descriptions.get(process, "")
 
     def _read(self) -> dict[int, str]:
-        text = self._compiled if isinstance(self._compiled, str) else self._compiled.as_text()
+        text = self._compiled if isinstance(self._compiled, str) else text_of(self._compiled)
         descriptions: dict[int, str] = {}
         if len(text) > _MAX_TEXT_BYTES:
             return descriptions

@@ -137,16 +137,18 @@ def collectives(
             shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
         arrays = arrays_of(shape)
         groups = device_groups(attributes, program)
-        has_group_size = groups is not None and "source_target_pairs=" not in attributes
+        group_size = None
+        if groups is not None and "source_target_pairs=" not in attributes:
+            group_size = groups.shape[1]
         found.append(
             Collective(
                 kind=kind,
                 bytes=sum(array.bytes for array in arrays),
                 dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
-                count=site.count,
+                count=site.num_runs,
                 at_least=site.at_least,
                 at_most=site.at_most,
-                group_size=groups.shape[1] if has_group_size else None,
+                group_size=group_size,
                 op_name=op_name_of(instruction),
                 layers=tuple(layers_of(program, instruction, site.computation).items()),
                 axes=axes_of_groups(groups, axis_sizes)
@@ -161,7 +163,10 @@ def collectives(
 
 
 def _reduce_scatter_shape(site: Site) -> str | None:
-    """Returns the result shape of a TPU's reduce-scatter, which is a fused all-reduce and slice."""
+    """Returns the result shape of a fused all-reduce and slice, or None for other instructions.
+
+    The TPU compiler writes a reduce-scatter in this form.
+    """
     if not site.fused or site.instruction.opcode != "all-reduce":
         return None
     root = root_of(site.computation)
@@ -182,7 +187,7 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Groups collectives by kind and layer; groups are sorted by kind, then by decreasing bytes."""
+    """Groups collectives by kind and layer, sorted by kind and then by decreasing bytes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.layer), []).append(collective)
@@ -215,7 +220,10 @@ def _row(name: str, group: Sequence[Collective]) -> tuple[str, str, str]:
 
 
 def bound_sign(group: Sequence[Collective]) -> str:
-    """Returns '>=' or '<=' if a sum over collectives is a bound, '~' for both, '' otherwise."""
+    """Returns the sign to print before sums over a group of collectives.
+
+    It is '>=' for lower bounds, '<=' for upper bounds, '~' if counts are both, and '' otherwise.
+    """
     at_least, at_most = any(c.at_least for c in group), any(c.at_most for c in group)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
 

@@ -18,17 +18,17 @@ def device_groups(attributes: str, program: Program) -> np.ndarray | None:
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
         numbers = [int(number) for number in re.findall(r"\d+", pairs.group(1))]
         return np.array(numbers).reshape(-1, 2)
-    groups = re.search(r"replica_groups=(.*)", attributes)
-    if groups is None:
+    match = re.search(r"replica_groups=(.*)", attributes)
+    if match is None:
         return None
-    text = groups.group(1)
+    text = match.group(1)
     # [4,2]<=[8], or [4,2]<=[2,4]T(1,0)
     if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        groups, size = int(iota.group(1)), int(iota.group(2))
-        devices = np.arange(groups * size).reshape(_numbers(iota.group(3)))
+        num_groups, size = int(iota.group(1)), int(iota.group(2))
+        devices = np.arange(num_groups * size).reshape(_numbers(iota.group(3)))
         if iota.group(4):
             devices = devices.transpose(_numbers(iota.group(4)))
-        return devices.reshape(groups, size)
+        return devices.reshape(num_groups, size)
     if mesh := re.match(r"mesh\[(.*?)\][^{]*\{(.*?)\}", text):
         return _groups_of_mesh(mesh.group(1), mesh.group(2))
     if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):  # {{0,1},{2,3}}
@@ -39,15 +39,21 @@ def device_groups(attributes: str, program: Program) -> np.ndarray | None:
     return np.arange(math.prod(int(size) for size in counts))[None]  # {}
 
 
-def _groups_of_mesh(mesh: str, among: str) -> np.ndarray:
-    # jax 0.12 writes mesh['data'=4,'mdl'=2] {'mdl'}. 'data':(1)2 is a sub-axis of size 2; the
-    # product of the sub-axes before it is 1.
+def _groups_of_mesh(mesh: str, axes: str) -> np.ndarray:
+    """Returns the replica groups along some axes or sub-axes of a mesh.
+
+    jax 0.12 writes mesh['data'=4,'mdl'=2] {'mdl'}. 'data':(1)2 is a sub-axis of size 2; the product
+    of the sub-axes before it is 1. Each axis is reshaped into its sub-axes, and the sub-axes of the
+    groups are moved to the end.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     parts = [
         (axis, int(before or 1), int(size or sizes[axis]))
-        for axis, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", among)
+        for axis, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     ]
-    shape, dims, dim = [], [], 0
+    shape: list[int] = []
+    dims: list[int] = []
+    dim = 0
     for axis, size in sizes.items():
         cuts = sorted((before, part) for name, before, part in parts if name == axis)
         at = 1

@@ -1,4 +1,4 @@
-"""Finds the layer of an instruction from the names that JAX writes into a program.
+"""Finds the layer of an instruction from the op names that JAX writes into HLO.
 
 For example, 'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the
 gradient of the layer encoder/blocks/ffn, because JAX inserts the names of transformations and loops
@@ -133,7 +133,13 @@ def _unmerged(op_name: str) -> Iterator[str]:
 
 
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
-    scopes, starts, is_gradient = [], [], False
+    """Returns the scopes of layers in an op name, and whether it belongs to the backward pass.
+
+    For example, ['transpose(jvp(encoder))', 'while', 'body', 'ffn'] is (['encoder', 'ffn'], True).
+    """
+    scopes: list[str] = []
+    starts: list[int] = []  # Index of the first scope inside each transformation.
+    is_gradient = False
     for part in parts:
         if transformed := re.fullmatch(r"(\w+)\((.*)\)", part):
             name, inside = transformed.groups()
@@ -219,7 +225,8 @@ def source_frames(program: Program, instruction: Instruction) -> list[tuple[str,
     # The outermost frame has the parent 0, or itself if frames count from one.
     first = _numbers(stack[1]).get("parent_frame_id", 0) if 1 in stack else 0
     frame_id = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-    frames, index = [], int(frame_id.group(1)) if frame_id else 0
+    frames: list[tuple[str, int]] = []
+    index = int(frame_id.group(1)) if frame_id else 0
     while index in stack and len(frames) < len(stack):
         frame = _numbers(stack[index])
         location = _numbers(locations[frame["file_location_id"]])

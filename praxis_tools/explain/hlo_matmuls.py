@@ -1,4 +1,4 @@
-"""Computes the flops per device and the element types of matmuls from a program's text."""
+"""Computes the flops per device and the element types of matmuls from HLO text."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def flops(compiled: "jax.stages.Compiled | str") -> int:
     and a sum, and custom calls other than cuBLAS are not counted.
     """
     return sum(
-        site.count * matmul_flops(site.instruction, site.computation)
+        site.num_runs * matmul_flops(site.instruction, site.computation)
         for site in executed(parse(compiled))
     )
 
@@ -55,20 +55,26 @@ def _convolution_flops(
     # elements that a window covers, but not padding or the gaps of a dilation.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None, f"convolution without dim_labels: {attributes}"
-    lhs, rhs, result = (
+    lhs_sizes, rhs_sizes, sizes = (
         dict(zip(names, dims, strict=True))
         for names, dims in zip(labels.groups(), (lhs, rhs, result), strict=True)
     )
     window = dict(re.findall(r"(\w+)=([-\w]+)", braced(attributes, "window=")))
-    total = result["b"] * result["f"] * rhs["i"]
-    for dim in sorted(lhs.keys() - {"b", "f"}):
+    total = sizes["b"] * sizes["f"] * rhs_sizes["i"]
+    for dim in sorted(lhs_sizes.keys() - {"b", "f"}):
         config = {key: values.split("x")[int(dim)] for key, values in window.items()}
         stride, lhs_dilation, rhs_dilation = (
             int(config.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
         )
         padding = int(config.get("pad", "0_0").split("_")[0])
         total *= window_hits(
-            lhs[dim], rhs[dim], result[dim], stride, padding, lhs_dilation, rhs_dilation
+            lhs_sizes[dim],
+            rhs_sizes[dim],
+            sizes[dim],
+            stride,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
         )
     return 2 * total
 

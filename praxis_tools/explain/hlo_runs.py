@@ -21,16 +21,16 @@ class Site(NamedTuple):
     Attributes:
       instruction: The instruction.
       computation: Computation that contains the instruction.
-      count: Number of executions in one run of the program.
-      at_least: Whether `count` assumes one iteration of a loop of unknown trip count.
-      at_most: Whether `count` assumes that a branch is taken.
+      num_runs: Number of executions of the instruction in one run of the program.
+      at_least: Whether `num_runs` assumes one iteration of a loop of unknown trip count.
+      at_most: Whether `num_runs` assumes that a branch is taken.
       scope: Names of the enclosing loops, branches and calls.
       fused: Whether the instruction is inside a fusion.
     """
 
     instruction: Instruction
     computation: Computation
-    count: int
+    num_runs: int
     at_least: bool
     at_most: bool
     scope: tuple[str, ...]
@@ -68,7 +68,7 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
         # The condition is evaluated one more time than the body.
         runs = {"condition": (trips or 0) + 1, "body": trips_of_body}
         return [
-            (key, {"count": site.count * number, "at_least": at_least})
+            (key, {"num_runs": site.num_runs * number, "at_least": at_least})
             for key, number in runs.items()
         ]
     if opcode == "conditional":
@@ -144,7 +144,9 @@ def _comparison(
     if root.opcode in ("fusion", "call"):
         return _comparison(program, _called(program, root), operand)
     direction = re.search(r"direction=(\w+)", root.attributes)
-    left, right = (operand(0), operand(1)) if direction else (None, None)
+    if direction is None:
+        return None
+    left, right = operand(0), operand(1)
     return (left, right, direction.group(1)) if left and right else None
 
 
@@ -175,7 +177,9 @@ def _scalar(
     if instruction.opcode in ("copy", "bitcast", "reshape", "convert"):
         return operand(0)
     if instruction.opcode == "get-tuple-element":
-        index = int(re.search(r"index=(\d+)", instruction.attributes).group(1))
+        match = re.search(r"index=(\d+)", instruction.attributes)
+        assert match is not None, instruction
+        index = int(match.group(1))
         source = computation[instruction.operands[0]]
         if source.opcode == "tuple":
             return _scalar(program, computation, source.operands[index], argument)

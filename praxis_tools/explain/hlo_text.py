@@ -58,8 +58,24 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Parses a `Compiled` or its text; raises ValueError if the text is not HLO."""
-    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
+    """Parses the HLO text of a `Compiled`, or the text itself.
+
+    Raises:
+      ValueError: The text is not HLO.
+    """
+    return _parse(compiled if isinstance(compiled, str) else text_of(compiled))
+
+
+def text_of(compiled: "jax.stages.Compiled") -> str:
+    """Returns the HLO text of a compiled program.
+
+    Raises:
+      ValueError: The backend does not provide the text.
+    """
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError("The backend does not provide the HLO text of the compiled program.")
+    return text
 
 
 @lru_cache(maxsize=4)
@@ -81,7 +97,10 @@ def _parse(text: str) -> Program:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines, joining instructions that span several lines (Pallas's kernel_metadata)."""
+    """Yields lines, after joining instructions that span several lines.
+
+    The kernel_metadata of Pallas contains line breaks.
+    """
     parts: list[str] = []
     for line in text.splitlines():
         depth = sum(part.count("{") - part.count("}") for part in parts)

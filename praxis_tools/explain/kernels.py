@@ -1,4 +1,4 @@
-"""Computes the matmul flops of custom kernels, which are not visible in a program's text.
+"""Computes the matmul flops of custom kernels, which HLO text does not contain.
 
 The known kernels are splash attention (JAX and tokamax), cuDNN attention, and megablox (the grouped
 matmul in JAX and tokamax).
@@ -77,7 +77,7 @@ def kernel_flops(
 class Tiles(NamedTuple):
     """The number of tiles that a kernel processes, and the flops and bytes of each tile."""
 
-    count: float
+    num_tiles: float
     flops: int
     bytes: int
 
@@ -105,7 +105,7 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
     if len(output.dims) == 3:
         other = tile_rows * tile_outputs
     return Tiles(
-        count=row_tiles * _share_of_blocks(instruction) * input_tiles * output_tiles,
+        num_tiles=row_tiles * _share_of_blocks(instruction) * input_tiles * output_tiles,
         flops=2 * tile_rows * tile_inputs * tile_outputs,
         bytes=(tile_rows * tile_inputs + other) * _DTYPES[output.dtype].itemsize,
     )

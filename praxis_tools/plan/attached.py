@@ -1,4 +1,4 @@
-"""Predicts and measures steps on the attached devices (--mode=explain and --measure)."""
+"""Predicts and measures steps on the attached devices, for --mode=explain and --measure."""
 
 import json
 import statistics

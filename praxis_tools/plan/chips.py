@@ -1,4 +1,4 @@
-"""Peak rates and memory sizes of chips, from public sources. All sizes are in bytes, not bits."""
+"""Peak rates and memory sizes of chips, from public sources. All sizes are in bytes."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget:
-    """Description of a GPU that lets XLA compile for it without having one attached.
+    """Description of a GPU for which XLA can compile without an attached GPU.
 
     Attributes:
       capability: CUDA compute capability.
@@ -120,7 +120,7 @@ class Chip:
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 
     def narrow_type_notes(self, flops: Mapping[str, int]) -> list[str]:
-        """Returns notes on the share and the peak rate of int8 and float8 matmuls.
+        """Returns notes on the share of int8 and float8 matmuls and their peak rates.
 
         Args:
           flops: Matmul flops of a program, by element type.
@@ -140,7 +140,7 @@ class Chip:
         return notes
 
     def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
-        """Returns, for each torus dim of a slice, whether it has wraparound links.
+        """Returns whether each torus dim of a slice has wraparound links.
 
         In a 3-D torus, either all dims of a slice have wraparound links or none do, because a slice
         either consists of full 4 x 4 x 4 cubes connected by optical switches, or is part of one

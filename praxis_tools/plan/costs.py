@@ -132,7 +132,7 @@ def _kernel_seconds(
 ) -> float:
     if tiles := tiles_of_experts(kernel, computation):
         matmul = tiles.flops / (chip.peak() * efficiencies.grouped)
-        return tiles.count * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
+        return tiles.num_tiles * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
     # A head dim smaller than a matmul unit leaves the rest of the unit idle.
     dims = dims_per_head(kernel, computation)
     efficiency = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
@@ -153,7 +153,7 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops of an instruction and the computations it calls, and the dtype."""
+    """Returns the matmul flops and dtype of an instruction, including computations it calls."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)
@@ -207,9 +207,9 @@ def bytes_moved(
     for inner in fused.values():
         index = int(inner.operands[0]) if inner.opcode == "parameter" else len(operands)
         if index < len(operands) and operands[index]:
-            sliced = _bytes_read_in_slices(inner.name, fused)
-            if sliced is not None:
-                operands[index] = sliced
+            bytes_read = _bytes_read_in_slices(inner.name, fused)
+            if bytes_read is not None:
+                operands[index] = bytes_read
     return written + sum(operands)
 
 

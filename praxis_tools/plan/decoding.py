@@ -28,7 +28,7 @@ _PROMPTS = {"ids", "prefix_lengths", "weights"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Predictions for an entire decoding step; its StepPlan only describes one iteration.
+    """Predictions for an entire decoding step, in addition to those for one iteration.
 
     Attributes:
       batch_size: Number of prompts.

@@ -29,7 +29,7 @@ from praxis_tools.plan.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Predictions for the steps of an experiment on devices that need not be attached.
+    """Predictions for the steps of an experiment on devices that may not be attached.
 
     `print(plan)` shows the output of --mode=plan. Notebooks display the HTML page, with the memory
     and communication of each device.
@@ -92,7 +92,8 @@ def compiling_for(topology: Topology) -> Iterator[None]:
         use_compilation_cache()
         yield
         return
-    before = jax.config.jax_enable_compilation_cache
+    # JAX defines its settings dynamically.
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     # JAX (0.10 to 0.12) warns that it cannot load cached programs for devices that are not
     # attached.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -143,9 +144,7 @@ def plan_job(
 
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
-    add(
-        f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (not needed for the plan)"
-    )
+    add(f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (need not be attached)")
     print_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:

@@ -75,8 +75,8 @@ def memory_breakdown(
       text: HLO text of the compiled step.
       step: The step.
     """
-    leaves = layout.leaves() if step.trains else step.layout.leaves()
-    leaves = [leaf for leaf in leaves if not (leaf.is_on_host and planned.host)]
+    all_leaves = layout.leaves() if step.trains else step.layout.leaves()
+    leaves = [leaf for leaf in all_leaves if not (leaf.is_on_host and planned.host)]
     weights, slots = 0, 0
     for leaf in leaves:
         if step.trains and kind_of(leaf) != "weights":
@@ -177,21 +177,21 @@ def memory_advice(memory: Memory | None, layout: StateLayout, available: int) ->
     if state > available / 2:
         factor = -(-2 * state // available)
         changes.append(
-            f"a mesh of at least {factor * num_devices} devices with weights and slots split over "
-            "it, for instance by the preset fsdp"
+            f"use a mesh of at least {factor * num_devices} devices, and shard weights and slots "
+            "over it, for instance with the preset fsdp"
         )
         if slots > state / 2:
             changes.append(
-                "optimizer slots: split over the axes that replicate weights "
-                "(Learner.slot_mesh_axes, ZeRO-1), in host memory (Learner.host_slots), or smaller "
-                "(adafactor, low_precision_slots)"
+                "shard the optimizer slots over the axes that replicate weights "
+                "(Learner.slot_mesh_axes, ZeRO-1), move them to host memory "
+                "(Learner.host_slots), or use smaller slots (adafactor, low_precision_slots)"
             )
     activations = memory.activations + memory.temporaries if memory else 0
     if memory is None or activations > available / 4 or not changes:
         changes += [
-            "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
-            "micro-batches (Learner.gradient_accumulation_steps)",
-            "fewer rows per device",
-            "a chunked softmax (softmax chunk_size)",
+            "set the stack's checkpoint_policy to 'save_nothing' or {'iteration_input': 'offload'}",
+            "use micro-batches (Learner.gradient_accumulation_steps)",
+            "use fewer rows per device",
+            "use a chunked softmax (softmax chunk_size)",
         ]
-    return "Change one of: " + "; ".join(changes) + "."
+    return "Try one of the following: " + "; ".join(changes) + "."

@@ -6,7 +6,7 @@ from praxis_lite.core.errors import format_bytes
 from praxis_lite.host.text_table import table_lines
 from praxis_tools.plan.decoding import Decoding
 from praxis_tools.plan.schedule.timeline import Timeline, Transfer
-from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.step_plan import PredictedStepPlan, StepPlan
 
 _MAX_LAYERS = 12  # Maximum number of layers listed in the table for each kind of collective.
 
@@ -31,7 +31,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}",
         ),
     ]
-    if plan.step_seconds is not None:
+    if isinstance(plan, PredictedStepPlan):
         flops = max(plan.flops_per_device, 1)
         # Simulated devices share this machine's cores, so speeds per device would be meaningless.
         if plan.topology.startswith("cpu"):
@@ -61,7 +61,8 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
                 f"of which remat recomputes {plan.recomputed_flops / flops:.0%}",
             ),
         ]
-        if plan.expert_turn_seconds is not None:
+        uneven_seconds = plan.uneven_seconds
+        if plan.expert_turn_seconds is not None and uneven_seconds is not None:
             rounds = f"{plan.expert_turns} round{'s' if plan.expert_turns > 1 else ''}"
             pairs.append(
                 (
@@ -69,7 +70,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
                     f"{seconds_text(plan.step_seconds)} assumes even loads, in one round "
                     f"of {seconds_text(plan.expert_turn_seconds)}; a load of {plan.expert_load:g} "
                     f"times the even load takes {rounds}, at most "
-                    f"{seconds_text(plan.uneven_seconds)}",
+                    f"{seconds_text(uneven_seconds)}",
                 )
             )
         if plan.host_bytes:
@@ -101,13 +102,14 @@ def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
             "second on all devices",
         ),
     ]
-    if decoding.limit_seconds is not None:
+    weights, cache = decoding.weight_bytes, decoding.cache_bytes
+    if weights is not None and cache is not None and decoding.limit_seconds is not None:
         pairs.append(
             (
                 "limit",
                 f"{seconds_text(decoding.limit_seconds)} to read "
-                f"{format_bytes(decoding.weight_bytes)} of weights and "
-                f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
+                f"{format_bytes(weights)} of weights and "
+                f"{format_bytes(cache)} of cache on each device, "
                 f"{decoding.share_of_limit:.0%} of the time per token",
             )
         )
@@ -122,16 +124,16 @@ def decoding_table(plans: Sequence[StepPlan]) -> str:
     for plan in plans:
         decoding, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
         fits = "yes" if plan.fits else "NO"
-        if decoding is None:  # The step did not compile.
+        if decoding is None or not isinstance(plan, PredictedStepPlan):  # It did not compile.
             rows.append((*"-" * 7, gib, fits))
             continue
-        has_limit = decoding.limit_seconds is not None
+        limit = decoding.limit_seconds
         rows.append(
             (
                 f"{decoding.batch_size:,}",
                 seconds_text(plan.step_seconds),
-                seconds_text(decoding.limit_seconds) if has_limit else "-",
-                f"{decoding.share_of_limit:.0%}" if has_limit else "-",
+                "-" if limit is None else seconds_text(limit),
+                "-" if limit is None else f"{decoding.share_of_limit:.0%}",
                 f"{decoding.tokens_per_second:,.0f}",
                 f"{plan.tokens_per_second:,.0f}",
                 seconds_text(decoding.first_token_seconds),
@@ -156,7 +158,7 @@ def plan_text(plan: StepPlan) -> str:
 
 
 def _transfers_table(timeline: Timeline) -> str:
-    """Returns a table of collectives and host copies by kind and axes, with the slowest layers."""
+    """Returns a table of collectives and host copies, with the slowest layers of each kind."""
     transfers = [*timeline.collectives.values(), *timeline.host_copies.values()]
     if not transfers:
         return "no collectives"

@@ -16,14 +16,14 @@ from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.trainer.compilation import current_metadata
 from praxis_tools.explain import hlo
-from praxis_tools.explain.hlo_text import parse
+from praxis_tools.explain.hlo_text import parse, text_of
 from praxis_tools.plan.costs import FITTED, Efficiencies
 from praxis_tools.plan.decoding import predict_decoding, token_loop_body
 from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
 from praxis_tools.plan.memory import memory_advice, memory_breakdown, parse_out_of_memory
 from praxis_tools.plan.schedule.schedule import schedule
 from praxis_tools.plan.search.formulas import bubble_share
-from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.step_plan import PredictedStepPlan, StepPlan
 from praxis_tools.plan.topology import PhysicalMesh, Topology, physical_mesh
 
 PyTree = Any
@@ -74,10 +74,10 @@ def plan_of_compiled(
     topology: Topology,
     compiled: jax.stages.Compiled,
     compile_seconds: float,
-) -> StepPlan:
+) -> PredictedStepPlan:
     """Returns the plan of a step that is already compiled for the topology's devices."""
     layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
-    text = compiled.as_text()
+    text = text_of(compiled)
     memory = memory_breakdown(layout, hlo.memory_per_device(compiled), text, step)
     fits = memory.peak <= chip.hbm_bytes
     device_positions = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
@@ -96,7 +96,7 @@ def plan_of_compiled(
     bubbles = None
     if step is not partitioner.decode_step:
         bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
-    return StepPlan(
+    return PredictedStepPlan(
         **_basic_fields(partitioner, step, element_spec, topology) | fields,
         fits=fits,
         peak_bytes_per_device=memory.peak,
@@ -168,8 +168,9 @@ def predicted_fields(
         notes.append(
             "modelled, not compiled: flops, bytes and collectives are from the program that XLA "
             f"compiles for {num_devices} CPU devices (with all-reduces instead of reduce-scatters, "
-            f"and without fused attention kernels), and speeds are those of {chip.name}. The range "
-            "is from all collectives overlapped to none. To compile for the GPU, install the "
+            f"and without fused attention kernels), and speeds are those of {chip.name}. The lower "
+            "end of the range assumes that all collectives overlap, the upper end that none do. To "
+            "compile for the GPU, install the "
             "version of JAX's CUDA plugin that matches jax: pip install jax-cuda12-plugin "
             "jax-cuda12-pjrt"
         )

@@ -134,7 +134,7 @@ class StepPlan:
     @property
     def uneven_seconds(self) -> float | None:
         """Upper bound of the step time at `expert_load`; None if there are no rounds."""
-        if self.expert_turn_seconds is None:
+        if self.expert_turn_seconds is None or self.step_seconds is None:
             return None
         return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
 
@@ -168,6 +168,28 @@ class StepPlan:
             ],
             "host_copies": [_transfer_record(host_copy) for host_copy in host_copies],
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictedStepPlan(StepPlan):
+    """The plan of a step that compiled, so that its times and flops are known."""
+
+    # `field()` removes the default None of the base class.
+    step_seconds: float = dataclasses.field()
+    step_seconds_low: float = dataclasses.field()
+    step_seconds_high: float = dataclasses.field()
+    compute_seconds: float = dataclasses.field()
+    memory_seconds: float = dataclasses.field()
+    network_seconds: float = dataclasses.field()
+    exposed_seconds: float = dataclasses.field()
+    host_bytes: int = 0
+    host_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
+    flops_per_device: int = dataclasses.field()
+    recomputed_flops: int = dataclasses.field()
+    mfu: float = dataclasses.field()
+    hfu: float = dataclasses.field()
+    tokens_per_second: float = dataclasses.field()
 
 
 def _transfer_record(transfer: Transfer) -> dict[str, Any]:

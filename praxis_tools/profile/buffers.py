@@ -33,27 +33,35 @@ def largest_temporaries(file: Path) -> list[tuple[str, int]]:
 
 
 def _largest(content: bytes) -> list[tuple[str, int]]:
+    """Returns the (instruction name, bytes) of the largest buffers in an encoded HloProto.
+
+    The numbers are field numbers in hlo.proto.
+    """
     module, assignment = _submessages(content, 1), _submessages(content, 3)
     if not assignment:
         return []
+    # The name of each instruction, by its id.
     names = {
         _number(instruction, 35): _submessages(instruction, 1)[0].decode()
         for computation in _submessages(module[0], 3)
         for instruction in _submessages(computation, 2)
     }
+    # The id of the instruction that defines each buffer, by the id of the buffer.
     defined = {
         _number(buffer, 1): _number(_submessages(buffer, 3)[0], 4)
         for buffer in _submessages(assignment[0], 1)
     }
     largest: list[tuple[str, int]] = []
     for allocation in _submessages(assignment[0], 3):
-        # is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
+        # Skip arguments, outputs and constants. The fields are is_thread_local,
+        # is_entry_computation_parameter, maybe_live_out and is_constant.
         if any(_number(allocation, field) for field in (3, 5, 7, 12)):
             continue
         assigned = [
             (_number(part, 3), _number(part, 2), _number(part, 1))
             for part in _submessages(allocation, 9)
         ]
+        # From large to small, keep each buffer that does not overlap with a larger one.
         taken: list[tuple[int, int]] = []
         for size, offset, buffer in sorted(assigned, key=lambda part: (-part[0], *part[1:])):
             if size and all(offset + size <= first or last <= offset for first, last in taken):
@@ -81,6 +89,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)
+        value: int | bytes
         wire_type = tag & 7
         if wire_type == 0:
             value, offset = _varint(message, offset)

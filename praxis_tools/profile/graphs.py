@@ -1,4 +1,4 @@
-"""Finds the instruction behind each kernel in a CUDA graph, since traces only name the graph.
+"""Finds the instruction of each kernel in a CUDA graph, since traces only name the graph.
 
 XLA launches most of a GPU program as graphs, whose events have an `hlo_op` such as
 "command_buffer_20". The kernels of a launch start in the order of the schedule. XLA names the
@@ -71,10 +71,10 @@ class Schedule:
         }
         # The same graphs are launched in every step, so cache the results per instance.
         self.instructions_of = functools.cache(self._instructions_of)
-        self._library_scores = functools.cache(self._library_scores)
+        self._library_scores = functools.cache(self._compute_library_scores)
 
     def _instructions_of(self, kernels: tuple[str, ...]) -> tuple[str | None, ...]:
-        """Returns the instruction behind each kernel of a graph; None for unknown instructions.
+        """Returns the instruction of each kernel in a graph; None for unknown instructions.
 
         Args:
           kernels: Names of the kernels in launch order.
@@ -95,7 +95,7 @@ class Schedule:
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
     def _scores(self, kernel: str) -> np.ndarray:
-        """Returns, for each instruction, the score of the given kernel as its first kernel."""
+        """Returns the score of a kernel as the first kernel of each instruction."""
         named = self._named(kernel)
         if named is None:
             return self._library_scores(kernel)
@@ -103,7 +103,7 @@ class Schedule:
         scores[named] = _NAMED
         return scores
 
-    def _library_scores(self, kernel: str) -> np.ndarray:
+    def _compute_library_scores(self, kernel: str) -> np.ndarray:
         scores = [_library_score(kernel, instruction) for instruction in self._launched]
         return np.array(scores, np.int32)
 
@@ -127,7 +127,10 @@ def _content(instruction: Instruction) -> str:
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields the (first, last) kernel of each call, which may start with a library's memset."""
+    """Yields the (first, last) kernel of each launched instruction.
+
+    A library call may start with a memset, which belongs to the same instruction.
+    """
     first = 0
     for index, kernel in enumerate(kernels):
         following = kernels[index + 1] if index + 1 < len(kernels) else ""
@@ -169,7 +172,8 @@ def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
     Returns:
       The instruction index of each kernel, in ascending order; None for kernels without a match.
     """
-    best, choices = None, []
+    best: np.ndarray | None = None
+    choices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for score in scores:
         indices = np.arange(len(score), dtype=np.int32)
         if best is None:  # The first kernel can start any instruction.
@@ -186,8 +190,11 @@ def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
         continued = best + np.where(fits, _SAME, _STRAY)
         choices.append((fits, begun >= continued, previous))
         best = np.maximum(begun, continued)
+    if best is None:
+        return []
     # Trace the choices back from the best end.
-    index, aligned = int(np.argmax(best)), []
+    index = int(np.argmax(best))
+    aligned: list[int | None] = []
     for fits, begins, previous in reversed(choices):
         aligned.append(index if fits[index] else None)
         index = int(previous[index]) if begins[index] else index

@@ -84,7 +84,7 @@ class Measured:
     @property
     def residual(self) -> Residual | None:
         """The residual for later plans, or None if the step has no prediction."""
-        if self.topology is None:
+        if self.topology is None or self.predicted_seconds is None:
             return None
         return Residual(
             chip=self.topology.chip.name,
@@ -114,8 +114,9 @@ def measure(folder: Path) -> Measured:
         name for name, (instruction, _) in instructions.items() if instruction.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
-    module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
-    trace = read_trace(file, module, containers, Schedule(program))
+    module = re.match(r"HloModule ([\w.\-]+)", program.header)
+    assert module is not None, program.header
+    trace = read_trace(file, module[1], containers, Schedule(program))
     timeline, predicted_seconds, topology = _predicted(facts, text)
     layers, collectives = _rows(trace, facts, program, instructions, timeline, bool(topology))
     steps = len(trace.devices) * facts.num_steps
@@ -136,7 +137,11 @@ def measure(folder: Path) -> Measured:
 
 
 def text_of_step(folder: Path) -> str:
-    """Returns the HLO text of the compiled step; raises ConfigError if it is missing or damaged."""
+    """Returns the HLO text of the compiled step.
+
+    Raises:
+      ConfigError: The file is missing or damaged.
+    """
     path = folder / HLO_TXT
     try:
         text = content_of(path).decode()
@@ -182,18 +187,19 @@ def _rows(
     collective_rows: dict[tuple[str, tuple[str, ...], str], Row] = collections.defaultdict(Row)
     steps = len(trace.devices) * facts.num_steps
     for name, time in trace.ops.items():
-        instruction, computation = instructions.get(name, (None, None))
+        site = instructions.get(name)
         transfer = transfers.get(name)
         if transfer is not None:
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
-        elif instruction is not None and _kind(instruction) in hlo.KINDS:
+        elif site is None:
+            row = layer_rows[NOT_NAMED]
+        elif _kind(site[0]) in hlo.KINDS:
             # The collective is in a branch that the plan did not choose.
-            layer = _layer(program, instruction, computation)
-            row = collective_rows[_kind(instruction), (), layer]
+            row = collective_rows[_kind(site[0]), (), _layer(program, *site)]
         else:
-            row = layer_rows[_layer(program, instruction, computation)]
+            row = layer_rows[_layer(program, *site)]
         row.seconds += time.seconds / steps
-        if instruction is None or not instruction.opcode.endswith("-done"):
+        if site is None or not site[0].opcode.endswith("-done"):
             row.count += time.count / steps
     if is_predicted:
         for name, seconds in timeline.instruction_seconds.items():
@@ -208,11 +214,7 @@ def _rows(
     return _sorted(layer_rows), _sorted(collective_rows)
 
 
-def _layer(
-    program: Program, instruction: Instruction | None, computation: Computation | None
-) -> str:
-    if instruction is None:
-        return NOT_NAMED
+def _layer(program: Program, instruction: Instruction, computation: Computation) -> str:
     return layer_of(program, instruction, computation) or OUTSIDE
 
 

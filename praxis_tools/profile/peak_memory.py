@@ -1,4 +1,4 @@
-"""Breaks down a device's peak memory during a step, by array of the state and by layer."""
+"""Breaks down the peak memory of a device during a step by array and by layer."""
 
 import collections
 import dataclasses

@@ -24,7 +24,7 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
     if measured.num_devices < len(facts.devices):
-        devices += f", {measured.num_devices} of them traced"
+        devices += f" ({measured.num_devices} of them traced)"
     total = Row(1, measured.step_seconds, measured.predicted_seconds)
     lines = [
         f"steps {facts.first_step} to {facts.last_step} on {devices}: means per step and device",
@@ -60,7 +60,7 @@ def _largest(
     if not named:
         return [(f"no {title}", *[""] * len(_COLUMNS))]
     items = list(named.items())
-    rows = [(title, *_cells(_sum(list(named.values())), seconds))]
+    rows: list[Sequence[str]] = [(title, *_cells(_sum(list(named.values())), seconds))]
     rows += [(f"  {name}", *_cells(row, seconds)) for name, row in items[:max_rows]]
     if more := [row for _, row in items[max_rows:]]:
         rows.append((f"  {len(more)} more", *_cells(_sum(more), seconds)))
@@ -90,7 +90,7 @@ def _cells(row: Row, seconds: float) -> Sequence[str]:
 
 
 def _memory_lines(memory: PeakMemory, max_rows: int) -> list[str]:
-    rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
+    rows: list[tuple[str, Any]] = [("peak memory per device during a step", memory.peak)]
     rows += [(f"  {name}", size) for name, size in _first(memory.arrays, max_rows)]
     rows += [
         ("  batch and other arguments", memory.batch),
@@ -125,10 +125,10 @@ def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
         notes.append("the time of a collective includes waiting for other devices")
     if measured.other_seconds:
         others = sorted(measured.other_seconds.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
-        notes.append(f"other programs in the trace, between steps, per step and device: {named}")
+        times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
+        notes.append(f"other functions that ran between steps, per step and device: {times}")
     if memory.used is None:
-        notes.append(f"peak memory in use: not reported by the platform {device.platform}")
+        notes.append(f"peak memory in use: not reported on the platform {device.platform}")
     else:
         notes.append(
             "peak memory in use on a device since the start of the process: "

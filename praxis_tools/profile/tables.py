@@ -1,4 +1,4 @@
-"""Creates the tables of a profile from its files, for --mode=profile and in a training hook."""
+"""Creates the tables of a profile from its files, for --mode=profile and for a training hook."""
 
 from pathlib import Path
 
@@ -17,7 +17,11 @@ _PRINTED_ROWS = 6  # Maximum number of rows of each kind in a job's output.
 
 
 def tables_of(folder: Path) -> str:
-    """Returns the tables of a profile; raises ConfigError if its files are missing or damaged."""
+    """Returns the tables of a profile.
+
+    Raises:
+      ConfigError: A file is missing or damaged.
+    """
     return profile_text(*_read(folder))
 
 

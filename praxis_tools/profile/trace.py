@@ -129,6 +129,8 @@ def _instructions(
             graphs[event.device, event.launch, event.op].append(event)
         else:
             yield event
+    if schedule is None:  # Then there are no graphs.
+        return
     for kernels in graphs.values():
         kernels.sort(key=lambda event: event.start)
         names = schedule.instructions_of(tuple(event.kernel for event in kernels))
@@ -137,6 +139,7 @@ def _instructions(
 
 
 def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) -> Trace:
+    """Sums the times of the events in a program, and those of all other programs."""
     ops: dict[str, OpTime] = collections.defaultdict(OpTime)
     kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     other_seconds: dict[str, float] = collections.defaultdict(float)

@@ -110,11 +110,11 @@ def flops_of_program(text: str) -> ProgramFlops:
     flops = useful = 0
     for site in executed(parse(text)):
         instruction, computation = site.instruction, site.computation
-        flops += site.count * hlo_matmuls.matmul_flops(instruction, computation)
+        flops += site.num_runs * hlo_matmuls.matmul_flops(instruction, computation)
         if is_kernel(instruction):
-            flops += site.count * kernel_flops(instruction, computation)
+            flops += site.num_runs * kernel_flops(instruction, computation)
             if RECOMPUTED not in op_name_of(instruction):
-                useful += site.count * kernel_flops(instruction, computation, of_model=True)
+                useful += site.num_runs * kernel_flops(instruction, computation, of_model=True)
     return ProgramFlops(flops, useful)
 
 

@@ -1,4 +1,4 @@
-"""Asserts limits on the collectives of a compiled step: bytes, gathers and resharding."""
+"""Assertions that limit the collectives of a compiled step."""
 
 import dataclasses
 import math
@@ -138,7 +138,7 @@ def assert_collectives(
     weights = _weight_dims(step.layout)
     if no_gather_of_whole_weights:
         failures += [
-            f"all-gather of an entire weight: {_line(x)}, the size of {weights[dims]}"
+            f"all-gather of an entire weight: {_line(x)}, which is the size of {weights[dims]}"
             for x in collectives
             if x.kind == "all-gather"
             for dims in _dims(x)
@@ -182,7 +182,10 @@ def _dims(collective: hlo.Collective) -> list[tuple[int, ...]]:
 
 
 def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
-    """Maps the sorted dims of each sharded weight, with and without the stack dim, to its path."""
+    """Returns a dict that maps the sorted dims of each sharded weight to its path.
+
+    Stacked weights have a second entry without the stack dim.
+    """
     paths: dict[tuple[int, ...], str] = {}
     for leaf in layout.leaves():
         if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:

@@ -1,4 +1,4 @@
-"""Runs layers on a mesh or on one device, for tests that compare their outputs and gradients."""
+"""Runs layers on a mesh or a single device, for tests that compare outputs and gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
 def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
     """Returns random variables for a model, with positive variances.
 
-    They are drawn with NumPy, so that no init function is compiled.
+    NumPy draws the values, so that no init function is compiled.
 
     Args:
       model: Model that determines the shapes.
@@ -48,7 +48,7 @@ def revealing(outputs: jax.Array) -> jax.Array:
 def run_layers(
     cases: Mapping[str, LayerCase], mesh_shape: tuple[int, ...] | None
 ) -> dict[str, dict[str, Any]]:
-    """Runs the forward and backward passes of several layers in a single program.
+    """Runs the forward and backward passes of several layers in one jitted function.
 
     Args:
       cases: Maps names to layers and their inputs.
@@ -58,7 +58,7 @@ def run_layers(
       A dict that maps each name to "outputs", "grads" (gradients of the weights and x) and
       "statistics" (non-trainable variables after the call).
     """
-    mesh = mesh_shape and make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
+    mesh = None if mesh_shape is None else make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
     models = {name: NnxModel(build) for name, (build, _, _) in cases.items()}
 
     def place(model: NnxModel, mdl_vars: MdlVars) -> MdlVars:
@@ -109,7 +109,7 @@ def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
         relative to each element.
     """
     paths, treedef = jax.tree.flatten_with_path(found)
-    assert treedef == jax.tree.structure(wanted)
+    assert treedef == jax.tree.structure(wanted)  # type: ignore[operator]  # Stubs lack __eq__.
     for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):
         atol = tolerance * max(1.0, np.abs(b).max(initial=0.0))
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg=str(path))

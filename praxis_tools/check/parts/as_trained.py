@@ -1,4 +1,4 @@
-"""Checks the first step on a mesh in the experiment's own types, such as float32 or bfloat16."""
+"""Checks the first step on a mesh in the experiment's dtypes, such as float32 or bfloat16."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,19 +13,19 @@ from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, report
 from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.check.tolerances import kind_of
 
-# Largest relative error of float32 arithmetic, between the epsilons of float32 (2^-24) and bfloat16
-# (2^-9).
+# Relative tolerance for float32 arithmetic. It lies between the rounding errors of float32 (2^-24)
+# and bfloat16 (2^-9), so that sums in bfloat16 exceed it.
 FLOAT32_ERROR = 2.0**-11
 FLOAT32_ROUNDING = 2.0**-24
 _MORE_PATTERNS = 9
 
 
 def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the first step in the experiment's own types with the first step in float64."""
+    """Compares the first step in the experiment's dtypes with the first step in float64."""
     name, reference = runner.name, check.reference_of(runner)
     (expected, *_), _ = check.train_reference(reference, 1)
-    actual = _train_in_own_types(check, runner)
-    one_device = _train_in_own_types(check, reference)
+    actual = _train_in_own_dtypes(check, runner)
+    one_device = _train_in_own_dtypes(check, reference)
     measured = [leaf for leaf in expected if kind_of(leaf) in ("loss", "metrics", "gradients")]
     expected, one_device, actual = (
         {leaf: x[leaf] for leaf in measured} for x in (expected, one_device, actual)
@@ -33,15 +33,15 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     low_precision = config_variants.low_precision_settings(check.config)
     if low_precision:
         check.add_note(
-            f"Float32 precision is not checked, because {low_precision[0]} has a narrower type."
+            f"Float32 precision is not checked, because {low_precision[0]} has a narrower dtype."
         )
-        yield tolerances.in_own_types(name, expected, one_device, actual, {})
+        yield tolerances.in_own_dtypes(name, expected, one_device, actual, {})
         return
     # One perturbation usually shows the effect of rounding. However, if the input of a ReLU is
     # close to 0, only half of the perturbations change its sign, so try more of them.
     for patterns in (range(1), range(1, _MORE_PATTERNS)):
         rounding = _float32_rounding(check, reference, expected, patterns)
-        on_mesh = tolerances.in_own_types(name, expected, one_device, actual, rounding)
+        on_mesh = tolerances.in_own_dtypes(name, expected, one_device, actual, rounding)
         on_one_device = _check_float32_precision(expected, one_device, rounding)
         if all(x.is_equal for x in (*on_mesh, *on_one_device)):
             break
@@ -52,7 +52,7 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _float32_rounding(
     check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
-    """Returns the change of each leaf in float64 if weights are perturbed by float32 rounding."""
+    """Returns the change of each float64 leaf if weights are perturbed by float32 rounding."""
     rounding: dict[str, float] = {}
     for pattern in patterns:
         state = nudge_state(check.state, FLOAT32_ROUNDING, pattern)
@@ -62,8 +62,8 @@ def _float32_rounding(
     return rounding
 
 
-def _train_in_own_types(check: Check, runner: TaskRunner) -> Leaves:
-    """Trains one step in the experiment's own types and returns its report."""
+def _train_in_own_dtypes(check: Check, runner: TaskRunner) -> Leaves:
+    """Trains one step in the experiment's dtypes and returns its report."""
     partitioner = runner.partitioner
     batch, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
     state = runner.place_state(check.state)
@@ -80,13 +80,13 @@ def _check_float32_precision(
 
     Args:
       expected: Results in float64.
-      one_device: Results in the experiment's own types.
+      one_device: Results in the experiment's dtypes.
       rounding: Known rounding error of each leaf. It is large for differences between large
         numbers, such as a reward before training, and for ReLUs with inputs close to 0.
     """
     gradients = [largest(x) for leaf, x in expected.items() if kind_of(leaf) == "gradients"]
     of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
-    why = "float32 on one device: 2^-11 of the leaf, 4 x the effect of rounding"
+    why = "float32 on one device: 2^-11 x the leaf's maximum + 4 x the effect of rounding"
     return [
         Comparison(
             "one device",

@@ -34,7 +34,7 @@ def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
 
 
 def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
-    """Wraps ids around the number of ids in the model.
+    """Replaces ids that exceed the model's number of ids by their remainder.
 
     Args:
       batch: The batch.
@@ -52,10 +52,10 @@ def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.nda
 
 
 def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
-    """Returns the number of rows per batch: the first of `ROWS` that all partitioners accept.
+    """Returns the first number of rows in `ROWS` that all partitioners support.
 
     Raises:
-      ConfigError: A partitioner does not even accept batches with all rows.
+      ConfigError: A partitioner does not even support batches with all rows.
     """
 
     def check(num_rows: int) -> None:
@@ -73,13 +73,16 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
 
 
 def compare_repeated(job: Job) -> list[Comparison]:
-    """Checks that datasets return the same batches when read again, resumed, or read by rows."""
+    """Checks that datasets return the same batches each time they are read.
+
+    Each dataset is read twice, from a later batch, and in blocks of rows.
+    """
     comparisons = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
             once = list(itertools.islice(pipeline.batches(), 3))
             again = list(itertools.islice(pipeline.batches(), 3))
-            comparisons += _compare_batches(f"{root}.{name}, made twice", once, again)
+            comparisons += _compare_batches(f"{root}.{name}, read twice", once, again)
             start = min(1, len(once) - 1)
             later = list(itertools.islice(pipeline.batches(start=start), 3 - start))
             comparisons += _compare_batches(
@@ -97,7 +100,7 @@ def compare_repeated(job: Job) -> list[Comparison]:
                 else blocks[0][key]
                 for key in blocks[0]
             }
-            comparisons += _compare_batches(f"{root}.{name}, by rows", once[:1], [joined])
+            comparisons += _compare_batches(f"{root}.{name}, in blocks of rows", once[:1], [joined])
     return comparisons
 
 

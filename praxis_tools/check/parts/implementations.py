@@ -17,6 +17,7 @@ from praxis_tools.check.runs.implementation_settings import (
     switch_setting,
 )
 from praxis_tools.check.runs.on_mesh import (
+    Batch,
     Leaves,
     TaskRunner,
     leaves_of,
@@ -26,7 +27,7 @@ from praxis_tools.check.runs.states import restack, restack_like
 
 
 def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with a step in which remat is switched in all layers.
+    """Compares a step with the same step after switching remat in all layers.
 
     Both steps use dropout, because recomputation must draw the same masks. It also must not update
     variables twice.
@@ -41,7 +42,7 @@ def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with a step in which scanned stacks are unrolled, and vice versa."""
+    """Compares a step with the same step after switching `unroll` in all stacks."""
     config = config_variants.toggle_unroll(check.config)
     if config is None:
         check.add_note("unrolled: not checked, because no layer's config has this setting.")
@@ -58,7 +59,10 @@ def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _compare_step(
     what: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
 ) -> Iterator[list[Comparison]]:
-    """Compares the first step of a variant of the task with the original, optionally its state."""
+    """Compares the first step of a variant of the task with the original task's first step.
+
+    If `with_state` is True, the states after the step are compared as well.
+    """
     state = restack(check.state, other)
     if state is None:
         check.add_note(f"{what}: not checked, because the weights have different names.")
@@ -76,7 +80,7 @@ def _compare_step(
 
 
 def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares training, evaluation and decoding with each implementation setting switched.
+    """Compares training, evaluation and decoding after switching each implementation setting.
 
     Remat settings do not change random numbers, so steps that switch them use dropout, and their
     states are compared as well.
@@ -113,7 +117,7 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
 def _results_with_value(
     check: Check, setting: ImplementationSetting, value: object
 ) -> dict[str, Leaves] | None:
-    """Returns the results for a value of a setting, or None if it changes the weights' names."""
+    """Returns the results for a value of a setting, or None if the value renames weights."""
     config = switch_setting(check.config, setting, value)
     task = with_reported_gradients(build(config).task)
     other = check.on_mesh(check.own_shape, task)
@@ -126,7 +130,7 @@ def _results_with_value(
 def _results(
     check: Check, runner: TaskRunner, state: TrainState, decode_runner: TaskRunner, is_remat: bool
 ) -> dict[str, Leaves]:
-    """Returns the results of training, evaluation and decoding; the keys name the kind."""
+    """Returns the results of training, of evaluation and of decoding each decode dataset."""
     batch = check.batches[0]
     (report,), last, _ = runner.train(
         state, [batch], check.seed, without_randomness=check.is_random and not is_remat
@@ -156,7 +160,7 @@ def _compare_results(
         )
 
 
-def _prompts(check: Check) -> dict[str, dict]:
+def _prompts(check: Check) -> dict[str, Batch]:
     """Returns the first batch of each decode dataset, with keys "decoding NAME"."""
     return {
         f"decoding {name}": check.with_known_ids(data.first_batches(pipeline, 1)[0])

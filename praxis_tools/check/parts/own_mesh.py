@@ -11,6 +11,7 @@ import numpy as np
 from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
+from praxis_lite.core.task import Task
 from praxis_tools.check import plain_update, tolerances
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check
@@ -22,6 +23,7 @@ from praxis_tools.check.parts.types import types_of
 from praxis_tools.check.runs.batch_parts import micro_batches_in_turn
 from praxis_tools.check.runs.float64 import in_float64
 from praxis_tools.check.runs.on_mesh import (
+    Leaves,
     TaskRunner,
     leaves_of,
     names_of,
@@ -40,7 +42,10 @@ def check_parts(check: Check, runner: TaskRunner) -> None:
 
 
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares metrics and per-row outputs on a mesh, and metrics of a batch and of its halves."""
+    """Compares evaluations on a mesh with evaluations on a single device.
+
+    The metrics of a batch are also compared with the means over its two halves.
+    """
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
     for what, batch in check.evaluated.items():
@@ -63,7 +68,7 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     yield from rows.in_evaluation(check, runner)
 
 
-def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
+def reference_update(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares the updated weights and moving averages on one device with `plain_update`."""
     one_device, num_steps = check.one_device, check.num_steps
     bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
@@ -80,8 +85,8 @@ def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
         return jax.tree.map_with_path(lambda keys, x: new.get(path_of(keys), x), state)
 
     reports, expected = check.train_reference(one_device, num_steps)
-    _, nudged = check.train_reference(one_device, num_steps, nudged=True)
-    trained, _ = bound.groups.split(shapes.mdl_vars["params"])
+    nudged = check.train_reference(one_device, num_steps, nudged=True)[1]
+    trained = bound.groups.split(shapes.mdl_vars["params"])[0]
     paths, state = names_of(trained), check.state
     state_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     grad_specs = {
@@ -101,12 +106,12 @@ def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
         {name: x[name] for name in names} for x in (expected, actual, nudged)
     )
     yield tolerances.in_float64(
-        "one device", "update by hand", expected, actual, nudged, num_steps - 1
+        "one device", "reference update", expected, actual, nudged, num_steps - 1
     )
 
 
 def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that applies `fn` to each layer of stacked trees, without jax.vmap."""
+    """Returns a function that applies `fn` to each layer of stacked trees in a Python loop."""
 
     def apply(*trees: Any) -> Any:
         layers = [
@@ -132,7 +137,7 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
     with_other = rows.with_padding_rows(batch, num_padding_rows, other_rows)
     expected, _ = check.train_once(reference, with_same)
     nudged, _ = check.train_once(reference, with_same, nudged=True)
-    for kind, padded in (("the same", with_same), ("other", with_other)):
+    for kind, padded in (("same", with_same), ("other", with_other)):
         if kind == "other" and properties.STATISTICS in check.couplings:
             check.add_note(
                 "The contents of padding rows are not varied, because batch statistics include "
@@ -141,17 +146,17 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
             continue
         actual, _ = check.train_once(runner, padded)
         comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
-        yield tolerances.with_suffix(f"{kind} rows of filler", comparisons)
+        yield tolerances.with_suffix(f"{kind} padding rows", comparisons)
     if not check.couplings:
         one_device = check.one_device
         runner = runner if reference is one_device else one_device
         fewer = data.with_rows(with_same, slice(len(batch["weights"]) - num_padding_rows))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
-        expected = check.run_or_skip(what, lambda: one_device.evaluate(mdl_vars, fewer))
-        if expected is not None:
+        fewer_expected = check.run_or_skip(what, lambda: one_device.evaluate(mdl_vars, fewer))
+        if fewer_expected is not None:
             nudged = one_device.evaluate(check.nudged.mdl_vars, fewer)
             actual = runner.evaluate(mdl_vars, with_other)
-            yield tolerances.in_float64(runner.name, what, expected, actual, nudged)
+            yield tolerances.in_float64(runner.name, what, fewer_expected, actual, nudged)
 
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
@@ -171,13 +176,14 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
             check.add_note(f"{number} micro-batches: not checked.")
             continue
         task = with_reported_gradients(check.job.task, number)
+
+        def train(task: Task = task) -> tuple[Leaves, Leaves]:
+            return check.train_once(check.on_mesh(check.own_shape, task), batch)
+
         if check.couplings:
             in_turn = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
             reference = check.on_one_device(in_turn, task)
-        trained = check.run_or_skip(
-            f"{number} micro-batches",
-            lambda task=task: check.train_once(check.on_mesh(check.own_shape, task), batch),
-        )
+        trained = check.run_or_skip(f"{number} micro-batches", train)
         if trained is None:
             continue
         actual, actual_state = trained
@@ -207,8 +213,8 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     yield from rows.in_decoding(check, runner)
 
 
-def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the two results of a function in `properties`."""
+def equal_results(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """Compares the two results of a function in `properties`, which must be equal."""
     batch = check.batches[0]
     function = None if check.couplings else properties.FUNCTIONS[what](check.task, batch)
     if function is None:
@@ -221,8 +227,8 @@ def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Compa
     actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return
-    nudged = runner.call(function, check.nudged.mdl_vars, batch)
-    expected, nudged = (x.pop(properties.EXPECTED) for x in (actual, nudged))
+    expected = actual.pop(properties.EXPECTED)
+    nudged = runner.call(function, check.nudged.mdl_vars, batch)[properties.EXPECTED]
     (name,) = actual
     yield tolerances.in_float64(runner.name, what, {name: expected}, actual, {name: nudged})
 
@@ -230,11 +236,11 @@ def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Compa
 PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "training": rows.in_training,
     "evaluation": evaluation,
-    "update by hand": update_by_hand,
-    "rows of filler": padding_rows,
+    "reference update": reference_update,
+    "padding rows": padding_rows,
     "micro-batches": micro_batches,
     "decoding": decoding,
-    **{what: functools.partial(two_ways, what) for what in properties.FUNCTIONS},
+    **{what: functools.partial(equal_results, what) for what in properties.FUNCTIONS},
     "remat switched": remat,
     "unrolled": unrolled,
     "settings switched": settings_switched,

@@ -1,4 +1,4 @@
-"""Properties of tasks: dependencies between rows, and equivalent ways to compute a result.
+"""Finds dependencies between rows, and computes results in two ways that must agree.
 
 For instance, decoding with a cache must produce the same logits as a forward pass over the entire
 row, and packed segments must have the same loss as separate rows.
@@ -22,11 +22,11 @@ from praxis_tools.check.runs.on_mesh import Batch
 
 MAX_TOKENS = 256  # Maximum number of tokens that are decoded one by one.
 STATISTICS = "batch statistics"
-EXPECTED = "expected"  # Key of the trusted result among the two results.
+EXPECTED = "expected"  # Key of the reference result.
 
 
 def couplings(task: Task) -> list[str]:
-    """Returns the reasons why a row's results depend on other rows, as declared by the task.
+    """Returns the reasons why results of a row depend on other rows, as declared by the task.
 
     Batch statistics are recognized by `nnx.BatchStat` and Linen's collection "batch_stats".
     """

@@ -1,4 +1,4 @@
-"""Checks that stopping and resuming a job does not change any bit of its results.
+"""Checks that the results of a job are bitwise equal after it was stopped and resumed.
 
 It also checks that the train step donates the state, makes no host transfers and compiles once.
 """
@@ -32,6 +32,7 @@ from praxis_tools.check.check import Check
 from praxis_tools.check.parts.data import with_rows
 from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, leaves_of, structs, unpad
 from praxis_tools.explain import hlo
+from praxis_tools.explain.hlo_text import text_of
 
 NUM_STEPS, STOPPED_AT = 3, 1
 _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
@@ -42,16 +43,17 @@ def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     runner = check.on_mesh(check.own_shape, check.job.task)
     yield from _compare_restored(check, runner)
     pipeline = _CheckedData(check)
+    stops_by_job: dict[str, tuple[int, ...]] = {"uninterrupted": (), "stopped": (STOPPED_AT,)}
     with tempfile.TemporaryDirectory() as folder:
         losses = [
             _train_job(check, runner, pipeline, Path(folder) / name, stops)
-            for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
+            for name, stops in stops_by_job.items()
         ]
         yield tolerances.exact(runner.name, "losses of a resumed job", *losses)
-        directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
+        directories = [JobDir(Path(folder) / name).checkpoints for name in stops_by_job]
         states = [_restore_state(directory, runner) for directory in directories]
         yield tolerances.exact(runner.name, "state of a resumed job", *map(leaves_of, states))
-    yield _check_program(check, runner)
+    yield _check_compiled_step(check, runner)
 
 
 def _compare_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
@@ -86,32 +88,32 @@ class _CheckedData(InputPipeline):
     """The training data with fewer rows per batch, and with all ids in the model's range."""
 
     def __init__(self, check: Check):
-        self.check, self.pipeline = check, check.job.datasets[TRAIN]
+        self._check, self._pipeline = check, check.job.datasets[TRAIN]
         self.batch_size = check.num_rows
 
     @property
     def num_batches(self) -> int | None:
-        return self.pipeline.num_batches
+        return self._pipeline.num_batches
 
     def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return structs(self.check.batches[0])
+        return structs(self._check.batches[0])
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         rows = self.rows_or_all(rows)
-        for batch in self.pipeline.batches(start=start):
-            checked_batch = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
+        for batch in self._pipeline.batches(start=start):
+            checked_batch = self._check.with_known_ids(with_rows(batch, slice(self.batch_size)))
             yield with_rows(checked_batch, rows)
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.pipeline.fingerprint()
+        return self._pipeline.fingerprint()
 
 
 def _train_job(
     check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
-    """Trains a job, stopping and resuming it after each step in `stops`; returns losses by step."""
+    """Trains a job that stops and resumes after each step in `stops`, and returns the losses."""
     folder.mkdir()
     launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
@@ -142,13 +144,13 @@ def _restore_state(directory: Path, runner: TaskRunner) -> Any:
     return unpad(runner.layout, jax.device_get(state))[0]
 
 
-def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
-    """Checks the train step's donation, host transfers and number of compilations.
+def _check_compiled_step(check: Check, runner: TaskRunner) -> list[Comparison]:
+    """Checks donation, host transfers and the number of compilations of the train step.
 
-    Call this after the step has run.
+    Call this function after the step has run.
     """
     partitioner = runner.partitioner
-    compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
+    text = text_of(partitioner.train_step.lower(structs(check.batches[0])).compile())
     state_bytes = sum(leaf.bytes_per_device for leaf in runner.layout.leaves())
     num_compiled = partitioner.train_step.num_compiled()
     return [
@@ -157,7 +159,7 @@ def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
             "donated",
             "bytes per device",
             None,
-            abs(state_bytes - hlo.donated_bytes(compiled)),
+            abs(state_bytes - hlo.donated_bytes(text)),
             0.0,
             "the entire state is donated",
         ),
@@ -166,7 +168,7 @@ def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
             "host transfers",
             "train_step",
             None,
-            len(_HOST.findall(compiled)),
+            len(_HOST.findall(text)),
             0.0,
             "a step makes no host transfers",
         ),

@@ -1,5 +1,6 @@
 """Checks that a row's results do not depend on other rows, its position or its batch."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def with_padding_rows(
 
 
 def halves(batch: Batch) -> Batches:
-    """Returns two copies of a batch in which complementary halves of the rows have weight 0."""
+    """Returns two copies of a batch, each of which has weight 0 for one half of the rows."""
     num_rows = len(batch["weights"])
     is_first = np.arange(num_rows) < num_rows // 2 + 1
     shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
@@ -65,12 +66,12 @@ def halves(batch: Batch) -> Batches:
 
 def combine_reports(reports: Sequence[Leaves]) -> Leaves:
     """Combines the metrics and gradients of several batches into weighted means."""
-    combined = {}
+    combined: Leaves = {}
     for name in (key.removesuffix("/value") for key in reports[0] if key.endswith("/value")):
         weights = [report[f"{name}/weight"] for report in reports]
         values = [report[f"{name}/value"] for report in reports]
         combined[f"{name}/value"] = _weighted_mean(values, weights)
-        combined[f"{name}/weight"] = sum(weights)
+        combined[f"{name}/weight"] = _sum(weights)
     weights = [report["metrics/loss/weight"] for report in reports]
     for name in (key for key in reports[0] if key.startswith("gradients/")):
         combined[name] = _weighted_mean([report[name] for report in reports], weights)
@@ -78,9 +79,13 @@ def combine_reports(reports: Sequence[Leaves]) -> Leaves:
 
 
 def _weighted_mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
-    total = sum(weights)
-    scaled = sum(np.where(w != 0, x * w, 0.0) for x, w in zip(values, weights, strict=True))
+    total = _sum(weights)
+    scaled = _sum([np.where(w != 0, x * w, 0.0) for x, w in zip(values, weights, strict=True)])
     return scaled / np.where(total == 0, 1.0, total)
+
+
+def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return functools.reduce(np.add, arrays)
 
 
 def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
@@ -118,7 +123,7 @@ def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
             yield from _compare_decoded_rows(check, batches)
 
 
-def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
+def _compare_decoded_rows(check: Check, batches: Sequence[Batch]) -> Iterator[list[Comparison]]:
     one_device, num_rows = check.one_device, num_rows_of(batches[0])
     is_random = one_device.traced(one_device.partitioner.decode_step, batches[0]).draws
 
@@ -133,7 +138,7 @@ def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Compa
     )
     yield tolerances.in_float64(
         one_device.name,
-        "decoding, rows moved",
+        "decoding, shuffled rows",
         _take(expected, order),
         _concatenate(list(map(run, others))),
         _take(nudged, order),
@@ -145,9 +150,9 @@ def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Compa
     padded = with_padding_rows(batches[0], num_rows - real_rows.stop, reverse)
     expected, nudged, actual = (_take(x, real_rows) for x in (expected, nudged, run(padded)))
     yield tolerances.in_float64(
-        one_device.name, "decoding, other rows of filler", expected, actual, nudged
+        one_device.name, "decoding, other padding rows", expected, actual, nudged
     )
-    what = "decoding, fewer rows"
+    what = "decoding of fewer rows"
     fewer = check.run_or_skip(what, lambda: run(data.with_rows(padded, real_rows)))
     if fewer is not None:
         yield tolerances.in_float64(one_device.name, what, expected, fewer, nudged)
@@ -172,7 +177,7 @@ def _compare_regrouped_rows(
         return
     if num_rows_of(batches[0]) > 1:
         others, order = shuffled(batches)
-        yield _compare_groupings(check, f"{prefix}rows moved", batches, others, order, run)
+        yield _compare_groupings(check, f"{prefix}shuffled rows", batches, others, order, run)
     if full_batch is not None:
         parts, order = _split_into_parts(full_batch, num_rows_of(batches[0]))
         what = f"{num_rows_of(full_batch)} rows in parts"

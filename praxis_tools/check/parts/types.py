@@ -1,4 +1,4 @@
-"""Compares a layout with the shardings that JAX infers for the new state and for activations.
+"""Compares a layout with the shardings in the array types that JAX infers.
 
 If mesh axes are Explicit (sharding in types), JAX infers the sharding of each result from its
 operands while a step is traced. Nothing is compiled or run, so this is independent of XLA.
@@ -30,10 +30,11 @@ class TypeWitness:
 
     Attributes:
       confirmed: Paths of the leaves whose inferred spec equals the spec in the layout.
-      others: Messages for all other leaves, such as "PATH is PartitionSpec(...), declared is ...".
-      as_declared: Number of activations that already have the sharding of their constraint.
-      moved: Messages for all other activations with a constraint, such as "LAYER: float32[16, 12,
-        32] ... to ...".
+      others: Messages for all other leaves, such as "PATH is PartitionSpec(...), but its
+        layout is ...".
+      as_declared: Number of activations whose inferred sharding equals their sharding constraint.
+      moved: Messages for all other activations with a sharding constraint, such as
+        "LAYER: float32[16, 12, 32] ... to ...".
       untyped: Maps the path of a layer to the reason why JAX cannot infer types inside it.
     """
 
@@ -49,12 +50,12 @@ class TypeWitness:
         lines = [
             f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays in the state "
             f"after a step{_more(self.others)}",
-            f"They confirm {self.as_declared} of {self.as_declared + len(self.moved)} activations "
-            f"at a sharding constraint; the others are resharded{_more(self.moved)}",
+            f"JAX's types confirm {self.as_declared} of {self.as_declared + len(self.moved)} "
+            f"sharding constraints on activations; the others reshard them{_more(self.moved)}",
         ]
         if self.untyped:
             reasons = [f"{path} ({reason})" for path, reason in self.untyped.items()]
-            lines.append(f"They do not cover operations inside {few(reasons, 2, '; ')}")
+            lines.append(f"JAX's types do not cover operations inside {few(reasons, 2, '; ')}")
         return [f"{line}." for line in lines]
 
 
@@ -78,7 +79,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
         if actual == leaf.spec:
             confirmed.append(leaf.path)
         else:
-            others.append(f"{leaf.path} is {actual}, declared is {leaf.spec}")
+            others.append(f"{leaf.path} is {actual}, but its layout is {leaf.spec}")
     changes = list(_constraint_changes(jaxpr))
     return TypeWitness(
         tuple(confirmed),
@@ -113,7 +114,7 @@ def _constraint_changes(jaxpr: Any) -> Iterator[str]:
         (layer, *_) = layers_of_name(f"{name.removesuffix(RESHARD_SCOPE)}operation") or [""]
         if layer.startswith(GRADIENT_OF):
             continue
-        x = eqn.invars[0].aval
+        x: Any = eqn.invars[0].aval
         old, new = _spec_of(x), _spec_of(eqn.outvars[0].aval)
         layer = layer or "the step"
         yield "" if old == new else f"{layer}: {x.dtype}{list(x.shape)} {old} to {new}"
@@ -124,13 +125,13 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Adds notes about the types inferred by JAX to a check, without comparing values."""
+    """Adds notes on the types that JAX infers to the certificate. It compares no values."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")
         witness = type_witness(typed.partitioner, structs(check.batches[0]))
     except ValueError as error:
-        check.add_note(f"JAX's types confirm nothing. {error}")
+        check.add_note(f"The layout was not compared with JAX's types. {error}")
         return
     for line in witness.lines():
         check.add_note(line)

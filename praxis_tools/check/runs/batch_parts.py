@@ -1,6 +1,7 @@
-"""Computes gradients part by part on a single device, as a reference for steps that split batches.
+"""Computes gradients for one part of a batch after another on a single device.
 
-The parts are either the rows of each device (ExplicitCollectives) or micro-batches.
+This is the reference for steps whose results depend on how the batch is divided into parts. The
+parts are either the rows of each device (ExplicitCollectives) or micro-batches.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
         num_parts, inputs = settings["num_micro_batches"], args[4]
-        context = contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if num_micro_batches is not None:
             num_parts = num_micro_batches(inputs, num_parts)
             context = in_one_microbatch()
@@ -71,9 +72,17 @@ def _value_and_grad(
     inputs_split_mapping: Any = None,
     lay_out: Any = None,
 ) -> tuple[Any, PyTree, PyTree]:
+    """Computes the gradients of each part and averages them, like `accumulation.value_and_grad`.
+
+    Parts are weighted by the weight of their loss, and parts with weight 0 are ignored. Strided
+    parts are micro-batches, each of which continues from the variables of the previous one. Blocks
+    are the rows of one device each. All blocks start from the same variables, and the changes of
+    these variables are averaged.
+    """
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
-    total_weight, by_part, grad_sums, changes = 0.0, [], None, None
+    total_weight: jax.Array | float = 0.0
+    by_part, grad_sums, changes = [], None, None
     # Gradient accumulation with a single part does not fold its key.
     is_single_part = is_strided and num_parts == 1
     state = non_trainable
@@ -128,8 +137,10 @@ def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
     means = {}
     for name in by_part[0]:
         pairs = [metrics[name] for metrics in by_part]
-        total = sum(weight for _, weight in pairs)
-        scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
+        total = functools.reduce(jnp.add, [weight for _, weight in pairs])
+        scaled = functools.reduce(
+            jnp.add, [jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs]
+        )
         means[name] = scaled / jnp.where(total == 0, 1.0, total), total
     return means
 
@@ -165,21 +176,21 @@ def _evaluate(
 def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
-    """Splits a batch into parts: every num_parts-th row, or blocks padded with zero-weight rows."""
-    num_rows = num_rows_of(inputs)
+    """Splits a batch into strided parts, or into blocks that are padded with zero-weight rows."""
+    num_rows, arrays = num_rows_of(inputs), dict(inputs)
     if is_strided:
         return [
-            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, dict(inputs))
+            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, arrays)
             for i in range(num_parts)
         ]
     missing = -num_rows % (num_parts * num_micro_batches)
     if missing:
-        inputs = jax.tree.map(
-            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, dict(inputs)
+        arrays = jax.tree.map(
+            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, arrays
         )
-        inputs["weights"] = inputs["weights"].at[num_rows:].set(0.0)
+        arrays["weights"] = arrays["weights"].at[num_rows:].set(0.0)
     size = (num_rows + missing) // num_parts
     return [
-        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, dict(inputs))
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, arrays)
         for i in range(num_parts)
     ]

@@ -1,4 +1,4 @@
-"""Finds settings in an experiment's config, and creates variants with equal results."""
+"""Finds settings in an experiment's config, and creates configs that must have equal results."""
 
 import copy
 import inspect
@@ -49,7 +49,7 @@ def low_precision_settings(config: "fdl.Config") -> list[str]:
 
 def buildables(config: Any) -> Iterator[fdl.Buildable]:
     """Yields every Config and Partial in a config once."""
-    seen = []
+    seen: list[fdl.Buildable] = []
     for value, _ in daglish.iterate(config):
         if isinstance(value, fdl.Buildable) and not any(value is other for other in seen):
             seen.append(value)

@@ -1,4 +1,4 @@
-"""Runs a program in float64, so that rounding errors do not hide differences."""
+"""Runs functions in float64, so that rounding errors do not hide differences."""
 
 import functools
 from collections.abc import Callable
@@ -45,26 +45,41 @@ _SCATTERS = {
 }
 
 
+class Float64Function:
+    """A function that computes in float64, returned by `in_float64`.
+
+    Attributes:
+      draws: Whether the function draws random numbers.
+    """
+
+    def __init__(self, function: Callable[..., PyTree], draws: bool):
+        functools.update_wrapper(self, function)
+        self._function, self.draws = function, draws
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        return self._function(*args)
+
+
 def in_float64(
     function: Callable[..., PyTree],
     *args: PyTree,
     without_randomness: bool = False,
     by_layer: bool = False,
-) -> Callable[..., PyTree]:
+) -> Float64Function:
     """Returns a version of `function` that computes in float64 instead of narrower float types.
 
-    The function is traced once in its own types. The operations in the jaxpr, including loops,
-    branches and calls, are then executed in float64. This works for any model and any optimizer.
-    Random numbers are derived from the same bits.
+    The function is traced once with its original dtypes. All operations in the jaxpr, including
+    those in loops, branches and calls, are then executed in float64. This works for any model and
+    any optimizer. Random numbers are derived from the same bits.
 
-    Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`). Its attribute
-    `draws` is True if the function draws random numbers.
+    Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`).
 
     Args:
       function: The function to convert.
       *args: Arrays or ShapeDtypeStructs, in the types that `function` expects.
       without_randomness: Whether to set all random bits to 0, so that dropout keeps everything.
-      by_layer: Whether to also return `LayerRecorder.records`, with a `fingerprint` of each array.
+      by_layer: Whether to return (outputs, `LayerRecorder.records`), where each recorded array is
+        summarized by its `fingerprint`.
     """
     with jax.enable_x64(False):
         closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -76,14 +91,12 @@ def in_float64(
         outputs = jax.tree.unflatten(treedef, run.call(closed_jaxpr, jax.tree.leaves(args)))
         return (outputs, run.records) if by_layer else outputs
 
-    run_in_float64.draws = any(
-        eqn.primitive.name == "random_bits" for eqn in all_eqns(closed_jaxpr.eqns)
-    )
-    return run_in_float64
+    draws = any(eqn.primitive.name == "random_bits" for eqn in all_eqns(closed_jaxpr.eqns))
+    return Float64Function(run_in_float64, draws)
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns the sum of an array and a weighted sum that depends on the order, as float64 [2]."""
+    """Returns the sum and an order-dependent weighted sum of an array, as float64 [2]."""
     x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
     weights = jnp.ones((), np.float64)
     for dim in range(x.ndim):
@@ -93,7 +106,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 class Float64Run(LayerRecorder):
-    """An interpreter that runs a program in float64 and records its layers."""
+    """An interpreter that runs a jaxpr in float64 and records the values of its layers."""
 
     def __init__(
         self,

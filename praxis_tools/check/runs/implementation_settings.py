@@ -12,7 +12,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -129,12 +129,12 @@ def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]
     for buildable in _custom_buildables(_with_templates(config)):
         hints = _type_hints(fdl.get_callable(buildable))
         for name, value in _settings(buildable).items():
-            _map_setting(str(name), value, hints.get(name), record)
+            _map_setting(str(name), value, hints.get(str(name)), record)
     return list(found.values())
 
 
 def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
-    """Returns a copy of a config with a new value for all settings with this name."""
+    """Returns a copy of a config in which all settings with this name have a new value."""
 
     def switch(name: str, value: Any, hint: Any) -> Any:
         if name != setting.name or not _is_implementation_setting(name, value):
@@ -155,7 +155,7 @@ def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: An
 
 
 def _with_templates(config: "fdl.Config") -> "fdl.Config":
-    """Returns a copy in which classes and functions with these settings become an fdl.Partial."""
+    """Returns a copy in which classes and functions with such settings are an fdl.Partial."""
 
     def to_partial(value: Any, state: daglish.State) -> Any:
         if isinstance(value, functools.partial) and _is_template(value.func):
@@ -252,7 +252,7 @@ def _alternatives(name: str, value: Any, hint: Any) -> Iterator[Any]:
     elif isinstance(value, enum.Enum):
         yield from (x for x in type(value) if x is not value)
     else:
-        choices = [x for x in _literal_values(hint) if isinstance(x, str)]
+        choices: Sequence[Any] = [x for x in _literal_values(hint) if isinstance(x, str)]
         if not choices and (isinstance(value, str) or str in typing.get_args(hint)):
             choices = POLICIES if is_remat_name(name) else IMPLEMENTATIONS
         if value is None and is_remat_name(name) and _contains_callable(hint):
@@ -279,6 +279,7 @@ def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, A
 
     Dicts are treated like dataclasses. If nothing changes, the same object is returned.
     """
+    cls: Callable[..., Any] = type(value)
     if not _is_remat_policy(name, value):
         if _is_dataclass_instance(value):
             hints, fields = _type_hints(type(value)), _fields(value)
@@ -287,7 +288,7 @@ def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, A
             return dataclasses.replace(value, **changed) if changed else value
         if isinstance(value, Mapping):
             new = {key: _map_setting(str(key), x, None, change) for key, x in value.items()}
-            return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
+            return cls(new) if any(new[key] is not x for key, x in value.items()) else value
     return change(name, value, hint)
 
 
@@ -318,13 +319,13 @@ def switch_remat(task: Task) -> Task | None:
     the library's checkpoint policies. The result is None if there are no such attributes or if the
     model does not use NNX.
     """
-    module = task.model.abstract_module()
-    if not isinstance(task.model, NnxModel) or module is None:
+    model, module = task.model, task.model.abstract_module()
+    if not isinstance(model, NnxModel) or module is None:
         return None
     if not any(_switched_attributes(layer) for _, layer in nnx.compat.iter_modules(module)):
         return None
     task = copy.copy(task)
-    task.model = NnxModel(_SwitchedBuild(task.model.build))
+    task.model = NnxModel(_SwitchedBuild(model.build))
     return task
 
 

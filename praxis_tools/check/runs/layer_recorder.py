@@ -1,4 +1,4 @@
-"""Interprets a program operation by operation and records the values computed by each layer."""
+"""Runs a jaxpr operation by operation and records the values that each layer computes."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _MAX_ITERATIONS = 128
 
 
 class LayerRecorder(Interpreter):
-    """An interpreter that runs a program in its own types and records its layers.
+    """An interpreter that runs a jaxpr with its original dtypes and records its layers.
 
     For each run of consecutive operations in the same layer, the last array is recorded. In a scan,
     it is recorded once per iteration (or as one array [iterations, ...] if there are many), and in
@@ -63,7 +63,7 @@ class LayerRecorder(Interpreter):
         self._last = layer, x
 
     def _record_last(self) -> None:
-        if self._last is not None:
+        if self._last is not None and self._summary is not None:
             layer, x = self._last
             self._recorded.append((layer, self._summary(x)))
         self._last = None
@@ -74,7 +74,9 @@ class LayerRecorder(Interpreter):
         layers: list[str] = []
 
         # Summaries are tracers in the scan's body, so return them as additional outputs.
-        def body(carry: tuple, xs: list[Any]) -> tuple:
+        def body(
+            carry: tuple[Any, ...], xs: list[Any]
+        ) -> tuple[tuple[Any, ...], tuple[list[Any], list[jax.Array]]]:
             outs, layers[:], summaries = self._record_separately(
                 params["jaxpr"], [*consts, *carry, *xs]
             )
@@ -99,7 +101,7 @@ class LayerRecorder(Interpreter):
     def _record_separately(
         self, jaxpr: Any, args: Sequence[Any]
     ) -> tuple[list[Any], list[str], list[jax.Array]]:
-        """Runs a jaxpr; returns its outputs and the layers and summaries recorded within it."""
+        """Runs a jaxpr, and returns its outputs and the layers and summaries recorded in it."""
         outer, self._recorded = self._recorded, []
         outs = self.call(jaxpr, args)
         self._record_last()
@@ -115,7 +117,9 @@ class LayerRecorder(Interpreter):
         def body(values: tuple) -> tuple:
             return tuple(self._unrecorded(params["body_jaxpr"], [*of_body, *values]))
 
-        return list(lax.while_loop(cond, body, tuple(map(jnp.asarray, carry))))
+        initial: tuple[Any, ...] = tuple(map(jnp.asarray, carry))
+        last: tuple[Any, ...] = lax.while_loop(cond, body, initial)
+        return list(last)
 
     def cond(self, eqn: Any, operands: list[Any]) -> list[Any]:
         branches = [

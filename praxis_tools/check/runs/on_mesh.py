@@ -1,4 +1,4 @@
-"""Runs the steps of a task on a mesh in float64, with states as NumPy arrays."""
+"""Runs the steps of a task on a mesh in float64. States are passed as NumPy arrays."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,12 @@ from praxis_lite.core.xla_workarounds.patched_matmuls import PatchedFunction
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.experiment.experiment import Job
 from praxis_tools.check.certificate import mesh_name
-from praxis_tools.check.runs.float64 import in_float64, wide_dtype, wide_structs
+from praxis_tools.check.runs.float64 import (
+    Float64Function,
+    in_float64,
+    wide_dtype,
+    wide_structs,
+)
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
@@ -45,7 +50,7 @@ class TaskRunner:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def place_state(self, state: TrainState) -> TrainState:
-        """Places an unpadded NumPy state on the mesh in the task's own types, padded with zeros."""
+        """Places an unpadded NumPy state on the mesh in the task's dtypes, padded with zeros."""
         placed = _pad_and_place(state, self.layout.abstract(self.mesh), 0.0)
         # Copy, because JAX cannot donate views of NumPy buffers.
         return jax.tree.map(lambda x: x.copy(), placed)
@@ -90,7 +95,10 @@ class TaskRunner:
     def evaluate(
         self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Evaluates a batch; returns metrics as in `train`, and "examples/NAME" for real rows."""
+        """Evaluates a batch and returns its metrics and the outputs of real rows.
+
+        The keys are those of `train` for metrics, and "examples/NAME" for outputs.
+        """
         step = self.partitioner.eval_examples
         metrics, examples, is_real = self._run_on_weights(
             step, mdl_vars, inputs, without_randomness
@@ -138,12 +146,12 @@ class TaskRunner:
             _, records = run(self._place(self.layout, state), self.batch(inputs), key)
             return {name: np.asarray(x) for name, x in records.items()}
 
-    def traced(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+    def traced(self, step: Step, inputs: Batch, **settings: Any) -> Float64Function:
         """Returns a step of the partitioner that runs in float64, without compiling it."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
-        """Places a batch on the mesh in float64; padding rows are copies of the last row."""
+        """Places a batch on the mesh in float64, padded with copies of the last row."""
         num_rows = len(next(x for x in inputs.values() if x.ndim))
         missing = -num_rows % self.mesh.size
 
@@ -161,7 +169,7 @@ class TaskRunner:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
         key = (step, shapes, *settings.items())
         if key not in self._programs:
-            out = self.partitioner.replicated
+            out: Any = self.partitioner.replicated
             if settings.get("by_layer"):
                 out = None
             elif step.trains:
@@ -196,7 +204,7 @@ def _pad_and_place(tree: PyTree, structs: PyTree, padding: float) -> PyTree:
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """Returns options that reduce the compile time of CPU programs by a third."""
+    """Returns options that reduce the compile time on CPU by a third."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
@@ -267,9 +275,15 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
-    learner.bind = lambda *weights: _ReportingLearner(
-        **vars(bind(*weights)) | {"settings": learner}
-    )
+
+    def bind_reporting(
+        weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
+    ) -> BoundLearner:
+        bound = bind(weight_specs, axis_sizes)
+        return _ReportingLearner(**vars(bound) | {"settings": learner})
+
+    # Patch the copy, because the learner may be of any subclass.
+    learner.bind = bind_reporting  # type: ignore[method-assign]
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner

@@ -1,4 +1,4 @@
-"""Creates the train states for a check: without all-zero weights, perturbed, or restacked."""
+"""Creates and converts the train states of a check."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -86,18 +86,22 @@ def restack(state: TrainState, runner: TaskRunner) -> TrainState | None:
     """
     layout, params = runner.layout, state.mdl_vars["params"]
     shapes = layout.shapes.mdl_vars["params"]
-    if jax.tree.structure(params) == jax.tree.structure(shapes):
+    treedef, names = jax.tree.structure(shapes), names_of(shapes)
+    if _has_same_structure(params, shapes):
         return state
-    names, treedef = names_of(shapes), jax.tree.structure(shapes)
     non_trainable = state.mdl_vars["non_trainable"]
     converted = restack_like(dict.fromkeys(names), leaves_of(params))
-    has_same_variables = jax.tree.structure(non_trainable) == jax.tree.structure(
-        layout.shapes.mdl_vars["non_trainable"]
-    )
+    has_same_variables = _has_same_structure(non_trainable, layout.shapes.mdl_vars["non_trainable"])
     if len(converted) < len(names) or not has_same_variables:
         return None
     params = jax.tree.unflatten(treedef, [converted[name] for name in names])
     return _with_fresh_slots(state, {**state.mdl_vars, "params": params}, runner)
+
+
+def _has_same_structure(a: Any, b: Any) -> bool:
+    # The stubs of PyTreeDef lack __eq__.
+    structures = jax.tree.structure(a), jax.tree.structure(b)
+    return bool(structures[0] == structures[1])  # type: ignore[operator]
 
 
 def restack_like(names: Mapping[str, Any], leaves: Leaves) -> Leaves:

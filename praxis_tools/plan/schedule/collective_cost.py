@@ -113,8 +113,8 @@ def collective_spec(
     if instruction.opcode == "send":
         # For a collective over several slices, the text shows only the transfer between slices.
         operand_bytes = sum(array.bytes for array in arrays_of(instruction.shape)[:1])
-        kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
-        kind = kind.group(1).lower().replace("_", "-")
+        match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+        kind = match.group(1).lower().replace("_", "-") if match else ""
         kind = kind if kind in hlo.KINDS else "collective-permute"
         axes, crosses = mesh.axes_between_slices(), True
     else:

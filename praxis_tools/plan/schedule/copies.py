@@ -1,4 +1,4 @@
-"""Models asynchronous copies: between HBM and VMEM, and between a device and its host.
+"""Models asynchronous copies between HBM and VMEM and between a device and its host.
 
 Copies within a device compete with the running instructions for HBM bandwidth.
 """

@@ -146,9 +146,10 @@ class _Scheduler:
         self.timeline.instruction_seconds[instruction.name] += seconds
 
     def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
-        """Adds `count` times the matmul flops of an instruction; returns its flops per execution.
+        """Adds `count` times the matmul flops of an instruction to the timeline.
 
-        For a fusion, these are the flops of the fused instructions.
+        Returns:
+          The flops per execution. For a fusion, they include all fused instructions.
         """
         if instruction.opcode in FUSIONS:
             fused = self.program.computations[callees(instruction, "calls")[0]]
@@ -172,8 +173,7 @@ class _Scheduler:
         instruction: Instruction,
         computation: Computation,
         count: int,
-        fusion: Instruction | None = None,
-        outer: Computation | None = None,
+        fusion: tuple[Instruction, Computation] | None = None,
     ) -> tuple[str, float, Transfer]:
         """Adds a collective to the timeline.
 
@@ -181,8 +181,8 @@ class _Scheduler:
           instruction: The collective.
           computation: Computation that contains the collective.
           count: Number of executions to add.
-          fusion: Last fusion that contains the collective; None if it is not fused.
-          outer: Computation that contains `fusion`.
+          fusion: Last fusion that contains the collective, and the computation that contains this
+            fusion; None if the collective is not fused.
 
         Returns:
           (resource, seconds, transfer): The resource that the collective occupies, the seconds per
@@ -201,7 +201,9 @@ class _Scheduler:
         if fusion is None:
             layer = self._layer_of(instruction, computation, instruction, computation)
         else:
-            named_by = fusion._replace(opcode=spec.kind)
+            last_fusion, outer = fusion
+            # `nearest_layer` follows the users or operands of the fusion, depending on the opcode.
+            named_by = last_fusion._replace(opcode=spec.kind)
             layer = self._layer_of(instruction, computation, named_by, outer)
         transfer = self.timeline.collectives.setdefault(
             (spec.kind, spec.axes, layer), Transfer(spec.kind, spec.axes, layer)
@@ -229,7 +231,7 @@ class _Scheduler:
         outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns the layer of an instruction; if unknown, a layer near the outer instruction."""
+        """Returns the layer of an instruction, or a layer near the outer instruction if unknown."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer)
@@ -364,8 +366,7 @@ class _ComputationRun:
                         inner,
                         computation,
                         self._count,
-                        self._last_fusions[chain],
-                        self._computation,
+                        (self._last_fusions[chain], self._computation),
                     ),
                 )
         self._now += self._scheduler.compute(instruction, self._computation, self._count)

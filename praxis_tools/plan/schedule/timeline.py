@@ -1,7 +1,9 @@
-"""The result of a simulation: a step's time for compute, memory, collectives and host copies."""
+"""The result of a simulated step: time for compute, memory, collectives and host copies."""
 
 import collections
 import dataclasses
+
+TransferKey = tuple[str, tuple[str, ...], str]  # (kind, axes, layer)
 
 
 @dataclasses.dataclass
@@ -67,13 +69,13 @@ class Timeline:
     flops: int = 0
     kernel_flops: int = 0
     recomputed_flops: int = 0
-    flops_by_type: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    flops_by_type: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
-    collectives: dict[tuple, Transfer] = dataclasses.field(default_factory=dict)
-    host_copies: dict[tuple, Transfer] = dataclasses.field(default_factory=dict)
+    collectives: dict[TransferKey, Transfer] = dataclasses.field(default_factory=dict)
+    host_copies: dict[TransferKey, Transfer] = dataclasses.field(default_factory=dict)
     expert_turn_seconds: float = 0.0
-    instruction_seconds: collections.Counter = dataclasses.field(
-        default_factory=collections.Counter
+    instruction_seconds: collections.defaultdict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
     )
 
     @property

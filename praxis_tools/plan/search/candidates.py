@@ -133,7 +133,7 @@ def _pipelines(
         yield Candidate(
             tuple(settings),
             layout,
-            f"{number} microbatches, {repeat} times round,",
+            f"{number} microbatches, circular_repeat {repeat},",
             step_seconds(shape, layout, topology.chip) / (1 - bubbles),
             peak_bytes(shape, layout),
         )

@@ -194,7 +194,11 @@ def bubble_share(model: Any, rows: int) -> float | None:
 
 
 def _bubble_share(pipeline: Pipeline, rows: int) -> float:
-    num_microbatches = pipeline.num_microbatches or -(-rows // pipeline.microbatch_size)
+    if pipeline.num_microbatches:
+        num_microbatches = pipeline.num_microbatches
+    else:
+        assert pipeline.microbatch_size is not None  # Pipelines require one of the two.
+        num_microbatches = -(-rows // pipeline.microbatch_size)
     schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
     if pipeline.split_backward:
         # The backward pass recomputes the forward pass, so there are two forward ticks for each

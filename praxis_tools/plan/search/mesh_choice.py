@@ -1,4 +1,4 @@
-"""Chooses a job's mesh for a given set of devices, with formula-based step time estimates."""
+"""Chooses a job's mesh for a given set of devices, using estimated step times."""
 
 import dataclasses
 import math
@@ -13,6 +13,7 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.sharding.padding import padded_shape
+from praxis_lite.core.sharding.split_dims import to_partition_spec
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.core.task import Task
@@ -67,7 +68,9 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     """
     topology = attached_topology(devices)
     chip = _DEFAULT_CHIP if topology is None else topology.chip
-    candidates, validation_errors, too_large = _rank_candidates(job, devices, chip), [], []
+    candidates = _rank_candidates(job, devices, chip)
+    validation_errors: list[ConfigError] = []
+    too_large: list[tuple[int, MeshConfig, OutOfMemory]] = []
     for candidate in candidates:
         try:
             partitioner = partitioner_on(job, make_mesh(candidate.mesh, devices))
@@ -97,13 +100,13 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
         return candidate.mesh
     if not too_large:
         raise validation_errors[0]
-    state_bytes, mesh, error = min(too_large, key=lambda entry: entry[0])
+    state_bytes, mesh, out_of_memory = min(too_large, key=lambda entry: entry[0])
     available = bytes_of_a_device(devices)
     num_needed = math.ceil(state_bytes * len(devices) / available)
     raise OutOfMemory(
-        f"The state does not fit on {len(devices)} devices with any of {len(candidates)} meshes "
-        f"(best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
-        f"--min_processes so that the job waits for them. {error}"
+        f"The state does not fit on {len(devices)} devices with any mesh ({len(candidates)} tried, "
+        f"best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
+        f"--min_processes so that the job waits for them. {out_of_memory}"
     )
 
 
@@ -168,10 +171,13 @@ def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 def _mesh(
     config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
 ) -> MeshConfig:
-    """Returns `config` with new axis sizes; slices keep their axis if its size is divisible."""
-    shape, dcn = list(sizes), None
-    if num_slices > 1:
-        axis = config.dcn_mesh_shape.index(max(config.dcn_mesh_shape))
+    """Returns `config` with new axis sizes.
+
+    Slices remain along the same axis if its new size is divisible by the number of slices.
+    """
+    shape, dcn, own_dcn = list(sizes), None, config.dcn_mesh_shape
+    if num_slices > 1 and own_dcn is not None:
+        axis = own_dcn.index(max(own_dcn))
         if sizes[axis] % num_slices == 0:
             shape[axis] //= num_slices
             dcn = tuple(num_slices if k == axis else 1 for k in range(len(sizes)))
@@ -185,9 +191,9 @@ def _mesh(
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    """Returns the distance between `sizes` and the axis sizes of `config`: a sum of log ratios.
+    """Returns the sum of absolute log ratios of `sizes` and the axis sizes of `config`.
 
-    An axis of size -1 is treated as size 1.
+    A size of -1 is treated as 1.
     """
     config_sizes = [
         abs(size) * dcn
@@ -217,7 +223,9 @@ def _formula_inputs(
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     decided = decide_shardings(weight_specs, task.weight_sharding, sizes).weight_specs
-    num_split, num_weights_with_dim, parameters = Counter(), Counter(), 0
+    num_split: Counter[str] = Counter()
+    num_weights_with_dim: Counter[int] = Counter()
+    parameters = 0
     for path, weight in spec_items(decided["params"]):
         spec = weight.partition_spec(tuple(sizes), "/".join(path))
         size = math.prod(padded_shape(weight.shape, spec, sizes))
@@ -228,7 +236,12 @@ def _formula_inputs(
     row_axes = (
         set(sizes)
         if mapping is None
-        else {axis for entry in mapping.values() for axis in axes_of(entry[0])}
+        else {
+            axis
+            for split_dims in mapping.values()
+            if split_dims
+            for axis in axes_of(to_partition_spec((split_dims[0],), mesh.axis_names)[0])
+        }
     )
     weight_axes = {axis for axis, size in num_split.items() if 2 * size >= parameters}
     model_dims = max(

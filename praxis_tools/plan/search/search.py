@@ -31,7 +31,12 @@ from praxis_tools.plan.search.candidates import (
     paths_of,
 )
 from praxis_tools.plan.search.formulas import Shape
-from praxis_tools.plan.search.search_report import experiment_source, plot_plans, table
+from praxis_tools.plan.search.search_report import (
+    experiment_source,
+    plot_plans,
+    seconds_or_infinity,
+    table,
+)
 from praxis_tools.plan.step_plan import StepPlan
 from praxis_tools.plan.topology import Topology
 
@@ -109,7 +114,7 @@ def search(
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
     """Returns the fastest candidate that fits, with its plan, or None if no candidate fits."""
     fitting = [pair for pair in plans if pair[1].fits and pair[1].step_seconds is not None]
-    return min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
+    return min(fitting, key=lambda pair: seconds_or_infinity(pair[1]), default=None)
 
 
 def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
@@ -127,8 +132,9 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
             "instead."
         )
     model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
-    sizes = {name: getattr(model, name, None) for name in names}
-    if not all(isinstance(size, int) for size in sizes.values()):
+    arguments = {name: getattr(model, name, None) for name in names}
+    sizes = {name: size for name, size in arguments.items() if isinstance(size, int)}
+    if len(sizes) < len(names):
         raise ConfigError(
             f"--search requires the arguments {', '.join(names)} of a model such as TransformerLm, "
             "but task.model does not have all of them. Run --mode=plan for each mesh instead."
@@ -160,7 +166,10 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
 def plan_candidate(
     launched: LaunchedConfig, packages: Sequence[str], candidate: Candidate, topology: Topology
 ) -> StepPlan | None:
-    """Compiles a candidate and returns its plan; prints the error of an invalid candidate."""
+    """Compiles a candidate and returns its plan.
+
+    If the candidate is invalid, this prints the error and returns None.
+    """
     try:
         settings = [*launched.settings, *candidate.settings]
         job = build(config_of_experiment(launched.experiment, settings, packages).config)

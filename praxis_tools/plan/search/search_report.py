@@ -14,6 +14,11 @@ from praxis_tools.plan.topology import Topology
 Plans = Sequence[tuple[Candidate, StepPlan]]
 
 
+def seconds_or_infinity(plan: StepPlan) -> float:
+    """Returns the predicted seconds of a step, or infinity if it did not compile."""
+    return math.inf if plan.step_seconds is None else plan.step_seconds
+
+
 def pareto_front(plans: Plans) -> list[StepPlan]:
     """Returns the plans on the Pareto front of memory and time, fastest first.
 
@@ -21,9 +26,10 @@ def pareto_front(plans: Plans) -> list[StepPlan]:
     """
     fitting = sorted(
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
-        key=lambda plan: (plan.step_seconds, plan.peak_bytes_per_device),
+        key=lambda plan: (seconds_or_infinity(plan), plan.peak_bytes_per_device),
     )
-    front, least_bytes = [], math.inf
+    front: list[StepPlan] = []
+    least_bytes = math.inf
     for plan in fitting:
         if plan.peak_bytes_per_device < least_bytes:
             front.append(plan)
@@ -35,7 +41,7 @@ def table(plans: Plans) -> str:
     """Returns a text table of the plans, fastest first; '*' marks the Pareto front."""
     front = pareto_front(plans)
     lines = [f"  {'step':>9}  {'GiB':>7}  {'MFU':>6}  {'fits':<5} layout"]
-    for candidate, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
+    for candidate, plan in sorted(plans, key=lambda pair: seconds_or_infinity(pair[1])):
         seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "-"
         mfu = f"{plan.mfu:.1%}" if plan.mfu is not None else "-"
         mark = "*" if any(plan is other for other in front) else " "
@@ -54,7 +60,7 @@ def plot_plans(plans: Plans, topology: Topology, path: Path) -> None:
 
     def points(some_plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
         gib = [plan.peak_bytes_per_device / 2**30 for plan in some_plans]
-        return gib, [plan.step_seconds for plan in some_plans]
+        return gib, [seconds_or_infinity(plan) for plan in some_plans]
 
     timed = [(candidate, plan) for candidate, plan in plans if plan.step_seconds is not None]
     for fits, color in ((True, "tab:blue"), (False, "tab:red")):
@@ -107,7 +113,7 @@ SETTINGS = [
 
 @register
 class {name}({base}):
-    """{candidate.name}: {seconds_text(plan.step_seconds)} per step (predicted).
+    """{candidate.name}: {seconds_text(seconds_or_infinity(plan))} per step (predicted).
 
     {plan.peak_bytes_per_device / 2**30:.2f} GiB per device.
     """

@@ -31,10 +31,10 @@ def test_an_experiment_that_is_right_is_certified():
         [(2, 2)],
         steps=2,
         print_text=lines.append,
-        parts=("data", "initial weights", "training", "evaluation", "update by hand", "resumed"),
+        parts=("data", "initial weights", "training", "evaluation", "reference update", "resumed"),
     )
     assert actual.certified, actual.summary()
-    assert actual.summary() == f"certified: {len(actual.comparisons)} comparisons on 1 meshes"
+    assert actual.summary() == f"certified: {len(actual.comparisons)} comparisons on 1 mesh"
     compared = {comparison.what for comparison in actual.comparisons}
     assert compared >= {
         "data",
@@ -50,7 +50,7 @@ def test_an_experiment_that_is_right_is_certified():
         "learner",
         "evaluation",
         "metrics of halves",
-        "update by hand",
+        "reference update",
         "restored",
         "losses of a resumed job",
         "state of a resumed job",
@@ -67,7 +67,7 @@ def test_an_experiment_that_is_right_is_certified():
     assert any("mesh data 2, mdl 2: 2 steps" in line for line in lines)
     table = actual.table()
     assert "data 2, mdl 2" in table
-    assert "float64: 1e-9 of the leaf" in table
+    assert "float64: 1e-9 x the leaf's maximum" in table
 
 
 @pytest.mark.slow
@@ -144,9 +144,9 @@ def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
                 setattr(task.learner, name, value)
             return task
 
-    actual = check_on_meshes(Trained, [(2, 2)], steps=4, parts=("update by hand",))
+    actual = check_on_meshes(Trained, [(2, 2)], steps=4, parts=("reference update",))
     assert actual.certified, actual.summary()
-    assert {item.what for item in actual.comparisons} == {"update by hand"}
+    assert {item.what for item in actual.comparisons} == {"reference update"}
     assert not actual.notes
 
 

@@ -229,9 +229,9 @@ def test_totals_are_those_of_the_shards_of_one_device(shown):
     )
     assert rows == {
         **{kind: f"{size} B" for kind, size in held.items()},
-        "the state in all": f"{sum(held.values())} B",
+        "total state": f"{sum(held.values())} B",
         "batch of texts (train_step)": f"{2 * 5 * 4} B",
-        "temporary arrays of train_step": "3.0 KiB",
+        "temporary arrays in train_step": "3.0 KiB",
     }
 
 
@@ -251,7 +251,7 @@ def test_padding_of_a_device_is_what_its_shards_hold_beyond_the_true_shape(shown
         places = zip("abc", np.unravel_index(i, (2, 2, 2)), strict=True)
         place = ", ".join(f"{axis} {x}" for axis, x in places)
         share = f"{100 * (1 - true[i] / stored[i]):.1f}%"
-        assert text == f"Device {i} ({place}): {share} of what it holds is padding."
+        assert text == f"Device {i} ({place}): {share} of its state is padding."
 
 
 def test_collectives_are_told_by_kind_and_layer_with_their_bytes(shown):

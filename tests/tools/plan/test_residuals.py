@@ -13,7 +13,7 @@ from praxis_tools.plan.residuals import (
     apply_residuals,
     read_residuals,
 )
-from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.step_plan import PredictedStepPlan
 from tests.support.job_runs import launch
 
 MESH = {"data": 7, "mdl": 3}
@@ -26,7 +26,7 @@ RESIDUAL = Residual(
     measured_seconds=2.2,
     source="--measure",
 )
-PLAN = StepPlan(
+PLAN = PredictedStepPlan(
     step="train",
     topology="v5e:3x7",
     num_devices=21,

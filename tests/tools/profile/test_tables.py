@@ -124,7 +124,7 @@ def test_layers_and_collectives_of_a_trace_by_hand(tmp_path):
     text = profile_text(measured, peak_memory(tmp_path))
     assert re.search(r"enc/ffn +30 us +30\.0% +3 ", text)
     assert re.search(r"all-reduce data  gradient of enc/ffn +60 us +60\.0% +3 ", text)
-    assert "on 2 cpu devices, 1 of them traced" in text
+    assert "on 2 cpu devices (1 of them traced)" in text
 
 
 def test_memory_adds_up_to_what_the_compiler_plans(tmp_path):
@@ -133,7 +133,7 @@ def test_memory_adds_up_to_what_the_compiler_plans(tmp_path):
     assert memory.arrays == {"mdl_vars/w": 700, "step": 4}
     assert memory.used is None
     text = tables_of(tmp_path)
-    assert "not reported by the platform cpu" in text
+    assert "not reported on the platform cpu" in text
     assert re.search(r"mdl_vars/w +700 B +23\.3%", text)
     used = folder_with(tmp_path / "used", peak_bytes={0: 5 * 2**20, 1: 2**20})
     assert "5.0 MiB" in tables_of(used)

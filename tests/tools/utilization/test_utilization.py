@@ -59,7 +59,7 @@ def test_a_model_counts_alike_on_every_mesh_and_as_compiled_for_one_device():
     assert split == whole and not whole.at_least
     sites = executed(parse(partitioners[1].train_step.lower(spec).compile()))
     assert whole.flops == sum(
-        site.count * hlo_matmuls.matmul_flops(site.instruction, site.computation)
+        site.num_runs * hlo_matmuls.matmul_flops(site.instruction, site.computation)
         for site in sites
         if "remat" not in op_name_of(site.instruction)
     )

@@ -41,7 +41,7 @@ CHANGES = {
         f"{ROUTING}:load_balance_loss",
         _if_split(lambda x, *_: jax.lax.stop_gradient(x)),
     ),
-    "balance of rows of filler": (
+    "balance including padding rows": (
         f"{ROUTING}:load_balance_loss",
         _if_split(lambda x, p, f, t, r: x * 0.9),
     ),

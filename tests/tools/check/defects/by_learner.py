@@ -10,7 +10,7 @@ from tests.tools.check.defects.defect import Defect, after, num_devices, replace
 
 LEARNER = "praxis_lite.core.learner.update"
 UPDATES = f"{LEARNER}:BoundLearner._updates"
-BY_HAND = ("update by hand",)
+BY_HAND = ("reference update",)
 
 
 def _updates(change):

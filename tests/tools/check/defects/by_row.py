@@ -177,19 +177,20 @@ def _of_filler(z, i):
     return jnp.sum(z[:, 0] * is_filler), jnp.sum(is_filler)
 
 
-# A check moves rows to other batches with as many rows of filler: these are told by them alone.
+# A check moves rows to other batches with equally many padding rows. Only comparisons with other
+# padding rows reveal these defects.
 DEFECTS += [
     Defect(
-        f"rows of filler: decoded outputs {what}",
+        f"padding rows: decoded outputs {what}",
         tiny.Points13,
         _decode(make),
         (2, 2),
         ("decoding",),
     )
     for what, make in {
-        "add the filler's": lambda z, i: z[:, 0] + _of_filler(z, i)[0],
+        "include the padding": lambda z, i: z[:, 0] + _of_filler(z, i)[0],
         "add the number of rows": lambda z, i: z[:, 0] + z.shape[0],
-        "add the last row's, if it is filler": lambda z, i: (
+        "include the last row if it is padding": lambda z, i: (
             z[:, 0] + jnp.where(i["weights"][-1] == 0, z[-1, 0], 0.0)
         ),
         "are divided by the rows": lambda z, i: z[:, 0] / z.shape[0],
@@ -197,15 +198,15 @@ DEFECTS += [
 ]
 DEFECTS += [
     Defect(
-        f"rows of filler: outputs of an evaluation {what}",
+        f"padding rows: outputs of an evaluation {what}",
         tiny.Points,
         _loss(lambda x, w, show=show: (_mean(x, w), show(x, w)), in_training=False),
         (2, 2),
-        ("evaluation", "rows of filler"),
+        ("evaluation", "padding rows"),
     )
     for what, show in {
-        "add the filler's": lambda x, w: x + jnp.sum(jnp.where(w == 0, x, 0.0)),
+        "include the padding": lambda x, w: x + jnp.sum(jnp.where(w == 0, x, 0.0)),
         "are divided by the rows": lambda x, w: x / x.shape[0],
-        "are normed with the filler": lambda x, w: x / jnp.max(x),
+        "are normalized including the padding": lambda x, w: x / jnp.max(x),
     }.items()
 ]

@@ -25,7 +25,7 @@ FAMILIES = {
     "sums between devices": by_gradient.DEFECTS,
     "masks, positions, caches": by_mask.DEFECTS,
     "losses and metrics": by_loss.DEFECTS,
-    "padding and filler": by_padding.DEFECTS,
+    "padding": by_padding.DEFECTS,
     "the update": by_learner.DEFECTS,
     "parts of a batch": by_part.DEFECTS,
     "time split over devices": by_context.DEFECTS,
