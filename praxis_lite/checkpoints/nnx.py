@@ -10,7 +10,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
-from praxis_lite.core.errors import ConfigError, did_you_mean, few
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few
 from praxis_lite.core.models.model import MdlVars, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.models.nnx_variables import collection, leaves_of, path_text
@@ -62,14 +62,14 @@ def mdl_vars_from_nnx(
     errors += [f"{path} is only in the checkpoint." for path in left_over]
     if errors:
         raise ConfigError(
-            f"{saved.directory} does not match the model: {few(errors, 5, ' ')} Build the model "
-            "with the settings of the saved model."
+            f"{saved.directory} does not match the model: {first_few(errors, 5, ' ')} Build the "
+            "model with the settings of the saved model."
         )
     left_out = [array.path for array in unused] + saved.strings(step)
     if left_out:
         warnings.warn(
             f"{saved.directory}: ignored values that are not in the model: "
-            f"{few(sorted(left_out), 8)}",
+            f"{first_few(sorted(left_out), 8)}",
             stacklevel=2,
         )
     numpy_arrays = {path: array.read() for path, array in actual.items()}

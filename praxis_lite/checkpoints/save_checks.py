@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.memory_spaces import to_device
@@ -68,9 +68,9 @@ def check_finite(step: int, state: TrainState, newest: str) -> None:
     """
     if paths := non_finite_leaves(state):
         raise ConfigError(
-            f"Step {step} is not saved: not all numbers are finite in {few(paths)}. {newest} Look "
-            "at grad_norm in metrics.jsonl, or run with --set run.debug_nans=true. To save such "
-            "states anyway, set run.checkpoints.save_non_finite=true."
+            f"Step {step} is not saved: not all numbers are finite in {first_few(paths)}. {newest} "
+            "Look at grad_norm in metrics.jsonl, or run with --set run.debug_nans=true. To save "
+            "such states anyway, set run.checkpoints.save_non_finite=true."
         )
 
 

@@ -16,7 +16,7 @@ from rich.progress import track
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
-from praxis_lite.core.errors import ConfigError, Error, few, format_bytes
+from praxis_lite.core.errors import ConfigError, Error, first_few, format_bytes
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.local_directory import local_directory
 
@@ -114,7 +114,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
         errors = step_errors(directory / name)
         # Skip a step that a running job has deleted in the meantime.
         if not errors or (directory / name).exists():
-            listed.append(_listed_step(directory / name, few(errors, 2, "; ") or "good"))
+            listed.append(_listed_step(directory / name, first_few(errors, 2, "; ") or "good"))
     for name in _set_aside(directory):
         kind = name.partition(".")[2].partition("-")[0].partition(".")[0]
         listed.append(_listed_step(directory / name, _SET_ASIDE.get(kind, kind)))

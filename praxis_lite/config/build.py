@@ -10,7 +10,7 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config.paths import iterate_fields
-from praxis_lite.core.errors import ConfigError, few, printable, shown
+from praxis_lite.core.errors import ConfigError, first_few, printable, shortened
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
 from praxis_lite.host.optional_packages import (
     MissingPackage,
@@ -51,7 +51,7 @@ def build(config: fdl.Config) -> Any:
         if "'rngs'" in message:
             hint = f"It is called with rngs later, so use fdl.Partial({name}, ...) instead."
         raise ConfigError(
-            f"{path}: {name} cannot be built: {shown(message, 1000).rstrip('.')}. {hint}"
+            f"{path}: {name} cannot be built: {shortened(message, 1000).rstrip('.')}. {hint}"
         ) from error
 
 
@@ -91,7 +91,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
             if isinstance(field.value, str) and "/" in field.value and field.value in message
         ]
         if paths and not any(path in message for path in paths):
-            message += f" (Set by {few(paths)}.)"
+            message += f" (Set by {first_few(paths)}.)"
         if (
             recorded is not None
             and recorded.name not in message

@@ -15,7 +15,7 @@ from praxis_lite.config.callables import text_of_value
 from praxis_lite.config.json_nodes import FORMAT, damaged
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.callables import callable_name
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.file_reading import parse_json, read_json
 
 __all__ = ("LoadedConfig", "load_config_file")
@@ -92,8 +92,8 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("the text", f"expected an object with {keys}")
     if parsed["format"] != FORMAT or type(parsed["format"]) is not int:
         raise ConfigError(
-            f"config.json has format {shown(json.dumps(parsed['format']))}; this praxis_lite reads "
-            f"format {FORMAT}. Use the version that wrote it, or start a new job."
+            f"config.json has format {shortened(json.dumps(parsed['format']))}; this praxis_lite "
+            f"reads format {FORMAT}. Use the version that wrote it, or start a new job."
         )
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
@@ -159,7 +159,7 @@ def _check_parameters(config: fdl.Config) -> None:
             try:
                 value.__signature_info__.validate_param_name(name, function)
             except AttributeError:
-                path = shown(f"{prefix}{name}", 300)
+                path = shortened(f"{prefix}{name}", 300)
                 raise ConfigError(
                     f"{path}: config.json sets this parameter, but {callable_name(function)} no "
                     "longer has it. Restore the code, or start a new job."

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from praxis_lite.config.values import is_dtype
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.public_names import homes_of
 
 # Functions in these packages have no side effects. Functions in other public packages may read
@@ -97,7 +97,7 @@ def refused(where: str, module: str, name: str) -> str:
     """Returns the error message for a name that is not allowed in a config."""
     if module == "__main__":
         return (
-            f"{where} contains {shown(f'{module}.{name}')}, which was defined in a notebook or "
+            f"{where} contains {shortened(f'{module}.{name}')}, which was defined in a notebook or "
             "script and is available only there. Define it, and call praxis_lite.load(DIR, "
             "packages=['__main__']). For --mode=eval and other processes, define it in a module of "
             "your package, train from there, and add --packages=PACKAGE."
@@ -108,12 +108,12 @@ def refused(where: str, module: str, name: str) -> str:
     )
     hint = "Wrap it in a function or class in your package."
     if is_own:
-        hint = f"If {shown(top)} is your package, add --packages={shown(top)}."
+        hint = f"If {shortened(top)} is your package, add --packages={shortened(top)}."
     elif top == "praxis_lite":
         hint = f"docs/api.md lists the public names. {hint}"
     return (
-        f"{where} contains {shown(f'{module}.{name}')}, which is not allowed in a config. Allowed "
-        "are names in the packages of --packages; public names of praxis_lite, its experiments and "
-        "tasks; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and jitted functions "
-        f"of jax.numpy and numpy; and layers of flax. {hint}"
+        f"{where} contains {shortened(f'{module}.{name}')}, which is not allowed in a config. "
+        "Allowed are names in the packages of --packages; public names of praxis_lite, its "
+        "experiments and tasks; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
+        f"jitted functions of jax.numpy and numpy; and layers of flax. {hint}"
     )

@@ -22,7 +22,7 @@ from praxis_lite.config.configurable import is_allowed, refused
 from praxis_lite.config.names import imported, name_of
 from praxis_lite.config.paths import describe, join
 from praxis_lite.config.values import dtype_name
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 FORMAT = 3
 
@@ -60,8 +60,8 @@ def read(node: Any, packages: Collection[str]) -> Any:
 def damaged(path: str, reason: str) -> ConfigError:
     """Returns the error for an invalid config.json."""
     return ConfigError(
-        f"config.json is damaged, or was not written by praxis_lite: {shown(path, 300)}: {reason}. "
-        "Restore the file or start a new job."
+        f"config.json is damaged, or was not written by praxis_lite: {shortened(path, 300)}: "
+        f"{reason}. Restore the file or start a new job."
     )
 
 
@@ -193,7 +193,7 @@ class _Reader:
             OverflowError,
             RecursionError,
         ) as error:
-            raise damaged(path, f"{type(error).__name__}: {shown(str(error))}") from error
+            raise damaged(path, f"{type(error).__name__}: {shortened(str(error))}") from error
         if "id" in node:
             self._shared[node["id"]] = value
         return value

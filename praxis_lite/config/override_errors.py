@@ -18,7 +18,7 @@ from praxis_lite.config.values import (
     type_name,
     union_parts,
 )
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
 
 
 def check_form(setting: str, following: Sequence[str]) -> None:
@@ -39,8 +39,8 @@ def check_form(setting: str, following: Sequence[str]) -> None:
         value = next((word.removeprefix("=") for word in following if word != "="), "")
     meant = f"{path}={value}" if value and "=" not in value else f"{path}=VALUE"
     raise ConfigError(
-        f"--set {shown(setting)} has no '='; expected path=value, such as run.seed=7. Write --set "
-        f"{shown(meant)}, without spaces around the '='."
+        f"--set {shortened(setting)} has no '='; expected path=value, such as run.seed=7. Write "
+        f"--set {shortened(meant)}, without spaces around the '='."
     )
 
 
@@ -59,7 +59,7 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
     if "Sequence[" in expected and "," not in text:
         with contextlib.suppress(WrongType):
             parse_value(f"{text},", annotation)
-            return f"{expected}; write a sequence of one item as {shown(text)},"
+            return f"{expected}; write a sequence of one item as {shortened(text)},"
         return f"{expected}, with items separated by commas"
     if plain and objects:
         return (
@@ -99,13 +99,13 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
     root = re.split(r"[.\[]", path)[0]
     is_field = root in fdl.ordered_arguments(config, include_defaults=True)
     if not is_field and (hint := did_you_mean(root, attributes)):
-        return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
+        return f"--set {shortened(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))
     if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
         hint = (
             f"In Pax the mapping is a field of {_last(below[1])}; in praxis_lite "
             f"{_last(below[1])} is the mapping itself, a plain sequence: --set "
-            f"{shown(below[1])}=data,mdl."
+            f"{shortened(below[1])}=data,mdl."
         )
     elif path.isupper() and not attributes:
         same = [field.path for field in fields if _last(field.path) == path.lower()]
@@ -113,16 +113,19 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
             "Attributes of the experiment's class can be set only for training and --mode=explain; "
             "eval and decode read the job's config, which was created from them. Set its fields "
             "instead"
-            + (f": {few(same, 5)}." if same else "; config.txt in the job's directory lists them.")
+            + (
+                f": {first_few(same, 5)}."
+                if same
+                else "; config.txt in the job's directory lists them."
+            )
         )
     elif near := _nearest(path, fields):
         hint = f"Similar fields: {', '.join(near)}."
     else:
         roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
         hint = f"Paths start with {', '.join(roots)}; config.txt in the job's directory lists all."
-    return (
-        f"--set {shown(path)}: the config has no such field. {hint}{_subclass_hint(path, fields)}"
-    )
+    message = f"--set {shortened(path)}: the config has no such field."
+    return f"{message} {hint}{_subclass_hint(path, fields)}"
 
 
 def _subclass_hint(path: str, fields: Sequence[Field]) -> str:

@@ -27,7 +27,7 @@ from praxis_lite.config.paths import (
     settings_of,
 )
 from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("check_required",)
 
@@ -221,7 +221,7 @@ def _checked_value(
             ) from None
         hint = suggestion(text, current, annotation) if may_be_named else ""
         raise ConfigError(
-            f"{path}: found {shown(repr(text), 200)}, expected "
+            f"{path}: found {shortened(repr(text), 200)}, expected "
             f"{expected_here(wrong, annotation, text, may_be_named)}. The current value is "
             f"{shown_value(current, annotation)}.{hint}"
         ) from None

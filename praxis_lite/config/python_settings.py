@@ -10,7 +10,7 @@ import fiddle as fdl
 from praxis_lite.config.names import name_of
 from praxis_lite.config.paths import holds_only_literals, join
 from praxis_lite.config.values import UNKNOWN, format_value, is_bare_word, is_dtype
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("Settings",)
 
@@ -33,7 +33,7 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     is_texts = isinstance(settings, Sequence) and not isinstance(settings, str | bytes)
     if not is_texts or not all(isinstance(text, str) for text in settings):
         raise ConfigError(
-            f"settings is {shown(repr(settings))}; expected a dict of values by path, such as "
+            f"settings is {shortened(repr(settings))}; expected a dict of values by path, such as "
             "{'run.num_train_steps': 200}, or a list such as ['run.num_train_steps=200']."
         )
     return tuple(settings)
@@ -93,8 +93,8 @@ def _plain(value: Any) -> Any:
 
 def _refused(value: Any) -> str:
     return (
-        f"{shown(repr(value), 200)} cannot be stored in config.json; expected numbers, strings, "
-        "None, lists and dicts of these, or functions and classes with a name, such as "
+        f"{shortened(repr(value), 200)} cannot be stored in config.json; expected numbers, "
+        "strings, None, lists and dicts of these, or functions and classes with a name, such as "
         "optax.lion, and their arguments by path. Define it at the top level of a module or "
         "notebook, or return it from a method of the experiment."
     )

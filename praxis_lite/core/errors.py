@@ -15,14 +15,14 @@ __all__ = (
     "PeerLost",
     "StepLost",
     "did_you_mean",
-    "few",
+    "first_few",
     "format_bytes",
     "is_number",
     "is_whole",
     "printable",
     "require",
     "require_choice",
-    "shown",
+    "shortened",
 )
 
 
@@ -76,7 +76,7 @@ def require(condition: bool, setting: str, found: object, expected: str, change:
       ConfigError: The condition is False.
     """
     if not condition:
-        message = f"{setting} is {shown(repr(found))}; expected {expected}."
+        message = f"{setting} is {shortened(repr(found))}; expected {expected}."
         raise ConfigError(f"{message} {change}".rstrip())
 
 
@@ -90,7 +90,7 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
     if found not in list(choices):  # Use a list, because `found` may not be hashable.
         hint = did_you_mean(str(found), choices)
         raise ConfigError(
-            f"{setting} is {shown(repr(found))}; expected one of {', '.join(choices)}.{hint}"
+            f"{setting} is {shortened(repr(found))}; expected one of {', '.join(choices)}.{hint}"
         )
 
 
@@ -113,13 +113,13 @@ def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str
     return f" Did you mean {', '.join(similar)}?" if similar else ""
 
 
-def few(words: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+def first_few(words: Sequence[str], most: int = 3, separator: str = ", ") -> str:
     """Returns "a, b, c", followed by ", and 4 more" if there are more than `most` words."""
     rest = [f"and {len(words) - most} more"] if len(words) > most else []
     return separator.join([*words[:most], *rest])
 
 
-def shown(text: str, limit: int = 80) -> str:
+def shortened(text: str, limit: int = 80) -> str:
     """Returns `text` truncated to `limit` characters, with control characters escaped."""
     if len(text) > limit:
         text = f"{text[: limit - 3]}..."

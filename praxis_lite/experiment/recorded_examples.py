@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.experiment.launched_config import config_of_job
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.row_digests import fingerprint_digest
@@ -47,7 +47,9 @@ class ExamplesProof:
         lines = [_segment_line(segment) for segment in history.segments]
         if history.segments:
             skipped = history.skipped
-            left_out = f", without {few([str(index) for index in skipped], 8)}" if skipped else ""
+            left_out = (
+                f", without {first_few([str(index) for index in skipped], 8)}" if skipped else ""
+            )
             first = history.segments[0].batch_of(history.first_step)
             last = history.segments[-1].batch_of(history.last_step)
             lines += [

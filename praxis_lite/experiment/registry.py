@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from praxis_lite.core.callables import callable_name, imported_module
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
 from praxis_lite.host.user_errors import describe_error
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
             continue
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
-                f"--packages={shown(package)} is not one of your packages; expected top-level "
+                f"--packages={shortened(package)} is not one of your packages; expected top-level "
                 "names separated by commas, such as --packages=mypackage,other."
             )
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"--packages={shown(package)}: there is no such package on sys.path, which "
+                f"--packages={shortened(package)}: there is no such package on sys.path, which "
                 "includes the current directory under `python -m praxis_lite.main`."
             )
     own = sorted(key.partition(".")[0] for key in registered if not key.startswith(f"{HOME}."))
@@ -103,8 +103,8 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"--exp={shown(name)!r} is not the name of an experiment; expected module.Class, such "
-            "as lm.PyDocs."
+            f"--exp={shortened(name)!r} is not the name of an experiment; expected module.Class, "
+            "such as lm.PyDocs."
         )
     allowed = allowed_packages(packages)
     found = _found([name], allowed) or _found(
@@ -153,8 +153,8 @@ def _imported(full: str) -> "type[Experiment] | None":
         return None
     if not any(found is cls for cls in registered.values()):
         raise ConfigError(
-            f"{full} is {shown(repr(found))}, not a registered experiment: write `@register` (from "
-            "praxis_lite import register) above a subclass of Experiment."
+            f"{full} is {shortened(repr(found))}, not a registered experiment: write `@register` "
+            "(from praxis_lite import register) above a subclass of Experiment."
         )
     return found
 
@@ -185,15 +185,15 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     near = [full for full in known if full.rpartition(".")[2] == last]
     classes = {full.rpartition(".")[2]: full for full in known}
     hint = (
-        f" Did you mean {few(near)}?"
+        f" Did you mean {first_few(near)}?"
         if near
         else (
             did_you_mean(name.removeprefix(f"{HOME}."), known)
             or did_you_mean(last, classes)
-            or f" There are {few(known, 7)}."
+            or f" There are {first_few(known, 7)}."
         )
     )
-    text = f"There is no experiment {shown(name)} in {', '.join(allowed)}.{hint}"
+    text = f"There is no experiment {shortened(name)} in {', '.join(allowed)}.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):
         return f"{text} The name is from Pax; docs/coming_from_pax.md has its counterpart."
     return f"{text} --packages=mypackage adds your package."

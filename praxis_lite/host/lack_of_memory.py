@@ -4,7 +4,7 @@ import errno
 import re
 from collections.abc import Iterator
 
-from praxis_lite.core.errors import OutOfMemory, shown
+from praxis_lite.core.errors import OutOfMemory, shortened
 
 # Messages of XLA, TensorStore, C++ and Python. gRPC errors about large messages are excluded.
 _NO_MEMORY = re.compile(
@@ -24,7 +24,7 @@ def lack_of_memory(error: BaseException) -> str | None:
             or _NO_MEMORY.search(text)
         ):
             first = text.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-            return shown(first.rstrip(".") or name, 300)
+            return shortened(first.rstrip(".") or name, 300)
     return None
 
 

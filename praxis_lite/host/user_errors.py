@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.core.user_lines import user_line
 from praxis_lite.host.whole_files import write_whole
 
@@ -89,8 +89,8 @@ def describe_error(error: BaseException) -> str | None:
     where = f"{file}, line {line.lineno}"
     if line.name != "<module>":
         where += f", in {line.name}"
-    code = f": `{shown(line.line, 200)}`" if line.line else ""
-    text = shown(first_paragraph(error), 1000).rstrip(".")
+    code = f": `{shortened(line.line, 200)}`" if line.line else ""
+    text = shortened(first_paragraph(error), 1000).rstrip(".")
     message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
         # The syntax of Pax.

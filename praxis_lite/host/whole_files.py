@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 
 __all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_whole")
 
@@ -87,8 +87,8 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
         if existing:
             reason = ", from a command that did not finish" if partial.exists() else ""
             raise ConfigError(
-                f"{path} already has files ({few(existing)}{reason}). Choose a new or an empty "
-                "directory."
+                f"{path} already has files ({first_few(existing)}{reason}). Choose a new or an "
+                "empty directory."
             )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from praxis_lite.core.errors import (
     ConfigError,
     did_you_mean,
-    few,
+    first_few,
     require,
     require_choice,
-    shown,
+    shortened,
 )
 from praxis_lite.huggingface.decoder_settings import DecoderSettings
 
@@ -131,8 +131,8 @@ class Family:
                 raise ConfigError(f"config.json of {self.name} has {field}: {self.refused[field]}")
             if field not in known and value is not None and not self._is_harmless(field):
                 raise ConfigError(
-                    f"config.json of {self.name} has the unknown field {shown(field)!r} = "
-                    f"{shown(repr(value))}, which might affect the results."
+                    f"config.json of {self.name} has the unknown field {shortened(field)!r} = "
+                    f"{shortened(repr(value))}, which might affect the results."
                     f"{did_you_mean(field[:80], known)} If it does not, remove it from config.json."
                 )
             allowed = self.only.get(field)
@@ -161,8 +161,8 @@ class Family:
                 if values.setdefault(name, value) != value:
                     raise ConfigError(
                         f"config.json of {self.name}: {field_of[name]} is "
-                        f"{shown(repr(values[name]))}, but {field}, which means the same, is "
-                        f"{shown(repr(value))}. Remove the wrong field."
+                        f"{shortened(repr(values[name]))}, but {field}, which means the same, is "
+                        f"{shortened(repr(value))}. Remove the wrong field."
                     )
                 field_of[name] = field
         return values
@@ -191,8 +191,8 @@ class Family:
         ]
         if harmless:
             lines.append(
-                f"config.json: ignored {few(harmless, 8)}, which only describe sampling or the "
-                "program that wrote the file"
+                f"config.json: ignored {first_few(harmless, 8)}, which only describe sampling or "
+                "the program that wrote the file"
             )
         return lines
 

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from praxis_lite.checkpoints.init.kept_arrays import whole_arrays, whole_layout
-from praxis_lite.core.errors import ConfigError, few, require, require_choice
+from praxis_lite.core.errors import ConfigError, first_few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.huggingface.adapters import merged_weights
@@ -109,8 +109,8 @@ def export_job(
     layers = adapted_layers(task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(
-            f"export: the job's model has adapters in {few(list(layers))}. Merge them into the "
-            "weights with --adapters merge, or export only the adapters with --adapters peft."
+            f"export: the job's model has adapters in {first_few(list(layers))}. Merge them into "
+            "the weights with --adapters merge, or export only the adapters with --adapters peft."
         )
     if adapters is not None and not layers:
         raise ConfigError(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.init.initial_state import random_weights
 from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
-from praxis_lite.core.errors import ConfigError, few, require_choice
+from praxis_lite.core.errors import ConfigError, first_few, require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
 from praxis_lite.host.optional_packages import require_package
@@ -95,8 +95,8 @@ class Pretrained:
         if differing:
             raise ConfigError(
                 "The trained model does not match the model described by "
-                f"{self.files.directory}/config.json: {few(differing, 2, '; ')}. Use the same "
-                "directory for HF_DIR and run.init_from_huggingface, and undo settings of "
+                f"{self.files.directory}/config.json: {first_few(differing, 2, '; ')}. Use the "
+                "same directory for HF_DIR and run.init_from_huggingface, and undo settings of "
                 "task.model that change its weights."
             )
 
@@ -238,7 +238,10 @@ class FromHuggingFace:
         arrays = self._pretrained.read(mesh, note)
         arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
         new = random_weights(self.layout, arrays)
-        note(f"{len(arrays)} weights from {self.directory}" + (f"; new: {few(new)}" if new else ""))
+        note(
+            f"{len(arrays)} weights from {self.directory}"
+            + (f"; new: {first_few(new)}" if new else "")
+        )
         return arrays
 
 

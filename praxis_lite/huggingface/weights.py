@@ -9,7 +9,7 @@ import fiddle as fdl
 import numpy as np
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.huggingface.decoder import lm_config
 from praxis_lite.huggingface.decoder_settings import DecoderSettings
@@ -135,7 +135,7 @@ def map_tensors(
     missing = sorted(set(weights) - {part.path for part in parts})
     if missing:
         raise ConfigError(
-            f"The table of {family.name} has no tensor for {few(missing)}, which the config "
+            f"The table of {family.name} has no tensor for {first_few(missing)}, which the config "
             "needs. Add it to the table."
         )
     tensor_of: dict[tuple[str, tuple[int, ...]], str] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.callables import function_name
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.base import (
     SequentialPipeline,
     batches_sha256,
@@ -137,7 +137,7 @@ class FromDataset(SequentialPipeline):
             yield from elements
         except self._tf.errors.OpError as error:
             reason = re.sub(r"\{\{.*?\}\}", "", error.message or str(error)).strip()
-            reason = shown(reason.splitlines()[0], 500).rstrip(".")
+            reason = shortened(reason.splitlines()[0], 500).rstrip(".")
             raise ConfigError(
                 f"FromDataset: {self._name} cannot be read: {reason}. Fix the dataset."
             ) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
 from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
@@ -119,9 +119,9 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
         if recorded != experiment:
             _refuse(
                 job,
-                f"contains a job of the experiment {shown(recorded)}, but this run is "
+                f"contains a job of the experiment {shortened(recorded)}, but this run is "
                 f"{experiment}. Choose a different directory, or use the experiment "
-                f"{shown(recorded)} "
+                f"{shortened(recorded)} "
                 "to continue that job",
             )
     return job
@@ -216,7 +216,7 @@ def _near_jobs(job: JobDir) -> str:
     """Returns the end of a message that lists jobs inside or next to the directory."""
     jobs_inside = _jobs_in(job.path)
     if jobs_inside:
-        return f": {few([str(job.path / name) for name in jobs_inside])}"
+        return f": {first_few([str(job.path / name) for name in jobs_inside])}"
     near = did_you_mean(job.path.name, _jobs_in(job.path.parent)).strip().rstrip("?")
     return f". {near}, in {job.path.parent}" if near else ""
 

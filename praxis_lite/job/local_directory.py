@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("local_directory",)
 
@@ -24,7 +24,7 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         problem = (
             "contains a NUL" if given else "is empty, perhaps because a shell variable is not set"
         )
-        raise ConfigError(f"The path {shown(given)!r} {problem}. Pass the path of a directory.")
+        raise ConfigError(f"The path {shortened(given)!r} {problem}. Pass the path of a directory.")
     # Match a single slash, because pathlib merges consecutive slashes.
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
         advice = (
@@ -34,14 +34,14 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
             "share"
         )
         raise ConfigError(
-            f"{shown(given)} is a URL ({scheme[1]}), but jobs and checkpoints must be in local "
+            f"{shortened(given)} is a URL ({scheme[1]}), but jobs and checkpoints must be in local "
             f"directories; object stores (gs, s3) are not supported. {advice}."
         )
     directory = _absolute(os.path.expanduser(given))
     if "\\" in str(directory):
         raise ConfigError(
-            f"The path {shown(str(directory), 200)!r} has a backslash, which TensorStore does not "
-            "support. Rename the directory."
+            f"The path {shortened(str(directory), 200)!r} has a backslash, which TensorStore does "
+            "not support. Rename the directory."
         )
     try:
         str(directory).encode()  # Messages and config.txt are UTF-8.
@@ -50,12 +50,13 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         pass
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{shown(str(directory), 200)} is not UTF-8. Rename the directory, or use a symbolic "
-            "link to it with a path in UTF-8."
+            f"{shortened(str(directory), 200)} is not UTF-8. Rename the directory, or use a "
+            "symbolic link to it with a path in UTF-8."
         ) from None
     except OSError as error:  # Too long, a loop of symbolic links, in an inaccessible directory.
         raise ConfigError(
-            f"{shown(given)} is not a valid path ({error.strerror}). Choose a different directory."
+            f"{shortened(given)} is not a valid path ({error.strerror}). Choose a different "
+            "directory."
         ) from None
     return directory
 
@@ -67,7 +68,7 @@ def _absolute(path: str) -> Path:
         path = os.path.join(os.getcwd(), re.sub("^/+", "/", path))
     except FileNotFoundError:
         raise ConfigError(
-            f"{shown(path)} is relative, but the current directory was deleted. Change to an "
+            f"{shortened(path)} is relative, but the current directory was deleted. Change to an "
             "existing directory."
         ) from None
     parts = path.split("/")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, few, require
+from praxis_lite.core.errors import ConfigError, first_few, require
 from praxis_lite.core.learner.path_masks import compiled_patterns
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 
@@ -57,8 +57,8 @@ class VariationalNoise:
         hint = " Omit params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
             f"VariationalNoise.regex {self.regex!r} matches none of the trained weights "
-            f"({few(paths, 5)}). It must match the start of a path.{hint} Fix the regex, or remove "
-            "the noise."
+            f"({first_few(paths, 5)}). It must match the start of a path.{hint} Fix the regex, or "
+            "remove the noise."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:

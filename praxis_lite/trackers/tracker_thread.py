@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # Maximum number of queued calls. With fifty numbers each, they take tens of megabytes.
@@ -141,5 +141,5 @@ class TrackerThread(threading.Thread):
             )
 
     def _failure(self, error: BaseException, rest: str) -> str:
-        reason = shown(" ".join(str(error).split()), 300)
+        reason = shortened(" ".join(str(error).split()), 300)
         return f"note: the tracker {self._label} failed: {type(error).__name__}: {reason}; {rest}"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.task import Task
 from praxis_lite.host.host_memory import FirstRuns
@@ -42,8 +42,8 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         arrays, static = arrays_of(args, kwargs)
         if not arrays:
             raise ConfigError(
-                f"predict was given {shown(repr((*args, *kwargs.values())))}, which contains no "
-                "arrays. Pass the model's inputs as NumPy arrays whose first dim is the batch: "
+                f"predict was given {shortened(repr((*args, *kwargs.values())))}, which contains "
+                "no arrays. Pass the model's inputs as NumPy arrays whose first dim is the batch: "
                 "predict(np.asarray(...))."
             )
         rows = [

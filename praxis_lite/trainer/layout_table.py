@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, few, format_bytes
+from praxis_lite.core.errors import ConfigError, first_few, format_bytes
 from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.split_dims import DimSplit
@@ -292,6 +292,6 @@ def optimizer_report(groups: WeightGroups) -> list[str]:
     return notes + [
         f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
         f"{sum(size for _, size in weights):,} parameters: "
-        f"{few([path for path, _ in weights], 2)}"
+        f"{first_few([path for path, _ in weights], 2)}"
         for label, weights in members.items()
     ]

@@ -9,7 +9,7 @@ import fiddle as fdl
 import jax
 
 from praxis_lite.config.build import build
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.core.sharding.mesh import all_devices, filled_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment.experiment import Job
@@ -84,8 +84,8 @@ def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -
     mesh = build(config) if isinstance(config, fdl.Config) else None
     if not isinstance(mesh, MeshConfig):
         raise ConfigError(
-            f"{call} returns {shown(repr(config), 200)}, but expected a config of a MeshConfig, or "
-            f"None to choose a mesh automatically. Return {example}."
+            f"{call} returns {shortened(repr(config), 200)}, but expected a config of a "
+            f"MeshConfig, or None to choose a mesh automatically. Return {example}."
         )
     if set(mesh.axis_names) != set(own.axis_names):
         raise ConfigError(

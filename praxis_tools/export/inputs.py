@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
 from praxis_lite.inputs.base import TRAIN, InputPipeline
@@ -127,7 +127,7 @@ def _parse(texts: Sequence[str]) -> Inputs:
         match = _INPUT.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"--inputs is {shown(repr(text))}; expected NAME=DTYPE[ROWS,DIM,...] such as "
+                f"--inputs is {shortened(repr(text))}; expected NAME=DTYPE[ROWS,DIM,...] such as "
                 f"ids=int32[8,64]. ROWS is a number, or {ANY_ROWS} for any number of rows."
             )
         name, dtype, rows[name], other_dims = match.groups()
@@ -151,8 +151,8 @@ def _parse_dtype(name: str, text: str) -> Any:
     except TypeError:
         pass
     raise ConfigError(
-        f"--inputs is {shown(text)}; expected a dtype that JAX supports, such as int32, float32, "
-        "bfloat16, uint8 or bool."
+        f"--inputs is {shortened(text)}; expected a dtype that JAX supports, such as int32, "
+        "float32, bfloat16, uint8 or bool."
     )
 
 

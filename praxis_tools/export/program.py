@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, require_choice, shown
+from praxis_lite.core.errors import ConfigError, require_choice, shortened
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
@@ -118,13 +118,13 @@ def _message_for_user(reason: str, inputs: Inputs) -> str | None:
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (
-            f"The program contains a call that jax cannot export: {shown(call, 300)} Choose "
+            f"The program contains a call that jax cannot export: {shortened(call, 300)} Choose "
             "different kernels, and remove host callbacks."
         )
     if inputs.any_rows:
         return (
-            f"The program cannot be exported for any number of rows: {shown(reason, 300)} Set a "
-            "fixed number with --batch=ROWS."
+            f"The program cannot be exported for any number of rows: {shortened(reason, 300)} Set "
+            "a fixed number with --batch=ROWS."
         )
     return None
 

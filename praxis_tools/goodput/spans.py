@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.core.errors import is_number, shown
+from praxis_lite.core.errors import is_number, shortened
 from praxis_lite.host.file_reading import lines_of, parse_json
 from praxis_lite.job.events import KINDS
 
@@ -84,5 +84,5 @@ def _parse_span(line: str) -> Span | None:
         span,
         launch=float(span.launch),
         seconds={kind: float(span.seconds.get(kind, 0)) for kind in KINDS},
-        ended_by=None if span.ended_by is None else shown(span.ended_by),
+        ended_by=None if span.ended_by is None else shortened(span.ended_by),
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.host.file_reading import lines_of, parse_json
 from praxis_lite.trainer.metrics.json_lines import is_step
 
@@ -66,7 +66,7 @@ def _step_certificate(text: str) -> StepCertificate | None:
         return StepCertificate(
             line["step"],
             int(line["num_comparisons"]),
-            closest and (shown(str(closest["leaf"]), 200), float(closest["share"])),
+            closest and (shortened(str(closest["leaf"]), 200), float(closest["share"])),
             "" if line["certified"] is True else _difference(line["difference"] or {}),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -76,4 +76,4 @@ def _step_certificate(text: str) -> StepCertificate | None:
 def _difference(fields: Mapping[str, Any]) -> str:
     """Formats the fields of a difference, as in "cause device, leaf mdl_vars/w, ..."."""
     texts = [f"{name} {value}" for name, value in fields.items() if value not in ("", None)]
-    return shown(", ".join(texts), 500) or "not certified"
+    return shortened(", ".join(texts), 500) or "not certified"

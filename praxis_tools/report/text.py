@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from praxis_lite.core.errors import few, printable, shown
+from praxis_lite.core.errors import first_few, printable, shortened
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.trainer.metrics.progress import count_of, metric_text
 from praxis_tools.report.curves import progress_axes, weight_unit
@@ -90,7 +90,7 @@ def _differences(jobs: Sequence[JobState]) -> str:
     if not rows:
         return f"All {num_equal} settings are equal."
     cells = [
-        [path, *("" if value is None else shown(value, 40) for value in values)]
+        [path, *("" if value is None else shortened(value, 40) for value in values)]
         for path, values in rows[:_MAX_DIFFERENCES]
     ]
     lines = table_lines([["settings that differ", *(job.name for job in jobs)], *cells])
@@ -124,7 +124,7 @@ def _events(jobs: Sequence[JobState]) -> str:
         ):
             steps = [f"{step:.0f}" for step in job.steps_where(column)]
             if steps:
-                lines.append(f"{job.name}: {len(steps)} {label}, at steps {few(steps, 8)}")
+                lines.append(f"{job.name}: {len(steps)} {label}, at steps {first_few(steps, 8)}")
         if job.goodput and len(job.goodput.launches) > 1:
             lines.append(f"{job.name}: {len(job.goodput.launches)} launches")
     return "\n".join(lines)
@@ -151,7 +151,7 @@ def changes_text(job: JobState) -> str:
                 str(change.num_devices or ""),
                 f"{change.total:.1f}",
                 ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
-                shown(f"{change.kind}: {change.why}", 100)
+                shortened(f"{change.kind}: {change.why}", 100)
                 + " (no step completed)" * (not change.reached),
             ]
         )

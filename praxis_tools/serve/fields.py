@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from praxis_lite.core.errors import did_you_mean, is_number, shown
+from praxis_lite.core.errors import did_you_mean, is_number, shortened
 from praxis_tools.serve.api_error import ApiError
 
 # Takes a value and returns the converted value, or None if the value is invalid.
@@ -84,7 +84,7 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
     """
     values = {}
     for name, value in given.items():
-        path = shown(f"{within}{name}")
+        path = shortened(f"{within}{name}")
         if value is None:
             continue
         if name not in known:
@@ -108,6 +108,6 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
 
 def _json(value: Any) -> str:
     try:
-        return shown(orjson.dumps(value).decode())
+        return shortened(orjson.dumps(value).decode())
     except TypeError:  # orjson can read deeper nesting than it can write.
         return "a value with too many levels"

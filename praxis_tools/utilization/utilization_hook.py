@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
@@ -69,7 +69,7 @@ class Utilization(Hook):
             reason = " ".join(str(error).split()) or type(error).__name__
             self._loop.note(
                 f"{head}MFU is unknown, because the model cannot be traced for one device: "
-                f"{shown(reason, 300)}"
+                f"{shortened(reason, 300)}"
             )
             return
         # If the compiler merged matmuls, the compiled step has fewer flops than the model.

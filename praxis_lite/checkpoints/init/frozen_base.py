@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
@@ -54,7 +54,7 @@ def check_frozen_base(groups: WeightGroups, loaded: Collection[str], *, may_be_n
     trained_part = "Adapters" if adapted else "Few weights"
     raise ConfigError(
         f"{trained_part} would be trained over weights that are frozen and random: {len(names)} "
-        f"weights, {few(names, 5)}. Load trained weights with --set "
+        f"weights, {first_few(names, 5)}. Load trained weights with --set "
         "run.init_from_huggingface=DIRECTORY (HF_DIR=DIRECTORY in the experiments huggingface.*) "
         "or run.init_from_checkpoint_rules; train these weights too "
         "(task.learner.bprop_variable_inclusion and .bprop_variable_exclusion); or, if they should "

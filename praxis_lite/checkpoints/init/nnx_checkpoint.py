@@ -31,7 +31,7 @@ from praxis_lite.checkpoints.stored_arrays import (
     StoredArray,
     orbax_arrays,
 )
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.job.local_directory import local_directory
 
@@ -143,8 +143,9 @@ class NnxCheckpoint:
             )
         if step not in self._steps:
             raise ConfigError(
-                f"{self.directory} has no step {step!r}; it has {few([*map(str, self._steps)])}. "
-                "Change CheckpointLoadingRules.step, or omit it for the latest step."
+                f"{self.directory} has no step {step!r}; it has "
+                f"{first_few([*map(str, self._steps)])}. Change CheckpointLoadingRules.step, or "
+                "omit it for the latest step."
             )
         return _folder_of_arrays(self._steps[step])
 
@@ -200,7 +201,7 @@ def _folder_of_arrays(checkpoint: Path) -> Path:
     if len(items) > 1:
         raise ConfigError(
             f"{checkpoint} has several trees of arrays: "
-            f"{few([shown(path.name) for path in items], 8)}. "
+            f"{first_few([shortened(path.name) for path in items], 8)}. "
             f"Pass the folder of the model, such as {items[0]}."
         )
     return items[0]

@@ -15,7 +15,7 @@ from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.checkpoints.init.sources import SETTING, located, opened
 from praxis_lite.config.paths import join
-from praxis_lite.core.errors import ConfigError, did_you_mean, few
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 
@@ -64,16 +64,17 @@ class InitPlan:
             else:
                 loaded[item, *source[:3]].append(self._line(path))
         lines = [
-            f"{item}: {len(names)} from {source_text(directory, step)} by {rule}: {few(names)}"
+            f"{item}: {len(names)} from {source_text(directory, step)} by {rule}: "
+            f"{first_few(names)}"
             for (item, directory, step, rule), names in loaded.items()
         ]
         initialized = {"mdl_vars": "at random", "opt_states": "from the weights"}
         for item, method in initialized.items():
             if new[item]:
-                new_names = few(new[item])
+                new_names = first_few(new[item])
                 lines.append(f"{item}: {len(new[item])} initialized {method}: {new_names}")
         for where, names in self.left_out.items():
-            lines += [f"left out of {where}: {few(names, 8)}"] if names else []
+            lines += [f"left out of {where}: {first_few(names, 8)}"] if names else []
         step, directory = self.step or (0, None)
         return [*lines, f"step: {step}" + (f" of {directory}" if directory else "")]
 
@@ -225,8 +226,8 @@ class _Planner:
         if self.errors:
             raise ConfigError(
                 f"{join(SETTING, self.key)}, {source_text(self.directory, self.step)}: "
-                f"{few(self.errors, 5, '; ')}. Change the rules, or add variables that should stay "
-                "new to ignore_rules."
+                f"{first_few(self.errors, 5, '; ')}. Change the rules, or add variables that "
+                "should stay new to ignore_rules."
             )
 
     def _rule_of(self, name: str) -> tuple[str, str] | None:
@@ -303,12 +304,12 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def _why_unused(pattern: str, names: Sequence[str]) -> str:
     if matches := _matching(pattern, names):
         return (
-            f"the pattern {pattern!r} loads nothing, because its matches ({few(matches)}) are "
-            "loaded by an earlier rule or ignored"
+            f"the pattern {pattern!r} loads nothing, because its matches ({first_few(matches)}) "
+            "are loaded by an earlier rule or ignored"
         )
     if _matching(pattern, [name.partition("/")[2] for name in names]):
         return f"the pattern {pattern!r} matches nothing: prefix it with 'params/'"
-    return f"the pattern {pattern!r} matches no variable; the variables are {few(names)}"
+    return f"the pattern {pattern!r} matches no variable; the variables are {first_few(names)}"
 
 
 def _shown(leaf: LeafLayout | jax.ShapeDtypeStruct) -> str:

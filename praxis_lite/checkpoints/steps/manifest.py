@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 
 if TYPE_CHECKING:  # The tools read manifests without JAX.
     from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
@@ -101,7 +101,7 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
     if differences:
         raise ConfigError(
             f"The checkpoint of step {step_dir.name} in {step_dir.parent} does not fit the model: "
-            f"{few(differences, 5, '; ')}. Use the settings that it was trained with (see "
+            f"{first_few(differences, 5, '; ')}. Use the settings that it was trained with (see "
             "config.txt next to it), or start a new job in a different job_log_dir."
         )
 

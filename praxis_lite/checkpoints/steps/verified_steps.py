@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
-from praxis_lite.core.errors import ConfigError, Error, StepLost, few
+from praxis_lite.core.errors import ConfigError, Error, StepLost, first_few
 
 Step = int | Literal["best"] | None  # None is the newest step.
 Metrics = Mapping[int, Mapping[str, float]]
@@ -134,7 +134,7 @@ class VerifiedSteps:
                 self._reject(number, errors)
             raise StepLost(
                 f"The checkpoint of step {number} in {self.directory} is damaged: "
-                f"{few(errors, separator='; ')}. {advice}"
+                f"{first_few(errors, separator='; ')}. {advice}"
             )
         return number
 
@@ -248,7 +248,7 @@ class VerifiedSteps:
         else:
             self._skipped.add(step)
             action = "skipped"
-        reasons = few(errors, separator="; ")
+        reasons = first_few(errors, separator="; ")
         self._note(f"the checkpoint of step {step} is damaged ({reasons}): {action}")
 
     def _dir(self, step: int) -> Path:

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, require
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
     Schedule,
@@ -112,7 +112,7 @@ def optimizer_names(
         if matched <= frozen:
             raise ConfigError(
                 f"{setting}, {aux.regex!r}, matches only frozen weights: "
-                f"{few(sorted(matched), 5)}. Remove the optimizer, or train these weights "
+                f"{first_few(sorted(matched), 5)}. Remove the optimizer, or train these weights "
                 "(bprop_variable_exclusion, bprop_variable_inclusion)."
             )
         for path in sorted(matched - frozen):
@@ -158,4 +158,4 @@ def _weights_of_model(paths: Collection[str]) -> str:
     if not paths:
         return "The model has no weights."
     number = "one weight" if len(paths) == 1 else f"{len(paths)} weights"
-    return f"The model has {number}: {few(list(paths), 5)}."
+    return f"The model has {number}: {first_few(list(paths), 5)}."

@@ -20,7 +20,7 @@ import optax
 from flax.traverse_util import unflatten_dict
 from jax.extend.core import jaxprs_in_params
 
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.core.jaxprs import all_eqns, evaluate_jaxpr
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
@@ -131,9 +131,9 @@ def couples_weights(
     shapes = [[leaf.shape for leaf in jax.tree.leaves(x)] for x in (updates, tree)]
     if shapes[0] != shapes[1]:
         raise ConfigError(
-            f"{owner}.optimizer returns updates of shapes {few(list(map(str, shapes[0])))} for "
-            f"weights of shapes {few(list(map(str, shapes[1])))}; expected an update of the same "
-            "shape for each weight. Use a different optimizer."
+            f"{owner}.optimizer returns updates of shapes {first_few(list(map(str, shapes[0])))} "
+            f"for weights of shapes {first_few(list(map(str, shapes[1])))}; expected an update of "
+            "the same shape for each weight. Use a different optimizer."
         )
     num_weights = len(jax.tree.leaves(tree))
     weights = [frozenset({index}) for index in range(num_weights)]
@@ -159,9 +159,9 @@ def _raise_if_unsupported(error: Exception, owner: str) -> None:
     if outside and "/optax/" in outside[-1].filename.replace("\\", "/"):
         raise ConfigError(
             f"{owner}.optimizer: optax ({outside[-1].name}) cannot update these weights: "
-            f"{shown(text, 500)} A training step computes one gradient per weight for the complete "
-            "batch. Optimizers that require per-example gradients, for example for differential "
-            "privacy, are not supported."
+            f"{shortened(text, 500)} A training step computes one gradient per weight for the "
+            "complete batch. Optimizers that require per-example gradients, for example for "
+            "differential privacy, are not supported."
         ) from None
 
 

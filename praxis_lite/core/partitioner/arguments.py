@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, require
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, check_ids
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.padding import is_traced
@@ -66,8 +66,8 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     actual = dict(leaves_with_path(tree, is_leaf=lambda x: x is None))
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
-        lacks = f" lacks {few(missing)}" if missing else ""
-        has = f"{' and' if missing else ''} has {few(unknown)}, which "
+        lacks = f" lacks {first_few(missing)}" if missing else ""
+        has = f"{' and' if missing else ''} has {first_few(unknown)}, which "
         has += f"{'is' if len(unknown) == 1 else 'are'} not in the model."
         near = did_you_mean(unknown[0], expected) if unknown else ""
         instead = "the complete tree that this Partitioner's init or steps return"
@@ -220,7 +220,7 @@ def _is_list_of_numbers(x: Any) -> bool:
 
 def _described(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"a dict of {few([str(name) for name in value])}" if value else "an empty dict"
+        return f"a dict of {first_few([str(name) for name in value])}" if value else "an empty dict"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array, {value.dtype} {tuple(value.shape)}"
     if value is None or isinstance(value, bool | int | float | str):

@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import chlo, sdy, stablehlo
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import format_bytes, shown, warn_once
+from praxis_lite.core.errors import format_bytes, shortened, warn_once
 from praxis_lite.core.xla_workarounds.product_orders import (
     PRODUCT,
     Product,
@@ -121,7 +121,7 @@ def _patch_module(module: Any, mesh: Mesh, report: Callable[[str], None]) -> boo
                     outcome = _NOT_PATCHED if is_last else _patch(products[number], copies)
                     sentences[number] = _sentence(copies, outcome)
         except (ir.MLIRError, ValueError) as error:
-            reason = shown(str(error), 300)
+            reason = shortened(str(error), 300)
             report(f"{_NOT_SEARCHED}: Shardy reports {reason} You can {_COMPARE}.")
     for sentence in dict.fromkeys(sentences.values()):
         report(sentence)

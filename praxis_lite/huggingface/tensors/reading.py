@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.core.errors import ConfigError, few, format_bytes
+from praxis_lite.core.errors import ConfigError, first_few, format_bytes
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.huggingface.family import EMBEDDING, HEAD, Family
 from praxis_lite.huggingface.tensors.tensor_files import TensorFiles
@@ -54,8 +54,8 @@ def parts_in_files(
             else ""
         )
         raise ConfigError(
-            f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json requires."
-            f"{tied}"
+            f"{files.directory}: the checkpoint lacks {first_few(missing)}, which config.json "
+            f"requires.{tied}"
         )
     parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -91,13 +91,13 @@ def parts_in_files(
     if heads & set(unknown):
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
-            f"but the checkpoint contains a different {few(sorted(heads))}, which would be "
+            f"but the checkpoint contains a different {first_few(sorted(heads))}, which would be "
             "ignored. If the head is separate, set tie_word_embeddings to false in config.json."
         )
     if unknown:
         raise ConfigError(
             f"{files.directory}: the checkpoint contains the unknown tensors "
-            f"{few(sorted(unknown))}, which would be ignored. Add them to the table of "
+            f"{first_few(sorted(unknown))}, which would be ignored. Add them to the table of "
             f"{family.name}, or remove them from the checkpoint."
         )
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
@@ -176,7 +176,7 @@ def _read_sharded(
             names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
             note(
                 f"WARNING: {files.directory} contains NaN or infinite values in "
-                f"{few(sorted(names))}, so the outputs will be NaN. Download the files again."
+                f"{first_few(sorted(names))}, so the outputs will be NaN. Download the files again."
             )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.host.optional_packages import optional_module
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -133,7 +133,7 @@ class TensorFiles:
                     (length,) = struct.unpack("<Q", stream.read(8))
                     header = json.loads(stream.read(length))
             except (OSError, library.SafetensorError) as error:
-                reason = shown(" ".join(str(error).split()), 300)
+                reason = shortened(" ".join(str(error).split()), 300)
                 raise ConfigError(f"{path} cannot be read as safetensors: {reason}.") from None
             header.pop("__metadata__", None)
             self._headers[file] = header
@@ -144,4 +144,4 @@ def _json_of(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON: {shown(str(error), 300)}.") from None
+        raise ConfigError(f"{path} is not JSON: {shortened(str(error), 300)}.") from None

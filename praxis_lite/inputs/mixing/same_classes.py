@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.base import InputPipeline
 
 
@@ -17,9 +17,9 @@ def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
     clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
     for label, name, (path, index), (other_path, other_index) in clashes:
         raise ConfigError(
-            f"The class {shown(repr(name))} has the {label} {index} in {path}, but {other_index} "
-            f"in {other_path}. Pass the same classes to both (ImageFiles.classes), or save both "
-            "with the same ClassLabel."
+            f"The class {shortened(repr(name))} has the {label} {index} in {path}, but "
+            f"{other_index} in {other_path}. Pass the same classes to both (ImageFiles.classes), "
+            "or save both with the same ClassLabel."
         )
 
 

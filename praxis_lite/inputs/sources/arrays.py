@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 
@@ -30,11 +30,11 @@ class NpyFiles(OpenedFiles):
             name: len(array) if array.ndim else 0 for name, array in self.open_file(path).items()
         }
         if len(set(counts.values())) != 1:
-            text = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
+            text = first_few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(
-                f"{path} contains arrays with different numbers of rows {{{shown(text, 500)}}}; "
-                "expected the same first dimension in all arrays, with one example per row. Save "
-                "the arrays again."
+                f"{path} contains arrays with different numbers of rows "
+                f"{{{shortened(text, 500)}}}; expected the same first dimension in all arrays, "
+                "with one example per row. Save the arrays again."
             )
         return next(iter(counts.values()))
 
@@ -49,8 +49,8 @@ class NpyFiles(OpenedFiles):
             return {self.name: np.asarray(array)}  # Slices of an np.memmap are slow.
         except Exception as error:  # NumPy raises many kinds of errors for damaged files.
             raise ConfigError(
-                f"{path} cannot be read as an array ({shown(str(error), 300)}). Save an array of "
-                "numbers with np.save or np.savez, or exclude the file from `files`."
+                f"{path} cannot be read as an array ({shortened(str(error), 300)}). Save an array "
+                "of numbers with np.save or np.savez, or exclude the file from `files`."
             ) from None
 
     def __getitem__(self, index: int) -> Example:

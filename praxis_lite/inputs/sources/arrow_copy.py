@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pyarrow
 
-from praxis_lite.core.errors import ConfigError, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, format_bytes, shortened
 from praxis_lite.host.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.sources.base import file_digest, unreadable_file
@@ -61,8 +61,9 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
             raise not_written(folder, cause) from None
         if isinstance(cause, pyarrow.ArrowException) or type(cause) is ValueError:
             raise ConfigError(
-                f"{source.location} cannot be copied into an Arrow file: {shown(str(cause), 300)}. "
-                "Exclude the column with `columns`, or convert it to a different type."
+                f"{source.location} cannot be copied into an Arrow file: "
+                f"{shortened(str(cause), 300)}. Exclude the column with `columns`, or convert it "
+                "to a different type."
             ) from cause
         raise cause from None
     except OSError as error:
@@ -122,9 +123,9 @@ def _with_schema(
         for fields in (table.schema, schema)
     )
     raise ConfigError(
-        f"{path} has the columns {shown(columns, 300)}; expected the columns of {first}: "
-        f"{shown(expected, 300)}. Write all files with the same columns, or select common columns "
-        "with `columns`."
+        f"{path} has the columns {shortened(columns, 300)}; expected the columns of {first}: "
+        f"{shortened(expected, 300)}. Write all files with the same columns, or select common "
+        "columns with `columns`."
     )
 
 

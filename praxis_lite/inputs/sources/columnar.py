@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite.core.errors import ConfigError, Error, did_you_mean, require, shown
+from praxis_lite.core.errors import ConfigError, Error, did_you_mean, require, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import BYTES_PER_BATCH, ROWS_PER_BATCH, CopiedFiles
@@ -85,7 +85,7 @@ class ArrowFiles(CopiedFiles):
             raise BadExample(  # For example, a date in the year 100,000.
                 "damaged",
                 f"{where},",
-                f"cannot be read: {shown(str(error), 300)}",
+                f"cannot be read: {shortened(str(error), 300)}",
                 "Correct the row, or exclude the column with `columns`.",
             ) from None
 
@@ -129,8 +129,8 @@ def _errors_of_file(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{path} cannot be read: {shown(str(error).rstrip('.'), 300)}. Write or copy it again, "
-            "or exclude it from `files`."
+            f"{path} cannot be read: {shortened(str(error).rstrip('.'), 300)}. Write or copy it "
+            "again, or exclude it from `files`."
         ) from None
 
 

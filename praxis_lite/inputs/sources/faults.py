@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 
 __all__ = ("BadExample", "none_skipped")
 
@@ -90,7 +90,7 @@ def apply_to_example(
 
 def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
     """Returns the error for an example in which a key is missing or null."""
-    names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
+    names = [shortened(str(name), 40) for name in sorted(map(str, example))[:20]]
     if key in example:
         return BadExample(
             "missing_key", where, f"has null for {key!r}", "Add a value, or remove the example."

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, require, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import (
     Example,
@@ -175,9 +175,9 @@ class ImageFiles(_FilePerExample):
         name = _folder_name(path)
         if name not in self._labels_by_class:
             raise ConfigError(
-                f"{path} is in the folder {shown(repr(name))}, but the classes are "
-                f"{few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it to "
-                f"{type(self).__name__}.classes of all splits, or exclude it from `files`."
+                f"{path} is in the folder {shortened(repr(name))}, but the classes are "
+                f"{first_few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it "
+                f"to {type(self).__name__}.classes of all splits, or exclude it from `files`."
             )
         return self._labels_by_class[name]
 
@@ -220,6 +220,6 @@ def _rgb_pixels(data: bytes, path: str) -> np.ndarray:
         raise BadExample(
             "damaged",
             path,
-            f"cannot be read as an image: {shown(str(error) or type(error).__name__, 300)}",
+            f"cannot be read as an image: {shortened(str(error) or type(error).__name__, 300)}",
             "Write or copy it again.",
         ) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state, ranges_of_parts
@@ -72,7 +72,7 @@ class _PreparedDataset(Source):
             raise BadExample(
                 "damaged",
                 f"{self.where(index)},",
-                f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
+                f"cannot be read: {shortened(str(error) or type(error).__name__, 300)}",
                 "Copy or prepare the dataset again.",
             ) from None
 
@@ -123,13 +123,13 @@ class HuggingFaceDataset(_PreparedDataset):
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.folder} is not a complete Hugging Face dataset "
-                f"({shown(str(error), 300)}). Write it with dataset.save_to_disk(path), after "
+                f"({shortened(str(error), 300)}). Write it with dataset.save_to_disk(path), after "
                 "load_dataset for a dataset from the Hub."
             ) from None
         except Exception as error:  # Arrow and JSON raise many kinds of errors for damaged files.
             raise ConfigError(
-                f"{self.folder} cannot be read: {shown(str(error), 300)}. Copy or save the dataset "
-                "again."
+                f"{self.folder} cannot be read: {shortened(str(error), 300)}. Copy or save the "
+                "dataset again."
             ) from None
         splits = loaded if isinstance(loaded, Mapping) else {None: loaded}
         if self.split not in splits:
@@ -186,9 +186,9 @@ def _require_same_classes(folder: Path, splits: "Mapping[Any, datasets.Dataset]"
     classes = {name: _classes(split) for name, split in splits.items()}
     for label, name, (split, index), (other_split, other_index) in class_clashes(classes):
         raise ConfigError(
-            f"{folder}: the class {shown(repr(name))} of {shown(repr(label))} has the index "
-            f"{index} in the split {split!r}, but {other_index} in {other_split!r}. Save both with "
-            "the same ClassLabel (dataset.cast_column)."
+            f"{folder}: the class {shortened(repr(name))} of {shortened(repr(label))} has the "
+            f"index {index} in the split {split!r}, but {other_index} in {other_split!r}. Save "
+            "both with the same ClassLabel (dataset.cast_column)."
         )
 
 
@@ -211,8 +211,8 @@ class Tfds(_PreparedDataset):
             return tfds.builder_from_directory(str(self.folder))
         except Exception as error:  # TFDS raises many kinds of errors for damaged files.
             raise ConfigError(
-                f"{self.folder} is not a TFDS dataset: {shown(str(error), 300)}. Set `path` to the "
-                "folder of a version, which contains dataset_info.json."
+                f"{self.folder} is not a TFDS dataset: {shortened(str(error), 300)}. Set `path` to "
+                "the folder of a version, which contains dataset_info.json."
             ) from None
 
     @functools.cached_property
@@ -236,8 +236,8 @@ class Tfds(_PreparedDataset):
             return self._builder.as_data_source(self.split)
         except Exception as error:
             raise ConfigError(
-                f"Tfds.split is {self.split!r}: {shown(str(error).split(chr(10))[0], 300)} Use a "
-                f"split such as {known[0]!r} or {f'{known[0]}[:90%]'!r}."
+                f"Tfds.split is {self.split!r}: {shortened(str(error).split(chr(10))[0], 300)} Use "
+                f"a split such as {known[0]!r} or {f'{known[0]}[:90%]'!r}."
             ) from None
 
     @property

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator
 
-from praxis_lite.core.errors import ConfigError, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, format_bytes, shortened
 from praxis_lite.host.file_reading import MAX_NESTING, is_nested
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
@@ -107,7 +107,7 @@ def parsed(line: bytes, where: str) -> Example:
         raise BadExample(
             "not_json",
             where,
-            f"is {shown(text.strip())}; expected an object",
+            f"is {shortened(text.strip())}; expected an object",
             'Use objects such as {"text": ...}.',
         )
     return value

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.callables import function_name
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import fingerprint_json
 from praxis_lite.inputs.sources.base import Example
@@ -126,7 +126,7 @@ def _open_array_record(path: str) -> "ArrayRecordDataSource":
         return ArrayRecordDataSource(path)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as an ArrayRecord file: {shown(str(error), 300)}. Write or "
+            f"{path} cannot be read as an ArrayRecord file: {shortened(str(error), 300)}. Write or "
             "copy it again, or exclude it from `files`."
         ) from None
 
@@ -157,7 +157,7 @@ def _parse_tf_example(record: bytes, where: str) -> Example:
         raise BadExample(
             "damaged",
             f"{where},",
-            f"is not a tf.train.Example: it starts with {shown(repr(record[:24]))}",
+            f"is not a tf.train.Example: it starts with {shortened(repr(record[:24]))}",
             "Set `decode` to a function that returns a dict from the record's bytes.",
         ) from None
 

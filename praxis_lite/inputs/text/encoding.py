@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
@@ -125,7 +125,7 @@ def _text(value: Any, key: str, where: str) -> str:
     raise BadExample(
         "missing_key",
         where,
-        f"has {shown(repr(value))} as {key!r}; expected a string",
+        f"has {shortened(repr(value))} as {key!r}; expected a string",
         "Correct it, or set a different key.",
     )
 
@@ -141,7 +141,7 @@ def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens 
         raise BadExample(
             "missing_key",
             where,
-            f"has {shown(repr(value))} as {key!r}; expected a list of ids",
+            f"has {shortened(repr(value))} as {key!r}; expected a list of ids",
             "Correct it, or set a different key.",
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1

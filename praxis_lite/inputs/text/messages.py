@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import did_you_mean, shown
+from praxis_lite.core.errors import did_you_mean, shortened
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import to_json_value
 from praxis_lite.inputs.tokenizers.chat_messages import (
@@ -90,7 +90,7 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
     unknown = [str(name) for name in row if name not in known]
     if not unknown:
         return
-    names = ", ".join(repr(shown(name, 40)) for name in unknown[:20])
+    names = ", ".join(repr(shortened(name, 40)) for name in unknown[:20])
     fix = fix or (
         f"Correct them, or ignore them by passing ignored_keys=[{names}] to Documents or "
         "PreferenceData."
@@ -174,7 +174,7 @@ def _of_sharegpt(message: Any) -> Any:
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise RefusedConversation(
-            f"function_call is {shown(str(content))}; expected a JSON string with an object "
+            f"function_call is {shortened(str(content))}; expected a JSON string with an object "
             '{"name": ..., "arguments": {...}} or a list of such objects. Correct it.'
         )
     calls = [{"type": "function", "function": call} for call in calls]
@@ -290,6 +290,6 @@ def _wrong_value(row: Mapping[str, Any], name: str, where: str, expected: str) -
     return BadExample(
         "missing_key",
         where,
-        f"has {shown(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",
+        f"has {shortened(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",
         "Correct or remove it.",
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
 from praxis_lite.inputs.text.messages import (
@@ -65,7 +65,7 @@ def pair_of(
     is_text = all(isinstance(answer, str) for answer in answers)
     is_valid = is_text or all(isinstance(answer, list) and answer for answer in answers)
     if not is_valid or not isinstance(prompt, str | list | None):
-        names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
+        names = [shortened(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
             "missing_key",
             where,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("token_ids", "whole_number")
 
@@ -53,6 +53,6 @@ def whole_number(value: Any, name: str, minimum: int, maximum: int = _MAX) -> in
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or not minimum <= value <= maximum:
         raise ConfigError(
-            f"{name} is {shown(repr(value))}; expected an integer from {minimum} to {maximum}."
+            f"{name} is {shortened(repr(value))}; expected an integer from {minimum} to {maximum}."
         )
     return int(value)

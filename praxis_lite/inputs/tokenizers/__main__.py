@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
@@ -140,12 +140,12 @@ def description(tokenizer: JsonTokenizer) -> str:
 
 def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
     def described(ids: Iterable[int]) -> str:
-        texts = (f"{number} {shown(repr(tokenizer.decode([number])))}" for number in ids)
+        texts = (f"{number} {shortened(repr(tokenizer.decode([number])))}" for number in ids)
         return ", ".join(texts) or "none"
 
     yield f"{tokenizer}: ids from 0 to {tokenizer.vocab_size - 1}"
     for role, text in tokenizer.roles.items():
-        yield f"  {role:12} {shown(repr(text))}"
+        yield f"  {role:12} {shortened(repr(text))}"
     yield f"  before a text: {described(tokenizer.begin_ids)}"
     yield f"  after a text: {described(tokenizer.end_ids)}"
     yield f"  end of a document: {described(tokenizer.document_end)}"

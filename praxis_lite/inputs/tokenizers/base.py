@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 
 
@@ -186,7 +186,7 @@ def checked_text(text: object) -> str:
       ConfigError: The text is not a string, or contains an unpaired surrogate.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"The text to encode is {shown(repr(text))}; expected a str.")
+        raise ConfigError(f"The text to encode is {shortened(repr(text))}; expected a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("Message", "as_messages", "text_of")
 
@@ -51,7 +51,7 @@ def as_messages(value: Any) -> list[Message]:
     """
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise RefusedConversation(
-            f"messages are {shown(json.dumps(value, default=repr))}; expected a list of "
+            f"messages are {shortened(json.dumps(value, default=repr))}; expected a list of "
             '{"role": "user", "content": ...}, usually with the roles system, user and assistant. '
             "Correct them, or set the key that contains the messages."
         )
@@ -62,7 +62,7 @@ def _message(value: Message, name: str) -> Message:
     result = without_nulls(value)
     if not isinstance(result.get("role"), str):
         raise RefusedConversation(
-            f'{name} is {shown(json.dumps(value, default=repr))}; expected {{"role": "user", '
+            f'{name} is {shortened(json.dumps(value, default=repr))}; expected {{"role": "user", '
             '"content": ...}. Correct it, or set the key that contains the messages.'
         )
     role, is_learned = result["role"], _is_learned(result, name)
@@ -125,7 +125,8 @@ def _content(value: Any, name: str) -> Any:
         return value
     if not isinstance(value, list):
         raise RefusedConversation(
-            f"content of {name} is {shown(json.dumps(value, default=repr))}; expected a string or "
+            f"content of {name} is {shortened(json.dumps(value, default=repr))}; expected a string "
+            "or "
             'a list of {"type": "text", "text": ...}. Encode other values as a JSON string.'
         )
     return [_part(part, name) for part in value]
@@ -137,7 +138,7 @@ def _part(part: Any, name: str) -> Message:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnreadKey(
-            f"content of {name} contains {shown(json.dumps(part, default=repr))}; expected "
+            f"content of {name} contains {shortened(json.dumps(part, default=repr))}; expected "
             '{"type": "text", "text": ...}, because only text is supported. Remove it.'
         )
     unread = [
@@ -161,8 +162,8 @@ def _call(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     values = _of_json(arguments, f"arguments in {name}") if arguments.strip() else {}
     if not isinstance(values, dict):
         raise RefusedConversation(
-            f"arguments in {name} is {shown(arguments)}; expected a JSON object, or a JSON string "
-            "of an object."
+            f"arguments in {name} is {shortened(arguments)}; expected a JSON object, or a JSON "
+            "string of an object."
         )
     return {**call, "arguments": _Arguments(arguments, values)}
 

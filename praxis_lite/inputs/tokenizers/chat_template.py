@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.tokenizers.chat_messages import (
     ASSISTANT,
@@ -253,7 +253,7 @@ class ChatTemplate:
             if with_texts != messages:
                 return self._rendered(with_texts, add_generation_prompt, **variables)
             jinja2 = optional_module("jinja2", "A chat template")
-            message = shown(str(error), 300).rstrip(".")
+            message = shortened(str(error), 300).rstrip(".")
             if isinstance(error, jinja2.TemplateError):
                 message = f"The chat template rejects the conversation: {message}"
             else:
@@ -275,7 +275,7 @@ class ChatTemplate:
             return getattr(_environment(), method)(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(
-                f"The chat template is not a valid Jinja template: {shown(str(error), 300)}. "
+                f"The chat template is not a valid Jinja template: {shortened(str(error), 300)}. "
                 "Correct it, or use a different template."
             ) from error
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -63,7 +63,8 @@ def read_fields(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The tokenizer file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
+            f"The tokenizer file {path} cannot be read: {shortened(str(error), 200)}. Copy it "
+            "again."
         ) from None
     if not isinstance(fields, dict):
         raise ConfigError(f"The tokenizer file {path} is not a JSON object. Copy it again.")
@@ -91,7 +92,8 @@ def chat_templates(directory: Path) -> dict[str, str]:
         source = {entry["name"]: entry["template"] for entry in source}
     if not isinstance(source, dict):
         raise ConfigError(
-            f"{directory / TOKENIZER_CONFIG}: chat_template is {shown(repr(source))}; expected a "
+            f"{directory / TOKENIZER_CONFIG}: chat_template is {shortened(repr(source))}; expected "
+            "a "
             'string or a list of {"name": ..., "template": ...}.'
         )
     return source

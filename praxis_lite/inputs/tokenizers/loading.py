@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, few, require
+from praxis_lite.core.errors import ConfigError, first_few, require
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.files import has_tokenizer
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
@@ -24,7 +24,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> JsonTokenizer:
     if not has_tokenizer(directory):
         raise ConfigError(
             f"{directory} does not contain a tokenizer: expected tokenizer.json, tokenizer.model "
-            f"or another vocabulary, found {few(sorted(os.listdir(directory)))}. Specify a "
+            f"or another vocabulary, found {first_few(sorted(os.listdir(directory)))}. Specify a "
             "different directory."
         )
     return JsonTokenizer(directory)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.host.whole_files import user_cache
 from praxis_lite.inputs.tokenizers.files import (
@@ -71,7 +71,8 @@ def read_tokenizer(path: Path) -> Any:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing narrower.
         raise ConfigError(
-            f"The tokenizer file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
+            f"The tokenizer file {path} cannot be read: {shortened(str(error), 200)}. Copy it "
+            "again."
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -231,8 +232,8 @@ def _of_transformers(directory: Path) -> Any:
     except Exception as error:  # The classes of transformers may raise any exception.
         raise ConfigError(
             f"transformers cannot read the tokenizer in {directory}, which contains "
-            f"{few(names_of_tokenizer(directory))}: {type(error).__name__}: "
-            f"{shown(str(error), 300)}. Add all tokenizer files that were published with the "
+            f"{first_few(names_of_tokenizer(directory))}: {type(error).__name__}: "
+            f"{shortened(str(error), 300)}. Add all tokenizer files that were published with the "
             "model to the directory."
         ) from error
     if not tokenizer.is_fast:

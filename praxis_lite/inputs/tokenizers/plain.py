@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.tokenizers.base import Tokenizer, checked_text
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
@@ -81,7 +81,7 @@ class TokenIds(Tokenizer):
             return np.array([int(word) for word in text.split()], np.int32)
         except (ValueError, OverflowError):
             raise ConfigError(
-                f"{shown(text)!r} is not a list of token ids. These tokens have no text; write "
+                f"{shortened(text)!r} is not a list of token ids. These tokens have no text; write "
                 "their ids separated by spaces, such as '3 17 5'."
             ) from None
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from praxis_lite.core.errors import few
+from praxis_lite.core.errors import first_few
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.examples.lines import Record, RowSpan, Start
 
@@ -128,7 +128,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     }
     faults, notes = [], []
     if missing := [number for number in range(1, 1 + record.last_start) if number not in groups]:
-        faults.append(f"the record has no line for start {few([str(n) for n in missing], 8)}")
+        faults.append(f"the record has no line for start {first_few([str(n) for n in missing], 8)}")
     last_recorded = ends[max(ends)] if ends else 0
     if saved_step is None:
         notes.append("there is no checkpoint, so it is not known whether the steps were saved")

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.job import processes
 
 __all__ = ("check_same", "versions")
@@ -38,9 +38,10 @@ def check_same(summary: str, fields: Mapping[str, Any]) -> None:
     other = next(k for k, values in enumerate(by_process) if values.get(name) != first)
     more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
     raise ConfigError(
-        f"{summary}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
-        f"{shown(by_process[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} "
-        "Start the same command, with the same packages and files, on every host."
+        f"{summary}: {name} is {shortened(first or 'absent', 200)} on {processes.name(0)} and "
+        f"{shortened(by_process[other].get(name) or 'absent', 200)} on "
+        f"{processes.name(other)}.{more} Start the same command, with the same packages and files, "
+        "on every host."
     )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
@@ -131,7 +131,7 @@ class Pipeline(BaseLayer):
         )
         if split_backward and policy != "save_iteration_input":
             raise ConfigError(
-                f"Pipeline.checkpoint_policy {shown(repr(policy))} cannot be combined with "
+                f"Pipeline.checkpoint_policy {shortened(repr(policy))} cannot be combined with "
                 "split_backward, which recomputes each tick from its inputs. Set "
                 "checkpoint_policy='save_iteration_input'."
             )

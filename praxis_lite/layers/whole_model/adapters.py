@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, few, is_whole, require
+from praxis_lite.core.errors import ConfigError, first_few, is_whole, require
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.base.dims import NONE
@@ -97,7 +97,7 @@ def adapted(
     already = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if already:
         raise ConfigError(
-            f"lora: there is already an adapter in {few(already)} of {type(layer).__name__}. "
+            f"lora: there is already an adapter in {first_few(already)} of {type(layer).__name__}. "
             "Remove one of the two adapters, or select other layers with `only`."
         )
     # Draw the key from a copy, so that layers created later get the same keys as without adapters.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx, traverse_util
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import MdlVars, gather_sharded, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
@@ -126,7 +126,7 @@ def check_frozen(model: PackedModel, learner: Learner) -> None:
     ]
     if trained:
         raise ConfigError(
-            f"Learner: {few(sorted(trained))} would be trained, but weights that are stored "
+            f"Learner: {first_few(sorted(trained))} would be trained, but weights that are stored "
             f"as {specs[sorted(trained)[0]].dtype} have no gradient. Freeze the 4-bit weights: set "
             "bprop_variable_inclusion to the weights to train, such as '.*/lora_[abm]', or "
             "bprop_variable_exclusion to the weights to freeze."

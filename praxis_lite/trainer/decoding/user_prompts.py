@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.host.file_reading import opened
@@ -94,7 +94,7 @@ def _parse_prompt(line: bytes, where: str) -> Prompt:
     if key is not None and _is_conversation(row[key]):
         return conversation_of(row, where, key=key, fix=fix)
     raise ConfigError(
-        f'{where} is {shown(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
+        f'{where} is {shortened(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
         f'[{{"role": "user", "content": TEXT}}, ...]}}, optionally with {", ".join(CONTEXT_KEYS)}.'
     )
 
@@ -220,7 +220,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
         kind = f"{ids.dtype}{list(ids.shape)}"
         is_valid = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
     except (TypeError, ValueError, OverflowError):
-        kind, is_valid = shown(repr(prompt)), False
+        kind, is_valid = shortened(repr(prompt)), False
     if not is_valid:
         raise ConfigError(
             f"{caller} was given a prompt of {kind}; expected a string, a conversation "

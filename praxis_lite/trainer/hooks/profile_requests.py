@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.job import processes
 from praxis_lite.job.processes.stop_request import StopRequest
 
@@ -54,8 +54,9 @@ class ProfileRequests:
         is_number = re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_STEPS
         if text and not is_number:
             self._note(
-                f"{self._file.name} contains {shown(text)!r}, so no profile is recorded; expected "
-                f"a number of steps from 1 to {MAX_STEPS}, or an empty file for {NUM_STEPS} steps"
+                f"{self._file.name} contains {shortened(text)!r}, so no profile is recorded; "
+                f"expected a number of steps from 1 to {MAX_STEPS}, or an empty file for "
+                f"{NUM_STEPS} steps"
             )
             return 0
         return int(text) if text else NUM_STEPS

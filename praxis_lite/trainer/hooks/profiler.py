@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import shortened
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 from praxis_lite.trainer.hooks.profile_facts import write_facts
@@ -103,7 +103,7 @@ class Profiler:
         try:
             yield
         except Exception as error:
-            reason = shown(" ".join(str(error).split()) or type(error).__name__, 300)
+            reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
             # In all processes except the first, only log warnings are shown.
             note = self.note if processes.is_first() else _log.warning
             note(f"{outcome}, but training continues: {reason}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.errors import few
+from praxis_lite.core.errors import first_few
 from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.devices.axis_types import RESHARD_SCOPE, explicit_axes_of
@@ -55,7 +55,9 @@ class TypeWitness:
         ]
         if self.untyped:
             reasons = [f"{path} ({reason})" for path, reason in self.untyped.items()]
-            lines.append(f"JAX's types do not cover operations inside {few(reasons, 2, '; ')}")
+            lines.append(
+                f"JAX's types do not cover operations inside {first_few(reasons, 2, '; ')}"
+            )
         return [f"{line}." for line in lines]
 
 
@@ -121,7 +123,7 @@ def _constraint_changes(jaxpr: Any) -> Iterator[str]:
 
 
 def _more(texts: tuple[str, ...]) -> str:
-    return f" ({few(texts, 3, '; ')})" if texts else ""
+    return f" ({first_few(texts, 3, '; ')})" if texts else ""
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.checkpoints.steps.manifest import parse_manifest
-from praxis_lite.core.errors import PeerLost, few
+from praxis_lite.core.errors import PeerLost, first_few
 from praxis_tools.elastic.peer_saves.pieces import Box, covers
 from praxis_tools.elastic.store_messages import SaveId, StoreClient, StoreFailed
 
@@ -223,7 +223,7 @@ class StoredArray:
             if any(a >= b for a, b in overlap):
                 continue
             if (data := piece.read()) is None:
-                names = few([store.name for store in piece.holders])
+                names = first_few([store.name for store in piece.holders])
                 raise PeerLost(
                     f"The peer save of {self.path} by process {piece.save.origin} is damaged or "
                     f"missing in the memory of {names}."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.host.file_reading import read_json
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import versions
@@ -106,7 +106,7 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
         certificate = Certificate(fields["written"], [_job(job) for job in fields["jobs"]])
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not a certificate ({shown(str(error))}). Create one with "
+            f"{path} is not a certificate ({shortened(str(error))}). Create one with "
             "--mode=certify JOB --json=FILE."
         ) from None
     actual, title = _digest(fields), "the certificate's own digest"
@@ -140,7 +140,7 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
         last = used[-1] if used else {}
         notes += [
-            f"{job.name} used {name} {shown(str(last[name]))}, but {version} is installed here"
+            f"{job.name} used {name} {shortened(str(last[name]))}, but {version} is installed here"
             for name, version in here.items()
             if last.get(name, version) != version
         ]
@@ -183,7 +183,7 @@ def _difference(before: Any, here: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    return shown(value if isinstance(value, str) else json.dumps(value), 120)
+    return shortened(value if isinstance(value, str) else json.dumps(value), 120)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from praxis_lite.core.errors import printable, shown
+from praxis_lite.core.errors import printable, shortened
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.trained_model.shown_model import html_of
 from praxis_tools.report.certified.certificate import Certificate, CertifiedJob
@@ -58,7 +58,9 @@ def _job_text(job: CertifiedJob) -> str:
         [
             fact.section,
             fact.name,
-            _text(fact.value) if fact.value is not None else f"none: {shown(fact.why_not, 300)}",
+            _text(fact.value)
+            if fact.value is not None
+            else f"none: {shortened(fact.why_not, 300)}",
         ]
         for fact in job.facts
     ]
@@ -78,4 +80,4 @@ def _text(value: Any) -> str:
         return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
     if isinstance(value, list):
         return "; ".join(map(_text, value)) or "none"
-    return shown(value if isinstance(value, str) else json.dumps(value), 200)
+    return shortened(value if isinstance(value, str) else json.dumps(value), 200)

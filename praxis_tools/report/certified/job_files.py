@@ -16,7 +16,7 @@ from praxis_lite.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.checkpoints.steps.step_files import committed_manifest
 from praxis_lite.config.build import build
 from praxis_lite.config.config_json import LoadedConfig, load_config_file
-from praxis_lite.core.errors import ConfigError, Error, few, shown
+from praxis_lite.core.errors import ConfigError, Error, first_few, shortened
 from praxis_lite.experiment.recorded_job import tokenizers_of
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.host.file_reading import content_of, parse_json, read_json
@@ -114,8 +114,8 @@ class JobFiles:
         for name in sorted(here.keys() | saved.keys()) if saved else ():
             if here.get(name) != saved.get(name):
                 yield (
-                    f"{path.name} has {here.get(name)} for {shown(name)}; step {self.newest_step} "
-                    f"was saved with {saved.get(name)}"
+                    f"{path.name} has {here.get(name)} for {shortened(name)}; step "
+                    f"{self.newest_step} was saved with {saved.get(name)}"
                 )
 
     def layout(self) -> Any:
@@ -139,7 +139,7 @@ class JobFiles:
         expected = list(range(self.first_step + 1, self.step + 1))
         if steps != expected:
             missing = [str(step) for step in sorted(set(expected) - set(steps))]
-            fault = f"lacks the steps {few(missing, 8)}" if missing else "has a step twice"
+            fault = f"lacks the steps {first_few(missing, 8)}" if missing else "has a step twice"
             yield f"{path.name} {fault}"
         yield from _cut_short(path)
 
@@ -168,7 +168,7 @@ class JobFiles:
             evaluated.setdefault(line["step"], set()).add(line["dataset"])
         missing = [str(step) for step in sorted(due) if not datasets <= evaluated.get(step, set())]
         if missing:
-            yield f"{path.name} lacks evaluations of the steps {few(missing, 8)}"
+            yield f"{path.name} lacks evaluations of the steps {first_few(missing, 8)}"
 
     def faults_of_certificates(self) -> Iterator[str]:
         """Yields the faults of certificates.jsonl, excluding the differences it reports."""
@@ -186,7 +186,7 @@ class JobFiles:
         }
         due = range(-(-(self.start + 1) // every) * every, self.step + 1, every)
         if missing := [str(step) for step in due if step not in certified]:
-            yield f"{path.name} lacks certificates of the steps {few(missing, 8)}"
+            yield f"{path.name} lacks certificates of the steps {first_few(missing, 8)}"
 
     def faults_of_timeline(self) -> Iterator[str]:
         """Yields the faults of timeline.jsonl."""
@@ -216,7 +216,7 @@ class JobFiles:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
             if copy is None:
-                yield f"{self.job_dir.tokenizers.name}/ has no copy of {shown(directory)}"
+                yield f"{self.job_dir.tokenizers.name}/ has no copy of {shortened(directory)}"
 
 
 def all_faults(faults: Callable[[], Iterable[str]]) -> list[str]:
@@ -243,7 +243,7 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
         if not isinstance(_parsed(text), dict) and (not may_be_cut or text.endswith("}"))
     ]
     if damaged:
-        yield f"{path.name} is damaged in the lines {few(damaged, 8)}"
+        yield f"{path.name} is damaged in the lines {first_few(damaged, 8)}"
     if not may_be_cut:
         yield from _cut_short(path)
 
@@ -262,7 +262,7 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
         except OSError as error:
             yield f"{folder.name}/{path.name} cannot be read: {error.strerror or error}"
         except ValueError as error:
-            yield f"{folder.name}/{path.name} is damaged: {shown(str(error), 100)}"
+            yield f"{folder.name}/{path.name} is damaged: {shortened(str(error), 100)}"
     if folder.parent.name == "tokenizers" and not has_tokenizer(folder):
         yield f"{folder.name}/ contains no tokenizer"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few
+from praxis_lite.core.errors import ConfigError, did_you_mean, first_few
 
 __all__ = ("check_environment",)
 
@@ -93,7 +93,7 @@ def check_environment() -> None:
         if library and (unknown := [x for x in given if not _is_in(library, x.encode())]):
             sentences = " ".join(unknown_option_message(name, package) for name in unknown)
             raise ConfigError(
-                f"Environment variable {variable}: {sentences} Remove {few(unknown)} from "
+                f"Environment variable {variable}: {sentences} Remove {first_few(unknown)} from "
                 f"{variable}."
             )
 
