@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return mode.run(command, **options)
 
     def traceback_txt() -> Path | None:
-        is_open = command.job_dir is not None and processes.is_first()
-        return command.job_dir.traceback_txt if is_open else None
+        job_dir = command.job_dir if processes.is_first() else None
+        return None if job_dir is None else job_dir.traceback_txt
 
     def continues_without_output() -> bool:
         return mode is not None and mode.continues_without_output and not command.list

@@ -65,7 +65,9 @@ def homes_of(package: str) -> dict[str, str]:
 
     Public names are those that its stub `__init__.pyi` imports; without a stub, its `__all__`.
     """
-    file = Path(importlib.util.find_spec(package).origin)
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, package
+    file = Path(spec.origin)
     stub = file.with_suffix(".pyi")
     body = ast.parse((stub if stub.is_file() else file).read_text(encoding="utf-8")).body
     imported = {

@@ -98,7 +98,7 @@ def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """
     # Read blocks from the end. The text before offset `end` has not been searched yet. `partial`
     # contains the parts, last part first, of a line whose start has not been found.
-    end, partial = os.fstat(file.fileno()).st_size, []
+    end, partial = os.fstat(file.fileno()).st_size, list[bytes]()
     while end:
         start = max(0, end - _BLOCK_BYTES)
         first, *others = os.pread(file.fileno(), end - start, start).split(b"\n")

@@ -131,15 +131,17 @@ class FirstRuns:
         """
         if (function, key) not in self._fitting:
             import jax
-            from jax.sharding import NamedSharding
+            from jax.sharding import Mesh, NamedSharding
 
             from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 
             arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-            shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]
+            shardings = (x.sharding for x in arrays)
+            meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+            mesh = next((x for x in meshes if isinstance(x, Mesh)), None)
             lowered = function.trace(*args).lower()
-            if shardings:
-                patch_matmuls(lowered, shardings[0].mesh)
+            if mesh is not None:
+                patch_matmuls(lowered, mesh)
             check_program_fits(
                 lowered.compile(),  # The call below uses the cached program.
                 arrays[0].sharding.addressable_devices if arrays else (),

@@ -49,7 +49,7 @@ class WeightSlots(NamedTuple):
 class AdafactorState(NamedTuple):
     """The number of updates, and a nested dict for each field of `WeightSlots`."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
     m: PyTree
     m_scale: PyTree
     vr: PyTree

@@ -18,7 +18,7 @@ PyTree = Any
 class AdamState(NamedTuple):
     """Slots of Adam: the number of updates, and bias-corrected float32 moments m and v."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
     m: PyTree
     v: PyTree
 

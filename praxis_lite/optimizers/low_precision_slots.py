@@ -23,7 +23,7 @@ PyTree = Any
 class LowPrecisionSlotsState(NamedTuple):
     """The slots of the optimizer, and the number of updates, which seeds the random bits."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
     slots: PyTree
 
 

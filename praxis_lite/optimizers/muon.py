@@ -119,7 +119,7 @@ def _subscripts(equation: str) -> tuple[str, str, str]:
             f"muon_matrices: {equation!r} is not an einsum of inputs and a weight. Expected an "
             "equation such as 'd,dnk->nk', or None for AdamW."
         )
-    return match.groups()
+    return match[1], match[2], match[3]
 
 
 def _dims(equation: str) -> MuonDimensionNumbers:

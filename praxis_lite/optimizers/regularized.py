@@ -86,7 +86,7 @@ def regularized(
 class EwcState(NamedTuple):
     """Slots of EWC: the number of updates, and the weights before the first update."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
     pretrain_vars: Any
 
 

@@ -318,7 +318,7 @@ def warmup_stable_decay(
       shape: Shape of the decay as a function of the fraction r of its steps: "linear" for 1 - r,
         "1-sqrt" for 1 - sqrt(r), or "cosine" for (1 + cos(pi r)) / 2.
     """
-    decays = {
+    decays: dict[str, Callable[..., optax.Schedule]] = {
         "linear": polynomial,
         "1-sqrt": functools.partial(polynomial, power=0.5),
         "cosine": delayed_cosine,

@@ -41,7 +41,7 @@ class SoapState(NamedTuple):
         have the same structure as `covariances`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
     mu: PyTree
     nu: PyTree
     covariances: PyTree
@@ -138,7 +138,8 @@ def scale_by_soap(
         updates: PyTree, state: SoapState, params: PyTree | None = None
     ) -> tuple[PyTree, SoapState]:
         del params
-        leaves, treedef = jax.tree.flatten(updates)
+        leaves = jax.tree.leaves(updates)
+        treedef: Any = jax.tree.structure(updates)  # JAX's stubs lack its methods.
         mu, nu, covariances, bases = (treedef.flatten_up_to(slots) for slots in state[1:])
         grads = [g.astype(jnp.float32) for g in leaves]
         is_first = state.count == 0

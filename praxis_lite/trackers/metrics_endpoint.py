@@ -84,14 +84,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self._open: list[socket.socket] = []
         super().__init__(address, _Handler)
 
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
         self._open.append(request)
         if len(self._open) > MAX_CONNECTIONS:
             with contextlib.suppress(OSError):
                 self._open.pop(0).shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: socket.socket) -> None:
+    def shutdown_request(self, request: Any) -> None:
         with contextlib.suppress(ValueError):
             self._open.remove(request)
         super().shutdown_request(request)
