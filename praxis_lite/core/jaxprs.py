@@ -15,6 +15,7 @@ __all__ = (
     "EXTRA_ROUNDS",
     "RECOMPUTED",
     "all_eqns",
+    "array_type",
     "evaluate_jaxpr",
     "expand_high_level",
     "is_widening_cast",

@@ -260,7 +260,7 @@ WRONG = {
             "TooFewNames.weight_split_dims_mapping",
             "('embed',)",
             f"({D}, {F})",
-            "a name for each dim",
+            "one name per dim",
         ],
     ),
     "dims of no setting": (
