@@ -89,7 +89,7 @@ BAD_SETTINGS = {
     "a mapping longer than a weight's rank": (
         f"{SPLIT}=data,mdl,None",
         ["softmax: ", "weight_split_dims_mapping", "('data', 'mdl', None)", " 3 ", "rank is 2"],
-        [" 1 "],
+        ["one entry per dim"],
     ),
     "a mapping longer than an activation's rank": (
         f"{ACTIVATION}=data,None,mdl,None",
