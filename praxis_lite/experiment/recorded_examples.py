@@ -97,7 +97,7 @@ def proof_of_examples(
     if not record.starts and not record.spans:
         raise ConfigError(
             f"{job_dir.path} has no record of its examples ({job_dir.examples.name}/*.jsonl). A "
-            "job writes the record while it trains; jobs of older versions cannot be verified."
+            "job writes this record while it trains, and cannot be verified without it."
         )
     if last_step is None and job_dir.checkpoints.is_dir():
         last_step = max(committed_steps(job_dir.checkpoints), default=None)

@@ -185,5 +185,5 @@ def _constant(word: str) -> Any:
 def _float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:80]} is too large for 64 bits")
+        raise ValueError(f"{text[:80]} is out of range for a 64-bit float")
     return value

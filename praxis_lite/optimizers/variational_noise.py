@@ -46,7 +46,7 @@ class VariationalNoise:
             "For no noise, set variational_noise=None.",
         )
         step = self.start_step
-        require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
+        require(step >= 0, "VariationalNoise.start_step", step, "a non-negative step")
         compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:

@@ -88,9 +88,9 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
       ConfigError: An entry is not a pair, or its rules are invalid (see `parsed_rules`).
     """
     pairs = []
-    for entry in strategy:
+    for index, entry in enumerate(strategy):
         is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
-        require(is_pair, "strategy: an entry", entry, "a pair (pattern, rules)")
+        require(is_pair, f"strategy[{index}]", entry, "a pair (pattern, rules)")
         pattern, rules = entry
         path_pattern("strategy", pattern)
         if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
