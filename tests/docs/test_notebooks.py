@@ -69,9 +69,13 @@ def test_an_own_model_learns_and_goes_on_on_another_mesh(tmp_path):
     (shown,) = [line for line in lines if line.startswith("TrainedModel(__main__.LearnWave")]
     assert "step 400" in shown and "mesh (data 4)" in shown
     assert float(shown.partition("heldout loss ")[2].partition(";")[0]) < 0.002
-    (sizes,) = [line for line in lines if line.endswith("bytes with FSDP")]
-    whole, split = (int(word) for word in sizes.split() if word.isdecimal())
-    assert split < whole / 5
+    whole, sharded = (
+        int(line.split()[0])
+        for words in ("bytes if replicated", "bytes with FSDP")
+        for line in lines
+        if line.endswith(words)
+    )
+    assert sharded < whole / 5
 
 
 @pytest.mark.nightly
