@@ -37,7 +37,7 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
-    """Returns the peer saves of an elastic job. If they are disabled, nothing is saved."""
+    """Returns the peer saves of an elastic job, or saves that do nothing if they are disabled."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
     if (assignment := worker_assignment.current()) is None:
@@ -50,7 +50,7 @@ def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
 
 
 def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
-    """Returns an elastic job on a mesh of all devices in its generation.
+    """Returns an elastic job on a mesh of all devices in the job's generation.
 
     Other jobs are returned unchanged.
     """

@@ -21,8 +21,8 @@ class _MemberState:
     incarnation: str
     beat: int
     beat_time: float  # Time of the last new heartbeat, in seconds of time.monotonic.
-    end: tuple[int, WorkerEnd | None]  # Generation and end of the last worker.
-    end_time: float  # Time at which this end was first observed.
+    end: tuple[int, WorkerEnd | None]  # Generation and exit of the last worker.
+    end_time: float  # Time at which this exit was first observed.
     has_new_beats: bool = False
     is_refused: bool = False  # Whether the last connection was refused.
     probe_time: float = 0.0
@@ -76,7 +76,7 @@ class Liveness:
 
         Args:
           participants: Members that are considered alive until they have been silent for too long.
-            Other members are only considered alive after a new heartbeat, because the files of
+            Other members are only considered alive after a new heartbeat, because files from
             earlier launches are not removed.
         """
         now = time.monotonic()

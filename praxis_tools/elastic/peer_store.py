@@ -34,7 +34,7 @@ _MAX_MEMORY_SHARE = 0.9  # Maximum fraction of the free memory that a save may u
 
 @dataclasses.dataclass(frozen=True)
 class _StoredSave:
-    """A save in memory, freed once no request is reading it."""
+    """A save in memory, which is freed once no request is reading it."""
 
     header: bytes
     data: mmap.mmap
@@ -127,7 +127,7 @@ class PeerStore:
                 except StoreFailed as failed:
                     send(connection, {"error": str(failed)})
         except (OSError, ValueError):
-            pass  # The client has disconnected or uses another version of the protocol.
+            pass  # The client has disconnected or uses a different version of the protocol.
         finally:
             with self._lock:
                 self._connections.discard(connection)

@@ -104,7 +104,7 @@ def send_bytes(connection: socket.socket, data: bytes | memoryview) -> None:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Receives raw bytes until a view is full."""
+    """Receives raw bytes until a memoryview is full."""
     while view:
         num_bytes = connection.recv_into(view[:_PART_BYTES])
         if not num_bytes:
@@ -187,7 +187,7 @@ class StoreClient:
     def _request(
         self, request: dict[str, Any], seconds: float = STALL_SECONDS
     ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-        """Sends a request and yields (connection, answer) for further transfers."""
+        """Sends a request and yields the connection, for further transfers, and the answer."""
         connection = None
         try:
             connection = self._idle.pop() if self._idle else self._connect()

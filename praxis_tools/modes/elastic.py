@@ -91,5 +91,5 @@ def _import(command: CommandLine) -> None:
     from praxis_lite.experiment.launched_config import config_of_experiment
     from praxis_lite.trainer import launch  # noqa: F401
 
-    assert command.exp is not None  # The supervisor has checked it.
+    assert command.exp is not None  # The supervisor has checked this.
     config_of_experiment(command.exp, command.settings, command.packages)

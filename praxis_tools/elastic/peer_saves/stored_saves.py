@@ -25,7 +25,7 @@ class SaveChoice(NamedTuple):
       generation: Generation that saved the state.
       number: Number of the save within the generation.
       step: Step of the state.
-      holders: For each part, its origin and the indices of the stores that contain it.
+      holders: For each part, its origin and the indices of the stores that contain the part.
     """
 
     generation: int
