@@ -99,8 +99,8 @@ def check(
 ) -> "Certificate":
     """Compares an experiment's results on several meshes with its results on one device.
 
-    Progress is printed, because the comparison may take minutes. To get the result, read
-    `certified` of the returned certificate.
+    Progress is printed, because the comparison may take minutes. The result is the `certified`
+    attribute of the returned certificate.
 
     Args:
       experiment: Name or class of the experiment, as for `train`.

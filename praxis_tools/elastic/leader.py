@@ -153,7 +153,7 @@ class Leader:
                 if why:
                     self._print_status(why)
             case StopWorkers(why):
-                assert last is not None  # Workers are only stopped in a running generation.
+                assert last is not None  # StopWorkers requires a running generation.
                 if self._rendezvous.request_stop(last.number, why):
                     self._print_status(f"{why}: the current step will be completed and saved")
             case EndJob(status, why):

@@ -96,12 +96,12 @@ class Liveness:
         return {k: state.beat_time for k, state in self._members.items()}
 
     def end_times(self) -> dict[int, float]:
-        """Returns when each worker's end was first observed, in seconds of time.monotonic."""
+        """Returns when each worker's exit was first observed, in seconds of time.monotonic."""
         return {k: state.end_time for k, state in self._members.items() if state.end[1] is not None}
 
 
 def _refuses(address: str) -> bool:
-    """Returns whether a host refuses connections to "host:port", because no process listens."""
+    """Returns whether a host refuses connections to "host:port" because no process is listening."""
     with contextlib.suppress(OSError):
         try:
             socket.create_connection(addresses.parse_address(address), timeout=0.3).close()

@@ -168,7 +168,7 @@ class StoreClient:
             return self._receive_bytes(connection, answer["num_bytes"])
 
     def is_undamaged(self, save: SaveId) -> bool:
-        """Returns whether a save still matches its digest. The store reads all its bytes."""
+        """Returns whether a save still matches its digest. The store reads the entire save."""
         with self._request({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 

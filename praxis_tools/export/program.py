@@ -114,7 +114,7 @@ def exported_program(
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:
-    """Returns an error message if the user can fix this jax error, otherwise None."""
+    """Returns an error message for jax errors that the user can fix, and None for other errors."""
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (

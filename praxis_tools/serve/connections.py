@@ -20,7 +20,7 @@ def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protoco
 
     Args:
       request_seconds: Maximum time to answer a request.
-      body_seconds: Maximum time for a client to send the body of a request.
+      body_seconds: Maximum time for a client to send a request body.
     """
 
     class Protocol(_DeadlineProtocol):
@@ -36,7 +36,7 @@ class _DeadlineProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # (current request and answer, `is_waiting()`) and the time at which this last changed.
+        # (current request and answer, `is_waiting()`) and the time at which this pair last changed.
         self._state: tuple[Any, bool] | None = None
         self._since = self._writable_at = self.loop.time()
         waiting = [

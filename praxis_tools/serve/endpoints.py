@@ -27,9 +27,9 @@ from praxis_tools.serve.served_model import ServedModel
 
 MAX_BODY_BYTES = 4 << 20  # Maximum size of a request body.
 BODY_SECONDS = 30.0  # Maximum time for a client to send the body.
-# Recorded for requests whose client has disconnected.
+# Recorded as the outcome of requests whose client has disconnected.
 _CLIENT_GONE = ApiError(499, "The client has disconnected.", code="client_gone")
-_PREFIX = "praxis_lite_serve"  # Prefix of the names in /metrics.
+_PREFIX = "praxis_lite_serve"  # Prefix of the metric names in /metrics.
 T = TypeVar("T")
 
 
@@ -241,7 +241,7 @@ async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
 
 
 class _EventStream(StreamingResponse):
-    """A stream of server-sent events; unfinished generations are cancelled when it ends."""
+    """A stream of server-sent events; unfinished generations are cancelled when the stream ends."""
 
     def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
         super().__init__(

@@ -69,7 +69,7 @@ class NewestState:
         return self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Restores the state on a mesh, which may differ from the mesh it was saved on.
+        """Restores the state on a mesh, which may differ from the mesh on which it was saved.
 
         This raises the same errors as `Checkpoints.restore`.
         """

@@ -170,7 +170,7 @@ class PeerSaver:
 
 
 def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[dict[str, Any]]:
-    """Returns a header record for each piece, with its position in the array and in the data."""
+    """Returns header records with the position of each piece in its array and in the saved data."""
     records, offset = [], 0
     for piece, block in zip(pieces, blocks, strict=True):
         records.append(
