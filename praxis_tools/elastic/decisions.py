@@ -178,7 +178,7 @@ def _is_backing_off(view: View, k: int) -> bool:
 
 
 def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
-    """Returns the decision if no generation is running, at the start or after all hosts died."""
+    """Returns the decision while no generation runs: at the start, or after all hosts have died."""
     if view.alive and not available and all(view.members[k].is_leaving for k in view.alive):
         return EndJob(0, "all processes have been asked to leave")
     num_missing = view.num_members - len(available)

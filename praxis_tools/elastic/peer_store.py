@@ -97,7 +97,7 @@ class PeerStore:
         while not self._is_closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # For example, too many open files. Some may be closed soon.
+            except OSError:  # For example, too many files are open. Some may be closed soon.
                 self._is_closed.wait(0.1)
                 continue
             with self._lock:

@@ -190,7 +190,7 @@ def _specs_from_dataset(
 
 
 def _leaf_names_by_argument(task: Task) -> dict[str, tuple[str, ...]]:
-    """Maps each required argument of the model to the possible names of its leaf in a batch."""
+    """Maps each required argument of the model to the possible names of its batch leaf."""
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [

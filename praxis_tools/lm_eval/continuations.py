@@ -139,7 +139,7 @@ class Continuations:
         return texts
 
     def _truncate_context(self, request: Request) -> tuple[np.ndarray, int]:
-        """Truncates a context to leave room for new tokens; returns it and its padded length."""
+        """Returns a context, truncated to leave room for new tokens, and its padded length."""
         num_new = request.decoder.max_decode_steps
         max_context = self._model.max_length - num_new
         if max_context < 1:

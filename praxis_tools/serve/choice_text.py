@@ -101,7 +101,7 @@ class ChoiceText:
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that can be sent since the last call, and the tokens of this text."""
+        """Returns text that became ready to send since the last call, together with its tokens."""
         text, end = self._text.take(), self._text.num_final
         if self._text.is_stopped:  # Remove the tokens in the stop string.
             self._tokens = [

@@ -176,7 +176,7 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """Reads the body of a request; raises ApiError if it is not JSON, too large or too slow."""
+    """Reads a request body; raises ApiError if it is not JSON, is too large or arrives too late."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Browsers let any website send other content types here without a preflight request.

@@ -13,7 +13,7 @@ BUSY_SECONDS = 300.0
 # Time limit for phases whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase may take this many times its longest duration so far, in idle and busy processes.
+# A phase may take up to this many times its longest duration so far, in idle and in busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
 # A process is working if, within a time window, it uses this fraction of a core (_CORES) or reads
 # and writes this number of bytes (_BYTES). On a host with too few cores, it is also working if its
@@ -47,7 +47,7 @@ class ProcessHistory:
 
     @property
     def latest(self) -> Progress:
-        """The last observed progress, after at least one observation."""
+        """The last observed progress; requires at least one observation."""
         assert self.last is not None
         return self.last
 
@@ -89,7 +89,7 @@ class ProcessHistory:
             return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
-        # Simulated devices run in the process, so their work is counted as work of the process.
+        # Simulated devices run in the process, so their work is counted as the work of the process.
         return max(BUSY_SECONDS if self._is_working() else 0.0, _TIMES_BUSY * usual)
 
     def _time_limit(self) -> float:
@@ -137,8 +137,8 @@ class ProcessHistory:
         """Returns the seconds of the window during which a thread was ready to run.
 
         Samples are sums over the threads found in /proc. A thread that is missing in one sample
-        reappears with its total, so the difference of two samples is limited to the time between
-        them.
+        reappears with its total, so the difference between two samples is limited to the time
+        between them.
         """
         return sum(
             min(max(after.ready_seconds - before.ready_seconds, 0.0), end - begin)

@@ -86,9 +86,8 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 
     Commas outside of brackets and quotes separate the values to try. If the field's value is a
     sequence, the commas separate the items of a single sequence instead. Strings to try must be
-    single words or be quoted. `LOW..HIGH` is a range of numbers. A range is searched on a
-    logarithmic scale if HIGH is at least ten times LOW; append `:log` or `:linear` to choose the
-    scale.
+    single words or be quoted. `LOW..HIGH` is a range of numbers, which is searched on a logarithmic
+    scale if HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
 
     Args:
       settings: Settings as `path=value`.

@@ -70,7 +70,7 @@ class TrialJob:
         ]
 
     def plan_command(self, topology: str) -> list[str]:
-        """Returns the command that plans the job, which exits with status 2 if it does not fit."""
+        """Returns a command that plans the job and exits with status 2 if the job does not fit."""
         return self._main("plan", f"--topology={topology}")
 
     def start(self, command: list[str]) -> subprocess.Popen:

@@ -69,7 +69,7 @@ class NewestState:
         return self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Restores the state on a mesh, which may differ from the mesh on which it was saved.
+        """Restores the state on a mesh, which may differ from the mesh used by the save.
 
         This raises the same errors as `Checkpoints.restore`.
         """
