@@ -76,7 +76,7 @@ class Interpreter:
 
 
 def _join_scopes(outer: str, inner: str) -> str:
-    """Joins the scopes of a call with the scopes of an operation inside it."""
+    """Joins the scopes of a call with the scopes of an operation inside the call."""
     # The jaxpr of a custom_jvp repeats the scopes around the call.
     if inner and f"/{outer}".endswith(f"/{inner}"):
         return outer

@@ -1,6 +1,6 @@
 """Caches an elastic job's compiled functions for later generations on the same mesh.
 
-JAX only lets the first process write to its compilation cache, and the first process of the next
+In JAX, only the first process writes to the compilation cache, and the first process of the next
 generation may run on a different host. Therefore, the cache is in the job directory, which all
 hosts share.
 """

@@ -62,8 +62,8 @@ class Member:
       address: Address at which other hosts reach this host.
       port: A free port for the coordination service of the next generation.
       store: "host:port" of the member's peer store.
-      is_leaving: Whether the member was asked to leave and joins no more generations.
-      rests_until: Time until which the member joins no generation, because its worker has
+      is_leaving: Whether the member was asked to leave and will not join further generations.
+      rests_until: Time until which the member does not join any generation, because its worker has
         repeatedly exited before the first step.
       generation: Generation of the current or last worker, or 0 if there was no worker yet.
       end: How the worker exited, or None if the worker is still running or was not started.

@@ -52,8 +52,8 @@ class PeerStore:
     """Context manager that stores saves in memory for all processes of a job.
 
     One thread accepts connections, and each connection is served by a separate thread. Clients that
-    know the key are trusted, and all other clients are rejected. A save is only stored once all its
-    bytes have arrived and match their digest.
+    know the key are trusted, and all other clients are rejected. A save is only stored once all
+    bytes have arrived and match the digest.
 
     Args:
       key: Secret key of the job.

@@ -329,7 +329,7 @@ class Supervisor:
             self._read_members()  # The previous leader has died, so read all files.
 
     def _participants(self) -> frozenset[int]:
-        """Returns the generation's members whose supervisors have not restarted since it began."""
+        """Returns the generation's members whose supervisors have not restarted since its start."""
         if self._generation is None:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)

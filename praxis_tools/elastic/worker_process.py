@@ -87,7 +87,7 @@ class WorkerProcess:
         return self._process.pid
 
     def assign(self, assignment: Assignment) -> None:
-        """Sends the worker its assignment, so that it starts training."""
+        """Sends the worker its assignment, so that the worker starts training."""
         self.phases.append(("start", time.monotonic()))
         self.progress_time = time.monotonic()
         with contextlib.suppress(OSError):  # The process has exited; `status` detects this.

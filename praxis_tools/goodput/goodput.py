@@ -50,8 +50,9 @@ class Launch:
 
     Attributes:
       began: Start in Unix seconds.
-      ended: End in Unix seconds; for a killed launch, the last moment that it recorded.
-      first_step: Step that training started from, or None if the launch ended before that.
+      ended: End in Unix seconds; for a killed launch, the last recorded moment.
+      first_step: Step that training started from, or None if the launch ended before training
+        started.
       last_step: Last completed step, or None.
       ended_by: `THE_END`, the name of a signal or exception, or None if the launch was killed or is
         still running.

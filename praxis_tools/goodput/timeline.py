@@ -20,8 +20,8 @@ class Timeline(Listener, contextlib.AbstractContextManager):
 
     The file has one line per span (see `Span`). A thread overwrites the line of the current span
     every second, so the size of the file depends on the number of saves, not on the duration. The
-    file is not synced with fsync: it is complete after a kill, but lines may be missing after a
-    power failure.
+    file is not synced with fsync: the file is complete after the process is killed, but lines may
+    be missing after a power failure.
 
     If the file cannot be written, the error is logged once and training continues. Writing the
     missing lines is retried every second.

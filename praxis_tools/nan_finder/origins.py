@@ -40,7 +40,7 @@ class OriginSearch:
       jaxpr: The closed jaxpr, such as `jax.jit(function).trace(...).jaxpr`.
       outputs: Indices of the outputs to check. Operations that do not affect these outputs are
         removed.
-      replicated: A replicated sharding, which allows every process to read the results, or None for
+      replicated: A replicated sharding, with which every process can read the results, or None for
         a single process.
     """
 

@@ -1,4 +1,4 @@
-"""Prepares the curves of a report: computes their x axes and downsamples them."""
+"""Prepares the curves of a report: computes the x axes and downsamples the curves."""
 
 import dataclasses
 from collections.abc import Mapping

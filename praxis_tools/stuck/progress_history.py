@@ -65,7 +65,7 @@ class ProcessHistory:
             self._samples.popleft()
 
     def why_stuck(self, now: float) -> str:
-        """Returns why this process, for which others are waiting, is stuck; "" if it is not."""
+        """Returns why this process is stuck while others wait for it, or "" if it is not stuck."""
         silent = self.silent(now)
         if self.behind_since is None or min(now - self.behind_since, silent) < self._time_limit():
             return ""
@@ -122,7 +122,7 @@ class ProcessHistory:
         return self.latest.doing not in LONG or not self._is_working()
 
     def _is_working(self) -> bool:
-        """Returns whether the process is working; True if it is unknown."""
+        """Returns whether the process is working, or True if this is unknown."""
         began, first = self._samples[0]
         seconds, last = self._samples[-1][0] - began, self.latest
         if not last.state or seconds < _MIN_WINDOW_SECONDS:

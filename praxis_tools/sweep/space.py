@@ -91,8 +91,8 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 
     Args:
       settings: Settings as `path=value`.
-      value_after: Takes (settings, path) and returns the value at the path after applying the
-        settings.
+      value_after: Function that takes (settings, path) and returns the value at the path after
+        applying the settings.
 
     Raises:
       ConfigError: A field or value does not exist, a list is ambiguous, or no setting is searched.

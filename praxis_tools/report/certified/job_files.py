@@ -211,7 +211,7 @@ class JobFiles:
             yield self.job_dir.huggingface.name, self.job_dir.huggingface
 
     def faults_of_tokenizers(self) -> Iterator[str]:
-        """Yields a fault for each tokenizer in the config of which the job has no copy."""
+        """Yields a fault for each tokenizer in the config that has no copy in the job directory."""
         if self.config is None or not self.has_trained:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
