@@ -68,7 +68,7 @@ class GenerationRecord:
 
 
 def generation_record(generation: Generation, members: Mapping[int, Member]) -> GenerationRecord:
-    """Creates the record of a generation after its first step or its end.
+    """Creates a generation's record, after the first step or the end of the generation.
 
     Durations are computed from times by the clock of a single host.
     """

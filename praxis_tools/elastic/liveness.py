@@ -11,7 +11,7 @@ from praxis_tools.elastic.members import Member, WorkerEnd
 
 # A member without a new heartbeat for this long is considered dead.
 SILENT_SECONDS = 12.0
-# A member's port is probed after this long without a heartbeat. If only the process was killed, its
+# A member's port is probed after this long without a heartbeat. If only the process was killed, the
 # host refuses the connection immediately.
 _PROBE_SECONDS = 1.0
 

@@ -17,7 +17,8 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]
-# Value of --batch (and of ROWS in --inputs) that exports a program for any number of rows.
+# Value of --batch (and of ROWS in --inputs) for exporting a program that accepts any number of
+# rows.
 ANY_ROWS = "b"
 _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
 # Rank and dtype of a language model's inputs. No dataset is needed, because the input shapes only

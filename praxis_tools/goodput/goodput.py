@@ -71,7 +71,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The time breakdown of a job, from the start of its first launch to the end of its last.
+    """The time breakdown of a job, from the start of the first launch to the end of the last.
 
     Attributes:
       launches: The launches in chronological order.

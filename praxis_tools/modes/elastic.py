@@ -29,7 +29,8 @@ def begin_elastic(
       health_dir: Value of --health_dir.
 
     Returns:
-      The exit status in a supervisor, or None in a worker after it has received its assignment.
+      The exit status in a supervisor, or None in a worker, once the worker has received an
+      assignment.
 
     Raises:
       ConfigError: A flag is invalid or missing, or the directory does not belong to a job.

@@ -176,7 +176,7 @@ class JobReader:
 
 
 def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
-    """Opens the jobs of a report. The name of a job is the shortest unique suffix of its path.
+    """Opens the jobs of a report, and names each job by the shortest unique suffix of its path.
 
     A job that is listed several times is returned once.
 

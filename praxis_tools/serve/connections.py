@@ -30,7 +30,7 @@ def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protoco
     return Protocol
 
 
-# uvicorn chooses its protocol class when it is imported, so mypy sees a variable.
+# The protocol class is chosen when uvicorn is imported, so for mypy it is a variable.
 class _DeadlineProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     max_answer_seconds = max_body_seconds = float("inf")
 

@@ -1,4 +1,4 @@
-"""The served model, with its tokenizer and limits, and the engine that decodes it."""
+"""The served model, with its tokenizer and limits, and the engine that runs the model."""
 
 import dataclasses
 import functools

@@ -22,8 +22,8 @@ _STACKS_KEY = "praxis_lite/stacks"
 class StuckBeats(Beats):
     """Heartbeats that contain the progress of each process.
 
-    The first process requests the stacks of stuck processes by listing them in its heartbeat, in
-    the field "asks".
+    The first process requests the stacks of stuck processes by listing these processes in its
+    heartbeat, in the field "asks".
     """
 
     def __init__(self, seconds: float):

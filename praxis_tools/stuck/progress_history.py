@@ -16,9 +16,9 @@ UNKNOWN_SECONDS = 600.0
 # A phase may take up to this many times its longest duration so far, in idle and in busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
 # A process is working if, within a time window, it uses this fraction of a core (_CORES) or reads
-# and writes this number of bytes (_BYTES). On a host with too few cores, it is also working if its
-# threads are ready to run for this fraction of the window (_READY). Background threads (heartbeats,
-# the timeline, trackers) use about 1% of a core.
+# and writes this number of bytes (_BYTES). On a host with too few cores, the process is also
+# working if its threads are ready to run for this fraction of the window (_READY). Background
+# threads (heartbeats, the timeline, trackers) use about 1% of a core.
 _WINDOW_SECONDS, _MIN_WINDOW_SECONDS = 20.0, 10.0
 _CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A process usually reports its progress every second or two.

@@ -1,4 +1,4 @@
-"""Saves a process's part of the state in the memory of its own host and of another host."""
+"""Saves a process's part of the state in host memory, on the same host and on another host."""
 
 import contextlib
 import json
