@@ -28,7 +28,7 @@ Pair = tuple[Any, Any]  # (value, tag).
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
 ELSEWHERE = np.int32(2**31 - 2)  # The number was received from another device.
 CONSTANT = np.int32(2**31 - 3)  # The number is a constant in the jaxpr.
-NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
+NUM_WHILE_ITERATIONS = 1000  # Number of iterations distinguished in a loop of unknown length.
 
 # Collectives under shard_map, whose results contain numbers from other devices.
 _COLLECTIVES = {

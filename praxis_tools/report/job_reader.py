@@ -207,7 +207,7 @@ def read_samples(files: JobDir, max_chars: int) -> tuple[Samples, list[str]]:
     for file in sorted(decoded_files(files), key=lambda file: (-file.step, file.dataset)):
         try:
             decoded = file.read(_NUM_PROMPTS)
-        except OSError:  # The file was removed in the meantime, or is not a regular file.
+        except OSError:  # The file was removed after it was listed, or is not a regular file.
             continue
         num_unreadable += decoded.num_unreadable
         pairs = [
@@ -258,6 +258,6 @@ def _profiles(files: JobDir) -> dict[int, str]:
     for step, file in sorted(found)[-_MAX_PROFILES:]:
         try:
             texts[step] = content_of(file)[:_MAX_PROFILE_BYTES].decode("utf-8", "replace")
-        except OSError:  # The file was removed in the meantime, or is not a regular file.
+        except OSError:  # The file was removed after it was listed, or is not a regular file.
             continue
     return texts
