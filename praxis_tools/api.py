@@ -66,14 +66,14 @@ def plan(
       topology: The devices to plan for, such as "v5e:16x16", "gpu:h100:4x8" or "cpu:8".
       steps: Any of "train", "eval" and "decode".
       num_slices: Number of slices with this topology.
-      batch_sizes: Numbers of prompts to plan "decode" for. The default is the batch size of the
-        first dataset of prompts.
+      batch_sizes: Batch sizes, in prompts, for which to plan "decode". The default is the batch
+        size of the first prompt dataset.
       settings: Changes to the experiment's config, as for `train`.
       packages: Names of packages with experiments, as for `train`.
 
     Raises:
       ConfigError: The experiment or a setting is invalid, as for `train`, the topology is unknown,
-        or the mesh does not use all its devices.
+        or the mesh does not use all devices of the topology.
     """
     steps = [steps] if isinstance(steps, str) else list(steps)
     require(bool(steps), "plan: steps", steps, f"at least one of {', '.join(STEPS)}")
@@ -97,15 +97,16 @@ def check(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Certificate":
-    """Compares an experiment on several meshes with one device.
+    """Compares an experiment's results on several meshes with its results on one device.
 
-    It prints its progress, because it may take minutes. The result is in the certificate's
-    `certified`.
+    Progress is printed, because the comparison may take minutes. The result is the `certified`
+    attribute of the returned certificate.
 
     Args:
       experiment: Name or class of the experiment, as for `train`.
-      meshes: Mesh shapes to check, such as [(1, 4, 2), (2, 2, 2)]. The default is the experiment's
-        mesh, each axis alone, all axes, and a mesh with as many uneven splits as possible.
+      meshes: Mesh shapes to check, such as [(1, 4, 2), (2, 2, 2)]. The defaults are the
+        experiment's mesh, a mesh along each axis alone, a mesh along all axes, and a mesh with as
+        many uneven splits as possible.
       steps: Number of training steps on the experiment's mesh.
       shrink: Whether to check a smaller model of the same architecture that fits on one device.
       settings: Changes to the experiment's config, as for `train`.

@@ -24,7 +24,7 @@ CALLS = {
 
 
 class Interpreter:
-    """Base class for interpreters; subclasses define the values and the operations on them.
+    """Base class for jaxpr interpreters; subclasses define the values and the operations on them.
 
     Attributes:
       name_stack: Scopes of the current operation, as JAX formats them.
@@ -64,7 +64,7 @@ class Interpreter:
         return rule(eqn, operands)
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """Converts a constant of a jaxpr to a value."""
+        """Converts a jaxpr constant to a value."""
         raise NotImplementedError
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -76,7 +76,7 @@ class Interpreter:
 
 
 def _join_scopes(outer: str, inner: str) -> str:
-    """Joins the scopes of a call with the scopes of an operation inside it."""
+    """Joins the scopes of a call with the scopes of an operation inside the call."""
     # The jaxpr of a custom_jvp repeats the scopes around the call.
     if inner and f"/{outer}".endswith(f"/{inner}"):
         return outer
@@ -89,7 +89,7 @@ def run_shard_map(
     extra_in_specs: Sequence[Any] = (),
     extra_out_specs: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """Returns a shard_map with the mesh and specs of an equation, but a new body.
+    """Returns a shard_map with the mesh and specs of an equation, but with a new body.
 
     Args:
       eqn: Equation of a shard_map.
@@ -115,7 +115,7 @@ def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None
     Args:
       eqn: The equation.
       operands: Arrays to run the primitive on.
-      params: Parameters of the primitive, or None for the equation's parameters.
+      params: Parameters for the primitive. If None, the equation's parameters are used.
     """
     params = eqn.params if params is None else params
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))

@@ -37,7 +37,7 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
-    """Returns the peer saves of an elastic job. If they are disabled, nothing is saved."""
+    """Returns the peer saves of an elastic job, or saves that do nothing if they are disabled."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
     if (assignment := worker_assignment.current()) is None:
@@ -50,7 +50,7 @@ def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
 
 
 def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
-    """Returns an elastic job on a mesh of all devices in its generation.
+    """Returns an elastic job on a mesh of all devices in the job's generation.
 
     Other jobs are returned unchanged.
     """
@@ -66,14 +66,14 @@ def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
 
 
 def choose_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
-    """Chooses a mesh for a number of devices that differs from the job's own mesh."""
+    """Chooses a mesh for a job on a number of devices that does not match the job's own mesh."""
     from praxis_tools.plan.search import mesh_choice
 
     return mesh_choice.choose_mesh(job, devices)
 
 
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
-    """Returns the hooks that the tools add to a job, which run before the trainer's own hooks."""
+    """Returns the hooks that the tools add to a job; they run before the trainer's own hooks."""
     from praxis_tools.explain.compiler_warnings import CompilerWarnings
     from praxis_tools.explain.first_collectives import ReportFirstCollectives
     from praxis_tools.nan_finder.reports import NonFinite

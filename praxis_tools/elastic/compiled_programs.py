@@ -1,6 +1,6 @@
 """Caches an elastic job's compiled functions for later generations on the same mesh.
 
-JAX only lets the first process write to its compilation cache, and the first process of the next
+In JAX, only the first process writes to the compilation cache, and the first process of the next
 generation may run on a different host. Therefore, the cache is in the job directory, which all
 hosts share.
 """
@@ -39,8 +39,8 @@ def use_shared_cache(assignment: Assignment) -> None:
     For simulated devices, JAX's cache keys differ between processes, because XLA's CPU topology
     lists the devices of the process. Since only the first process writes to the cache, all other
     processes would compile everything in each generation. Therefore, the keys are changed to
-    contain the features of the processor instead, and every process writes to the cache. On a
-    single host, each function is compiled once for all processes.
+    contain the processor's features instead, and every process writes to the cache. On a single
+    host, each function is compiled once for all processes.
 
     Args:
       assignment: Assignment of this worker.
@@ -54,7 +54,8 @@ def use_shared_cache(assignment: Assignment) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if attached_devices()[1] == "cpu" and processes.count() > 1:
         cache_key._hash_accelerator_config = _hash_processor
-        # Disable XLA's GPU caches, because their folder would become part of the keys.
+        # Disable XLA's GPU caches, because the path of their folder would become part of the cache
+        # keys.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         is_one_host = processes.count_on_this_host() == processes.count()
         jax.config.update("jax_share_binary_between_hosts", is_one_host)

@@ -41,7 +41,7 @@ class View:
       stuck_seconds: Seconds for which the other workers have been waiting for stuck workers.
       seen: Time of each member's last heartbeat, in seconds of the leader's time.monotonic.
       now: The current time by the same clock.
-      ended: Time at which the leader observed that a member's worker had ended, by the same clock.
+      ended: Time at which the leader observed that a member's worker had exited, by the same clock.
         The default is the time in `seen`.
     """
 
@@ -112,7 +112,7 @@ def decide(view: View) -> Decision:
     """Returns the leader's next action.
 
     The cases in order: a worker refused to start, no generation is running, training is complete, a
-    worker failed, all workers have stopped on request, and members want to join or leave.
+    worker failed, all workers have stopped on request, and members are waiting to join or leave.
     """
     available = tuple(
         k
@@ -150,7 +150,7 @@ def decide(view: View) -> Decision:
 
 
 def _participates(view: View, last: Generation, k: int) -> bool:
-    """Returns whether a member of a generation is alive and has not restarted since it began."""
+    """Returns whether a member is alive and has not restarted since the generation began."""
     member = view.members.get(k)
     return (
         member is not None
@@ -165,10 +165,11 @@ def _end_time(view: View, k: int) -> float:
 
 
 def _is_backing_off(view: View, k: int) -> bool:
-    """Returns whether a member is still backing off after its worker has ended.
+    """Returns whether a member is still backing off after its worker has exited.
 
-    The backoff begins when the leader observes that the worker has ended. Its duration is the
-    difference of two times by the member's clock, so clocks of different hosts are never compared.
+    The backoff begins when the leader observes that the worker has exited. The duration of the
+    backoff is the difference between two times on the member's clock, so clocks of different hosts
+    are never compared.
     """
     member = view.members[k]
     if member.end is None:
@@ -177,7 +178,7 @@ def _is_backing_off(view: View, k: int) -> bool:
 
 
 def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
-    """Returns the decision if no generation is running, at the start or after all hosts died."""
+    """Returns the decision while no generation runs: at the start, or after all hosts have died."""
     if view.alive and not available and all(view.members[k].is_leaving for k in view.alive):
         return EndJob(0, "all processes have been asked to leave")
     num_missing = view.num_members - len(available)
@@ -201,8 +202,9 @@ def _decide_after_failure(
 ) -> Decision | None:
     """Returns the decision after a failure, or None if no process of the generation has failed.
 
-    If a process dies, the others lose their connection to it and end as well (LOST_PEER). They are
-    not the cause, so they only count if no cause is found within CAUSE_SECONDS.
+    If a process dies, the other processes lose their connections to it and exit as well
+    (LOST_PEER). They did not cause the failure, so their exits are only considered if no cause is
+    found within CAUSE_SECONDS.
     """
     gone = [k for k in last.members if not _participates(view, last, k)]
     causes = {k: end for k, end in ends.items() if end.kind in (DIED, FAILED)}
@@ -261,7 +263,7 @@ def _decide_after_stop(
 ) -> Decision:
     """Returns the decision after workers have stopped on request."""
     if not (joining or leaving):
-        return EndJob(0, "stopped")  # By a time limit or a signal to a worker.
+        return EndJob(0, "stopped")  # Stopped by a time limit or a signal to a worker.
     if not available:
         return EndJob(0, "all processes have been asked to leave")
     if len(available) < view.min_members:

@@ -10,7 +10,7 @@ from praxis_lite.host.file_reading import lines_of, opened_to_append
 from praxis_tools.elastic.members import Generation, Member
 
 START = "start"  # The kind of a job's first generation.
-# Maps phases to their names in `GenerationRecord.seconds`, where these differ.
+# Maps the name of a phase to its key in `GenerationRecord.seconds`, where the two differ.
 _PARTS = {"import": "start", "step": "first_step"}
 
 
@@ -28,7 +28,7 @@ class GenerationRecord:
       why: Description of the event.
       members: Numbers of the processes in the generation.
       hosts: Names of the processes' hosts.
-      num_devices: Total number of devices of all processes.
+      num_devices: Total number of devices across all processes.
       mesh: Number of devices along each mesh axis.
       from_step: Step of the state that training resumes from.
       source: Source of this state: "new", "disk" or "peers".
@@ -68,7 +68,7 @@ class GenerationRecord:
 
 
 def generation_record(generation: Generation, members: Mapping[int, Member]) -> GenerationRecord:
-    """Creates the record of a generation after its first step or its end.
+    """Creates a generation's record, after the first step or the end of the generation.
 
     Durations are computed from times by the clock of a single host.
     """
@@ -119,8 +119,8 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
 def last_completed_step(generation: Generation | None, members: Mapping[int, Member]) -> int:
     """Returns the last known step of a generation, or 0 if it is unknown.
 
-    If the generation completed no step, the last step before it is returned. Otherwise, the steps
-    that it had to repeat but did not reach would not be counted as lost.
+    If the generation completed no step, the last step before the generation is returned. Otherwise,
+    the steps that the generation had to repeat but did not reach would not be counted as lost.
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
@@ -139,7 +139,7 @@ def append_record(path: Path, record: GenerationRecord) -> None:
 
 
 def read_generation_records(path: Path) -> list[GenerationRecord]:
-    """Reads the records in a file, sorted by generation and without damaged lines.
+    """Reads the records in a file, skipping damaged lines, and sorts them by generation.
 
     Returns an empty list if the file does not exist, and raises ConfigError if it cannot be read.
     """

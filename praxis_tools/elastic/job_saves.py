@@ -23,7 +23,7 @@ class PeerSaves(OtherSaves):
     Args:
       job: The job.
       assignment: Assignment of this worker.
-      note: Prints a line.
+      note: Function that prints a line.
     """
 
     def __init__(self, job: JobOnMesh, assignment: Assignment, note: Note):
@@ -43,23 +43,24 @@ class PeerSaves(OtherSaves):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # These are the three arguments of any `__exit__`.
+        # These are the three arguments that every `__exit__` takes.
         self._exit_stack.__exit__(*exc_info)  # type: ignore[arg-type]
 
     def newest(self, checkpoints: Checkpoints) -> SavedState:
         return NewestState(checkpoints, self._stores, self._note)
 
     def hooks(self, job: JobOnMesh) -> list[Hook]:
-        # Peer saves are faster than saves on disk, so a peer save at a stop usually completes.
+        # Peer saves are faster than saves on disk, so a peer save usually completes before a job
+        # stops.
         return [PeerSaveHook(job, self._saver)]
 
 
 class PeerSaveHook(Hook):
-    """Saves the state in host memory at the start, every `every` steps, and at a stop.
+    """Saves the state in host memory at the start, every `every` steps, and when the job stops.
 
-    The save at the start replaces the save of the previous generation. After a host has died, some
-    parts of the previous save have only one copy left, so the death of another host could make that
-    save incomplete. The last step of training is only saved on disk.
+    The save at the start replaces the save from the previous generation. After a host has died,
+    some parts of the previous save have only one copy left, so the death of another host could make
+    that save incomplete. The last step of training is only saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):

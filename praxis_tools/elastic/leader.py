@@ -73,7 +73,7 @@ class Leader:
       settings: Settings of the job.
       rendezvous: Files through which the supervisors coordinate.
       liveness: Liveness of all members, as observed by this host.
-      print_status: Prints a line.
+      print_status: Function that prints a line.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Leader:
         Args:
           members: Maps the number of each member that has a file to the member.
           generation: The newest generation, or None if there is none yet.
-          participants: Members of the generation whose supervisors have not restarted since it
-            began.
+          participants: Members of the generation whose supervisors have not restarted since the
+            generation began.
         """
         alive = self._liveness.alive(participants)
         if participants & alive:
@@ -153,7 +153,7 @@ class Leader:
                 if why:
                     self._print_status(why)
             case StopWorkers(why):
-                assert last is not None  # Only decided while a generation is running.
+                assert last is not None  # StopWorkers requires a running generation.
                 if self._rendezvous.request_stop(last.number, why):
                     self._print_status(f"{why}: the current step will be completed and saved")
             case EndJob(status, why):

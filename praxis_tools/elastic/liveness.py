@@ -11,7 +11,7 @@ from praxis_tools.elastic.members import Member, WorkerEnd
 
 # A member without a new heartbeat for this long is considered dead.
 SILENT_SECONDS = 12.0
-# A member's port is probed after this long without a heartbeat. If only the process was killed, its
+# A member's port is probed after this long without a heartbeat. If only the process was killed, the
 # host refuses the connection immediately.
 _PROBE_SECONDS = 1.0
 
@@ -21,8 +21,8 @@ class _MemberState:
     incarnation: str
     beat: int
     beat_time: float  # Time of the last new heartbeat, in seconds of time.monotonic.
-    end: tuple[int, WorkerEnd | None]  # Generation and end of the last worker.
-    end_time: float  # Time at which this end was first observed.
+    end: tuple[int, WorkerEnd | None]  # Generation and exit of the last worker.
+    end_time: float  # Time at which this exit was first observed.
     has_new_beats: bool = False
     is_refused: bool = False  # Whether the last connection was refused.
     probe_time: float = 0.0
@@ -76,7 +76,7 @@ class Liveness:
 
         Args:
           participants: Members that are considered alive until they have been silent for too long.
-            Other members are only considered alive after a new heartbeat, because the files of
+            Other members are only considered alive after a new heartbeat, because files from
             earlier launches are not removed.
         """
         now = time.monotonic()
@@ -96,12 +96,12 @@ class Liveness:
         return {k: state.beat_time for k, state in self._members.items()}
 
     def end_times(self) -> dict[int, float]:
-        """Returns when each worker's end was first observed, in seconds of time.monotonic."""
+        """Returns when each worker's exit was first observed, in seconds of time.monotonic."""
         return {k: state.end_time for k, state in self._members.items() if state.end[1] is not None}
 
 
 def _refuses(address: str) -> bool:
-    """Returns whether a host refuses connections to "host:port", because no process listens."""
+    """Returns whether a host refuses connections to "host:port" because no process is listening."""
     with contextlib.suppress(OSError):
         try:
             socket.create_connection(addresses.parse_address(address), timeout=0.3).close()

@@ -29,15 +29,15 @@ TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """The end of a worker.
+    """How and why a worker exited.
 
     Attributes:
       kind: TRAINED (the job is complete), STOPPED (on request), LOST_PEER (another process died),
         DIED (killed by a signal), FAILED (an exception), or REFUSED (an error that the user has to
         fix, so a retry would not help).
       status: Exit status of the process, negative for a signal.
-      why: Description of the reason.
-      time: Time at which the worker ended, in seconds of its host's time.monotonic.
+      why: Description of the reason for the exit.
+      time: Time at which the worker exited, in seconds of its host's time.monotonic.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class Member:
       address: Address at which other hosts reach this host.
       port: A free port for the coordination service of the next generation.
       store: "host:port" of the member's peer store.
-      is_leaving: Whether the member was asked to leave and joins no more generations.
-      rests_until: Time until which the member joins no generation, because its worker repeatedly
-        ended before its first step.
+      is_leaving: Whether the member was asked to leave and will not join further generations.
+      rests_until: Time until which the member does not join any generation, because its worker has
+        repeatedly exited before the first step.
       generation: Generation of the current or last worker, or 0 if there was no worker yet.
-      end: How the worker ended, or None if it is still running or was not started.
-      worker: Values reported by the worker, by name, except for its progress.
+      end: How the worker exited, or None if the worker is still running or was not started.
+      worker: Values reported by the worker, by name, except for the progress.
       progress: Fields of the worker's `Progress`, as observed on its host.
       phases: The worker's phases up to its first step, as (name, time at which it began) pairs.
       first_step_time: Time of the worker's first step in the generation, or None before it.
@@ -163,14 +163,14 @@ class Rendezvous:
         return content_of(path)
 
     def write(self, member: Member) -> None:
-        """Writes the file of a member atomically; raises OSError if it cannot be written."""
+        """Writes a member's file atomically; raises OSError if the file cannot be written."""
         path = self._members / f"{member.member}.json"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps(dataclasses.asdict(member)))
         os.replace(temporary, path)
 
     def read(self, member: int) -> Member | None:
-        """Reads the file of a member; returns None if it does not exist or is damaged."""
+        """Reads a member's file; returns None if the file does not exist or is damaged."""
         try:
             fields = parse_json(content_of(self._members / f"{member}.json").decode())
             end = fields.pop("end")
@@ -182,14 +182,14 @@ class Rendezvous:
             return None
 
     def remove(self, member: int) -> None:
-        """Removes the file of a member."""
+        """Removes a member's file."""
         (self._members / f"{member}.json").unlink(missing_ok=True)
 
     def newest_generation(self, known: int = 0) -> int:
         """Returns the number of the newest generation, or 0 if there is none.
 
         Args:
-          known: Number of a generation that is known to exist, or 0. If it is set, only newer
+          known: Number of a generation that is known to exist, or 0. If it is positive, only larger
             numbers are looked up, which is faster than listing the folder.
         """
         if not known:
@@ -203,7 +203,7 @@ class Rendezvous:
         return known
 
     def generation(self, number: int) -> Generation:
-        """Reads the file of a generation; raises ConfigError if it is damaged."""
+        """Reads a generation's file; raises ConfigError if the file is damaged."""
         path = self._generations / f"{number}.json"
         try:
             fields = parse_json(content_of(path).decode())
@@ -216,7 +216,7 @@ class Rendezvous:
             ) from None
 
     def create_generation(self, generation: Generation) -> bool:
-        """Creates the file of a generation; returns False if another member has created it."""
+        """Creates a generation's file; returns False if another member has already created it."""
         return self._create(f"{generation.number}.json", dataclasses.asdict(generation))
 
     def request_stop(self, number: int, why: str) -> bool:
@@ -240,7 +240,7 @@ class Rendezvous:
         return None if status is None else (status, self._read(f"{number}.end", "why"))
 
     def clear_job_end(self, number: int) -> None:
-        """Removes the record that the job has ended, because it is being restarted."""
+        """Removes the record that the job has ended, because the job is being restarted."""
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _create(self, name: str, fields: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ def fit_job_to_devices(
 ) -> Job:
     """Returns a job on a mesh of all devices in its generation.
 
-    If the job's own mesh has this number of devices, the job is returned unchanged. Otherwise, the
+    If the job's own mesh already has as many devices, the job is returned unchanged. Otherwise, the
     mesh comes from the experiment's `mesh_for`, or, if that is not defined, from calling `choose`
     in the first process. The launched config is changed to the same mesh.
 
@@ -65,7 +65,7 @@ def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
     """Replaces -1 in a mesh shape; returns None if the mesh cannot have `num_devices` devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
-    except ConfigError:  # The number of devices is not divisible by the other sizes.
+    except ConfigError:  # The number of devices is not divisible by the product of the other sizes.
         return None
     return mesh if mesh.num_devices == num_devices else None
 
@@ -75,7 +75,7 @@ def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -
 
     Args:
       config: Result of `mesh_for`.
-      own: Mesh of the experiment, whose compiler options are the default.
+      own: Mesh of the experiment. Its compiler options are the defaults.
       num_devices: Number of devices that the mesh must have.
       method: Full name of `mesh_for`, for error messages.
     """

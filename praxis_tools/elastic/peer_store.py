@@ -34,7 +34,7 @@ _MAX_MEMORY_SHARE = 0.9  # Maximum fraction of the free memory that a save may u
 
 @dataclasses.dataclass(frozen=True)
 class _StoredSave:
-    """A save in memory, freed once no request is reading it."""
+    """A save in memory, which is freed once no request is reading it."""
 
     header: bytes
     data: mmap.mmap
@@ -52,8 +52,8 @@ class PeerStore:
     """Context manager that stores saves in memory for all processes of a job.
 
     One thread accepts connections, and each connection is served by a separate thread. Clients that
-    know the key are trusted, and all other clients are rejected. A save is only stored once all its
-    bytes have arrived and match their digest.
+    know the key are trusted, and all other clients are rejected. A save is only stored once all
+    bytes have arrived and match the digest.
 
     Args:
       key: Secret key of the job.
@@ -97,7 +97,7 @@ class PeerStore:
         while not self._is_closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # For example, too many open files. Some may be closed soon.
+            except OSError:  # For example, too many files are open. Some may be closed soon.
                 self._is_closed.wait(0.1)
                 continue
             with self._lock:
@@ -127,7 +127,7 @@ class PeerStore:
                 except StoreFailed as failed:
                     send(connection, {"error": str(failed)})
         except (OSError, ValueError):
-            pass  # The client has disconnected or uses another version of the protocol.
+            pass  # The client has disconnected or uses a different version of the protocol.
         finally:
             with self._lock:
                 self._connections.discard(connection)

@@ -104,7 +104,7 @@ def send_bytes(connection: socket.socket, data: bytes | memoryview) -> None:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Receives raw bytes until a view is full."""
+    """Receives raw bytes until a memoryview is full."""
     while view:
         num_bytes = connection.recv_into(view[:_PART_BYTES])
         if not num_bytes:
@@ -168,7 +168,7 @@ class StoreClient:
             return self._receive_bytes(connection, answer["num_bytes"])
 
     def is_undamaged(self, save: SaveId) -> bool:
-        """Returns whether a save still matches its digest. The store reads all its bytes."""
+        """Returns whether a save still matches its digest. The store reads the entire save."""
         with self._request({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 
@@ -187,7 +187,7 @@ class StoreClient:
     def _request(
         self, request: dict[str, Any], seconds: float = STALL_SECONDS
     ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-        """Sends a request and yields (connection, answer) for further transfers."""
+        """Sends a request and yields the connection, for further transfers, and the answer."""
         connection = None
         try:
             connection = self._idle.pop() if self._idle else self._connect()

@@ -1,4 +1,4 @@
-"""Detects a generation's stuck workers, in the leader of an elastic job."""
+"""Detects stuck workers in a generation, for the leader of an elastic job."""
 
 import time
 from collections.abc import Mapping, Set
@@ -68,7 +68,7 @@ class StuckWorkers:
 
 
 def _collective(members: Mapping[int, Member], process: int) -> str:
-    """Returns the first collective in a step that needs `process`, or "" if it is unknown.
+    """Returns the first collective of a step in which `process` takes part, or "" if it is unknown.
 
     Workers that wait for other processes report these collectives.
     """
@@ -83,7 +83,7 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     """Writes a stuck worker's stacks to standard error and a file, before the worker is killed."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""
-    # If the job's first process has died, this worker has ended as well, and only the stacks that
+    # If the job's first process has died, this worker has exited as well, and only the stacks that
     # it reported earlier are available.
     stacks = stacks or worker.reports.get("stacks", "")
     location = (

@@ -43,13 +43,13 @@ _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 # A supervisor that has been unable to write its heartbeat for this long kills its worker, shortly
 # before other members consider it dead.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
-# Backoff after a worker has ended twice in a row before its first step. It doubles each time that
-# this happens again.
+# Backoff after a worker has exited before its first step twice in a row. The backoff doubles each
+# time this happens again.
 _REST_SECONDS = 30.0
 
 
 class _LeaveListener(signals.SignalListener):
-    """Records the name of a signal that makes this host leave the job."""
+    """Records the name of the signal that asks this host to leave the job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Supervisor:
 
     Args:
       settings: Settings of the job.
-      health: Files that a cluster manager probes, or None without probes.
+      health: Files that a cluster manager probes, or None if there are no probes.
     """
 
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
@@ -89,7 +89,7 @@ class Supervisor:
         self._members: dict[int, Member] = {}
         self._generation: Generation | None = None
         self._has_forwarded_stop = False
-        self._num_early_ends, self._no_spare_until = 0, 0.0  # Ends before the first step.
+        self._num_early_ends, self._no_spare_until = 0, 0.0  # Exits before the first step.
         self._last_beat_time = time.monotonic()
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
 
@@ -132,14 +132,14 @@ class Supervisor:
         self._beat(now=True)
 
     def leave(self) -> None:
-        """Announces that this host leaves the job after the current step."""
+        """Announces that this host will leave the job after the current step."""
         self._own = dataclasses.replace(self._own, is_leaving=True)
 
     def poll(self) -> int | None:
         """Runs one iteration of the supervisor; returns the exit status, or None to continue.
 
         The order matters: the worker's state is read before the heartbeat that publishes it, and
-        members are read before the leader decides.
+        the members' files are read before the leader decides.
         """
         if time.monotonic() - self._last_beat_time > _LEASE_SECONDS and self._worker is not None:
             self._end_worker(
@@ -191,7 +191,7 @@ class Supervisor:
                 )
 
     def _prepare_worker(self) -> None:
-        """Starts a spare worker once the current worker has finished its startup.
+        """Starts a spare worker once the current worker has finished starting up.
 
         Starting it earlier would slow down the current worker.
         """
@@ -202,13 +202,13 @@ class Supervisor:
         if self._spare is None or (status := self._spare.status()) is None:
             return
         if self._worker is None or self._own.end is not None:
-            # The worker ended before it received an assignment, so the command line or the
+            # The worker exited before it received an assignment, so the command line or the
             # experiment is invalid.
             end = classify_end(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
-            # Training continues with the current worker. The next spare reports the error again
-            # once this host needs it.
+            # Training continues with the current worker. When this host needs the next spare
+            # worker, that worker reports the error again.
             self._no_spare_until = time.monotonic() + _REST_SECONDS
         self._spare = None
 
@@ -329,7 +329,7 @@ class Supervisor:
             self._read_members()  # The previous leader has died, so read all files.
 
     def _participants(self) -> frozenset[int]:
-        """Returns the generation's members whose supervisors have not restarted since it began."""
+        """Returns the generation's members whose supervisors have not restarted since its start."""
         if self._generation is None:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
@@ -346,7 +346,7 @@ class Supervisor:
         return min(self._alive()) == self._settings.member
 
     def _has_left(self) -> bool:
-        """Returns whether this host's worker has ended and no other host needs this supervisor."""
+        """Returns whether this host's worker has exited and no other host needs this supervisor."""
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
             # Until the next generation begins, other hosts need this member's file and peer store.

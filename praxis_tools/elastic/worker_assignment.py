@@ -21,21 +21,22 @@ from praxis_tools.stuck.progress import progress_recorder
 # Environment variable of worker processes, "FD:PID": the file descriptor for reports and the
 # supervisor's process id.
 WORKER = "PRAXIS_LITE_WORKER"
-# Exit status of a worker that ends because another process died (EX_TEMPFAIL).
+# Exit status of a worker that exits because another process died (EX_TEMPFAIL).
 LOST_PEER_STATUS = 75
-# After being suspended for this long, a worker checks whether the others have continued without it.
+# After being suspended for this long, a worker checks whether other workers have continued without
+# it.
 _SUSPENDED_SECONDS = 5.0
 _PROGRESS_SECONDS = 1.0
 # After waiting for this long, a worker reports its stacks without a request, because it may be
 # killed before it receives one.
 _WAITING_SECONDS = 20.0
-# Maximum size of these stacks. They must fit in the pipe while the supervisor is not reading it.
+# Maximum size of these stacks. They must fit in the pipe even while the supervisor is not reading.
 _MAX_STACK_CHARACTERS = 30_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment(Membership):
-    """A worker's membership in a generation, with the addresses it needs.
+    """A worker's membership in a generation, with the addresses that the worker needs.
 
     Attributes:
       stores: "host:port" of each member's peer store, in the order of their processes.
@@ -70,7 +71,7 @@ _lock = threading.Lock()
 
 
 def current() -> Assignment | None:
-    """Returns the assignment of this process, or None if its run is not elastic."""
+    """Returns the assignment of this process, or None if the job is not elastic."""
     return _assignment
 
 
@@ -80,7 +81,7 @@ def is_worker() -> bool:
 
 
 def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
-    """Waits for the assignment from the supervisor; exits if the supervisor ends.
+    """Waits for the assignment from the supervisor; exits if the supervisor exits.
 
     Args:
       prepare: Function that imports the modules for training; called before waiting.
@@ -119,7 +120,7 @@ _phase = ""
 
 
 def report_phase(name: str) -> None:
-    """Reports that this process begins a phase; `name` is a time category of goodput."""
+    """Reports that this process begins a phase; `name` is a goodput time category."""
     global _phase
     name = "step" if name == "input wait" else name  # Both occur in every step; report only one.
     if _pipe >= 0 and name != _phase:
@@ -130,8 +131,8 @@ def report_phase(name: str) -> None:
 def report(**fields: Any) -> None:
     """Sends named JSON values to the supervisor, replacing earlier values.
 
-    This function may be called in any thread. It does nothing if the run is not elastic, or if the
-    supervisor has ended, because this process then ends as well.
+    This function may be called from any thread. It does nothing if the job is not elastic, or if
+    the supervisor has exited, because this process then exits as well.
     """
     if _pipe < 0:
         return
@@ -159,8 +160,8 @@ def report_progress() -> None:
 
     The reported values are `progress` (the fields of `Progress`) and `stacks_file` (the path for
     `stacks.request_stacks`). A worker that has been waiting for a long time also reports `stacks`
-    and `first_collectives`. For each process, the latter contains a description of the first
-    collective in a training step that needs its devices.
+    and `first_collectives`. The latter describes, for each process, the first collective of a
+    training step that involves the devices of that process.
     """
     assert _assignment is not None, "called before wait_for_assignment"
     report(stacks_file=install_stacks_handler())

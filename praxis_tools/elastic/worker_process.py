@@ -29,7 +29,7 @@ from praxis_tools.stuck import Progress
 from praxis_tools.stuck.on_host import progress_of_pid
 
 _MAX_REPORT_BYTES = 2**20
-# Exit statuses of a worker that was asked to stop before it handled the signal.
+# Exit statuses of a worker that was asked to stop before it was able to handle the signal.
 _STOPPED_STATUSES = (128 + signals.STOPS_WORKER, -signals.STOPS_WORKER)
 _FOLDERS = "praxis_lite_worker_of_"  # Followed by the supervisor's PID.
 
@@ -45,7 +45,7 @@ def remove_old_folders() -> None:
 class WorkerProcess:
     """A worker process, which imports the modules for training and waits for its assignment.
 
-    The process has a separate folder for temporary files, which is removed when the process ends.
+    The process has a separate folder for temporary files, which is removed when the process exits.
     It runs in a separate session, so that it does not receive signals sent to the supervisor's
     process group.
 
@@ -87,10 +87,10 @@ class WorkerProcess:
         return self._process.pid
 
     def assign(self, assignment: Assignment) -> None:
-        """Sends the worker its assignment, so that it starts training."""
+        """Sends the worker its assignment, so that the worker starts training."""
         self.phases.append(("start", time.monotonic()))
         self.progress_time = time.monotonic()
-        with contextlib.suppress(OSError):  # The process has ended; `status` detects this.
+        with contextlib.suppress(OSError):  # The process has exited; `status` detects this.
             self._stdin.write(assignment.line().encode())
             self._stdin.flush()
 
@@ -132,7 +132,7 @@ class WorkerProcess:
             self._process.send_signal(STOPS_WORKER)
 
     def kill(self) -> None:
-        """Kills the worker and waits until it has ended."""
+        """Kills the worker and waits for it to exit."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -144,7 +144,7 @@ class WorkerProcess:
 
 
 def classify_end(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
-    """Classifies how a worker ended.
+    """Classifies how a worker exited.
 
     Args:
       status: Exit status of the process, negative for a signal.

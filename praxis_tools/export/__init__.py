@@ -2,5 +2,5 @@
 
     python -m praxis_tools.export JOB OUT --what=decode|predict
 
-The package exports a partitioner's program and its weights; it never imports the training loop.
+The package exports the program and weights of a partitioner, and never imports the training loop.
 """

@@ -1,4 +1,4 @@
-"""Exports a job's decode step or its model's forward pass as StableHLO that only requires jax.
+"""Exports a job's decode step or its model's forward pass as StableHLO, to run with only jax.
 
 python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
     [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]

@@ -17,11 +17,12 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]
-# Value of --batch (and of ROWS in --inputs) that exports a program for any number of rows.
+# Value of --batch (and of ROWS in --inputs) for exporting a program that accepts any number of
+# rows.
 ANY_ROWS = "b"
 _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
-# Rank and dtype of a language model's inputs. No dataset is needed, because the number of rows and
-# the length determine their shapes.
+# Rank and dtype of a language model's inputs. No dataset is needed, because the input shapes only
+# depend on the number of rows and the length.
 _TEXT_INPUTS = {
     "ids": (2, jnp.int32),
     "prefix_lengths": (1, jnp.int32),
@@ -57,9 +58,9 @@ def inputs_of(
     Args:
       task: The job's task.
       what: "decode" for the decode step, "predict" for the forward pass.
-      datasets: Maps the names of datasets to pipelines (for "decode", pipelines of prompts). Shapes
-        that are not set by the other arguments are taken from `train`, or from the first dataset
-        if there is no `train`.
+      datasets: Maps the names of datasets to pipelines (for "decode", prompt pipelines). Shapes
+        that are not set by the other arguments are taken from `train`, or from the first dataset if
+        there is no `train`.
       given: Specs of all inputs as "NAME=DTYPE[ROWS,DIM,...]". If empty, a dataset is used.
       batch: Number of rows, or `ANY_ROWS`. If None, the dataset's batch size is used.
       length: Number of tokens per row. If None, the dataset's length is used.
@@ -161,7 +162,7 @@ def _specs_from_dataset(
     field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the specs of the leaves in a dataset that the model's arguments take.
+    """Returns the specs of the dataset leaves that are passed to the model's arguments.
 
     If `arguments` is None, the specs of all leaves are returned.
     """
@@ -190,7 +191,7 @@ def _specs_from_dataset(
 
 
 def _leaf_names_by_argument(task: Task) -> dict[str, tuple[str, ...]]:
-    """Maps each required argument of the model to the possible names of its leaf in a batch."""
+    """Maps each required argument of the model to the possible names of its batch leaf."""
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [

@@ -22,8 +22,8 @@ from praxis_tools.export.inputs import ANY_ROWS, Inputs, Specs, What, takes_batc
 KEY = "key"
 # Platforms that jax.export supports.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# cuDNN's attention kernels. jax.export rejects them by default, because it does not guarantee their
-# compatibility with later versions. They are allowed here because TrainedModel also uses them on
+# cuDNN's attention kernels. jax.export rejects them by default, because their compatibility with
+# later versions is not guaranteed. They are allowed here because TrainedModel also uses them on
 # GPUs, and outputs would differ without them.
 _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
@@ -44,7 +44,8 @@ class Program:
     """A function exported for a mesh, which maps weights and inputs to outputs.
 
     Attributes:
-      exported: Function of a list of padded weights (in the layout's order) and a dict of inputs.
+      exported: Function that takes a list of padded weights (in the layout's order) and a dict of
+        inputs.
       layout: Layout of the weights.
       inputs: Maps the name of each input to its shape, dtype and sharding. A decode step also has
         the input `KEY`. The first dim is symbolic if the program accepts any number of rows.
@@ -114,7 +115,7 @@ def exported_program(
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:
-    """Returns an error message if the user can fix this jax error, otherwise None."""
+    """Returns an error message for jax errors that the user can fix, and None for other errors."""
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (

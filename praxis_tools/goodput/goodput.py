@@ -23,7 +23,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.spans import Span, read_spans
 
-# Time categories that are only known after a launch has ended.
+# Time categories that are only known after the end of a launch.
 LOST_STEP = "lost step"  # Steps not saved before a failure, which had to be recomputed.
 HANDOVER = "change of hands"  # An elastic job regroups after processes leave or join.
 IDLE = "idle"  # Time between launches, including the unrecorded end of a killed launch.
@@ -50,12 +50,13 @@ class Launch:
 
     Attributes:
       began: Start in Unix seconds.
-      ended: End in Unix seconds; for a killed launch, the last moment that it recorded.
-      first_step: Step that training started from, or None if the launch ended before that.
+      ended: End in Unix seconds; for a killed launch, the last recorded moment.
+      first_step: Step that training started from, or None if the launch ended before training
+        started.
       last_step: Last completed step, or None.
       ended_by: `THE_END`, the name of a signal or exception, or None if the launch was killed or is
         still running.
-      num_lost_steps: Number of its steps that a later launch recomputed.
+      num_lost_steps: Number of steps in this launch that a later launch recomputed.
       seconds: Seconds in each category; they add up to `ended - began`.
     """
 
@@ -70,7 +71,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The time breakdown of a job, from the start of its first launch to the end of its last.
+    """The time breakdown of a job, from the start of the first launch to the end of the last.
 
     Attributes:
       launches: The launches in chronological order.
@@ -155,9 +156,9 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
     that found nothing to do, are not recorded, so their time is counted as idle. Only --mode=train
     records launches.
 
-    If a launch began before the previous one ended, the overlap is subtracted from its import time.
-    An overlap longer than the import time means that a clock was set back; the gap between the two
-    launches is then counted as zero.
+    If a launch began before the previous launch ended, the overlap is subtracted from the import
+    time of the later launch. An overlap longer than the import time means that a clock was set
+    back; the gap between the two launches is then counted as zero.
 
     Raises:
       ConfigError: timeline.jsonl cannot be read.
@@ -185,7 +186,7 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
 
 
 def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
-    """Logs the job's goodput so far, or why it is unknown. Only the first process logs it."""
+    """Logs the job's goodput so far, or why it is unknown. Only the first process logs this."""
     if not processes.is_first():
         return
     try:
@@ -214,8 +215,8 @@ def _handover_seconds(gap: tuple[float, float], generations: Sequence[Generation
     """Returns the seconds of a gap between launches in which an elastic job regrouped.
 
     The time from the start of the gap until the first step of the new generation is counted,
-    because it begins with the shutdown of the previous generation. If the gap contains a new start
-    of the entire job, the time is only counted from this start.
+    because regrouping begins with the shutdown of the previous generation. If the gap contains a
+    new start of the entire job, the time is only counted from this start.
     """
     seconds, counted_until = 0.0, gap[0]
     intervals = sorted(

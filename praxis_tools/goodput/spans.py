@@ -57,7 +57,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _parse_span(line: str) -> Span | None:
-    """Parses one line; returns None if it is truncated or invalid."""
+    """Parses a line; returns None if the line is truncated or invalid."""
     try:
         span = Span(**parse_json(line))
         first = span.first_step

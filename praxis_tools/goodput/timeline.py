@@ -1,4 +1,4 @@
-"""Writes timeline.jsonl every second, so that a kill loses at most one second of a launch."""
+"""Writes timeline.jsonl every second, so that at most one second is lost if a launch is killed."""
 
 import contextlib
 import os
@@ -19,16 +19,17 @@ class Timeline(Listener, contextlib.AbstractContextManager):
     """Context manager that records the spans of a launch in a file.
 
     The file has one line per span (see `Span`). A thread overwrites the line of the current span
-    every second, so the file's size depends on the number of saves and not on time. The file is not
-    synced with fsync: it is complete after a kill, but lines may be missing after a power failure.
+    every second, so the size of the file depends on the number of saves, not on the duration. The
+    file is not synced with fsync: the file is complete after the process is killed, but lines may
+    be missing after a power failure.
 
     If the file cannot be written, the error is logged once and training continues. Writing the
     missing lines is retried every second.
 
     Args:
       path: The file to write.
-      events: Events of the launch, which measure the seconds in each category.
-      note: Logs a line.
+      events: Events of the launch, which provide the seconds in each category.
+      note: Function that logs a line.
 
     Attributes:
       ended_by: Value of `Span.ended_by` in the last line, unless an exception ends the launch.
@@ -115,7 +116,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
                     self._open()
                 line = self._line(self._events.seconds(), ended_by)
                 content = self._closed + line
-                # Pad with blanks to overwrite a previous line that was longer.
+                # Pad with spaces to overwrite a previous line that was longer.
                 content = content[:-1].ljust(self._num_bytes - 1) + b"\n"
                 if os.pwrite(self._file, content, self._offset) < len(content):
                     raise OSError(0, "the write was incomplete")

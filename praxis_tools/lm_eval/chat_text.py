@@ -8,7 +8,7 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import as_messages, text_of
 from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
-# Appended to the message to continue, so that its end can be found in the rendered text;
+# Appended to the message to continue, so that the message's end can be found in the rendered text;
 # transformers uses the same tag.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def chat_text(
       tokenizer: Tokenizer with a chat template.
       messages: Messages with "role" and "content".
       add_generation_prompt: Whether the text ends with the header of the model's next message. If
-        False, it ends within the last message, so that the model continues that message.
+        False, the text ends within the last message, so that the model continues that message.
 
     Raises:
       ConfigError: The tokenizer has no template, or the template rejects the conversation or omits

@@ -23,8 +23,8 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# The host searches for stop strings after fetching the tokens of this many steps, during which the
-# devices wait. With a larger value, they wait less often, but decode more tokens that are not used.
+# After this many steps, the devices wait while the host fetches the tokens and searches for stop
+# strings. With a larger value, the devices wait less often but decode more unused tokens.
 STEPS_PER_FETCH = 8
 # Maps generation arguments of transformers to arguments of Greedy and Sample.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
@@ -97,7 +97,7 @@ class Continuations:
                 if theirs in settings
             }
         decoder = for_tokenizer(kind(**arguments), self._model.tokenizer)
-        assert isinstance(decoder, Greedy)  # It has the class of the argument.
+        assert isinstance(decoder, Greedy)  # `for_tokenizer` preserves the class.
         return decoder
 
     def generate(self, requests: Sequence[Request]) -> list[str]:
@@ -139,7 +139,7 @@ class Continuations:
         return texts
 
     def _truncate_context(self, request: Request) -> tuple[np.ndarray, int]:
-        """Truncates a context to leave room for new tokens; returns it and its padded length."""
+        """Returns a context, truncated to leave room for new tokens, and its padded length."""
         num_new = request.decoder.max_decode_steps
         max_context = self._model.max_length - num_new
         if max_context < 1:
@@ -190,5 +190,5 @@ class Continuations:
 def _continuation_text(
     tokenizer: Tokenizer, until: tuple[str, ...], prompt: Prompt
 ) -> ContinuationText:
-    """Returns the text of a prompt's continuation, which grows as tokens are generated."""
+    """Returns the text generated for a prompt so far, which grows as tokens are generated."""
     return ContinuationText(tokenizer, prompt.ids[: prompt.length], until)

@@ -1,4 +1,4 @@
-"""The evaluated model: weights on a mesh, a tokenizer, and the maximum length of a sequence."""
+"""The evaluated model: weights on a mesh, a tokenizer, and the maximum sequence length."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class EvaluatedModel:
 def evaluated_model(
     model: TrainedModel | HuggingFaceModel, max_length: int | None = None
 ) -> EvaluatedModel:
-    """Checks that a loaded model can be evaluated and chooses its maximum length.
+    """Checks that a loaded model can be evaluated and chooses the maximum sequence length.
 
     Args:
       model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.

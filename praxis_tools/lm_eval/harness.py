@@ -1,4 +1,4 @@
-"""`harness_model`: wraps a loaded model as an `LM` of lm_eval."""
+"""`harness_model`: wraps a loaded model as an lm_eval `LM`."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ def harness_model(
     num_cached_prefixes: int = 0,
     num_speculative_tokens: int = 0,
 ) -> Any:
-    """Returns an `LM` of lm_eval, for `lm_eval.simple_evaluate(harness_model(model), ...)`.
+    """Returns an lm_eval `LM` for `lm_eval.simple_evaluate(harness_model(model), ...)`.
 
     The model scores and continues text on its mesh. Requests are sorted by length and padded to
-    powers of two, so that it is compiled for few shapes.
+    powers of two, so that the model is compiled for only a few shapes.
 
     Args:
       model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.
@@ -32,10 +32,11 @@ def harness_model(
       max_length: Maximum total number of tokens in the context and the continuation; the first
         tokens of longer requests are removed. The default is the model's number of positions, or if
         that is unlimited, the row length of the job's training data.
-      add_bos_token: Whether each text begins with the beginning-of-text token. If None, the
-        tokenizer decides.
+      add_bos_token: Whether each text begins with the beginning-of-text token. If None, this
+        depends on the tokenizer.
       prefix_token_id: Id of the token that precedes texts without a context. The default is the
-        beginning-of-text token, or the end-of-text token if there is none.
+        beginning-of-text token, or the end-of-text token if the tokenizer has no beginning-of-text
+        token.
       seed: Seed for tasks that sample with a temperature.
       num_cached_prefixes: Number of prompt prefixes whose cache entries are reused, such as
         few-shot examples; see `praxis_lite.decode.Greedy`.

@@ -28,7 +28,7 @@ DEFAULT_NEW_TOKENS = 256  # As in lm_eval's other adapters.
 
 
 class HarnessModel(TemplateLM):
-    """Scores and generates text for the requests of lm_eval's tasks.
+    """Scores and generates text for requests from lm_eval tasks.
 
     Args:
       model: The evaluated model.
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Default number of new tokens for requests that do not set it."""
+        """Default number of new tokens for requests that do not specify a number."""
         return min(DEFAULT_NEW_TOKENS, max(1, self.max_length // 2))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -135,7 +135,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Fingerprint of the tokenizer, which is part of the key in lm_eval's request cache."""
+        """Fingerprint of the tokenizer, which is part of the keys in lm_eval's request cache."""
         return "-".join(map(str, self.tokenizer.fingerprint().values()))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -159,5 +159,5 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.chat.source
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns metadata of the model for lm_eval's results file."""
+        """Returns metadata about the model for lm_eval's results file."""
         return self._model.info

@@ -20,10 +20,10 @@ class Progress:
         self._started_at = self._logged_at = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Adds `count` finished requests and logs a line if it is due."""
+        """Adds `count` finished requests and logs a line if one is due."""
         self._num_done += count
         now = time.monotonic()
-        # Runs of less than 20 seconds log nothing, and longer runs end with a final line.
+        # Runs shorter than 20 seconds log nothing, and longer runs log a final line.
         has_logged = self._logged_at > self._started_at
         is_last_line = self._num_done == self._num_requests and has_logged
         if now - self._logged_at >= SECONDS_BETWEEN_LINES or is_last_line:

@@ -17,7 +17,8 @@ class TextIds:
         or the end-of-text token if the tokenizer has no BOS.
 
     Raises:
-      ConfigError: An argument has the wrong type, or the tokenizer does not have the token.
+      ConfigError: An argument has the wrong type, or the tokenizer does not have the required
+        token.
     """
 
     def __init__(

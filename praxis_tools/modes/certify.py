@@ -1,4 +1,4 @@
-"""`main.py --mode=certify`: writes or verifies certificates with digests of jobs."""
+"""`main.py --mode=certify`: writes or verifies certificates with digests of job files and data."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Writes certificates with digests of jobs' files and data, or verifies a certificate."""
+    """Writes certificates with digests of job files and data, or verifies a certificate."""
 
     name = "certify"
     summary = "certifies jobs by digests of their files, or verifies a certificate"

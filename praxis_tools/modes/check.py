@@ -58,7 +58,7 @@ class Check(Mode):
         shrink: bool,
         json: Path | None,
     ) -> int:
-        """Prints the certificate; returns 1 if any comparison differs, otherwise 0."""
+        """Prints the certificate; returns 1 if any results differ, otherwise 0."""
         certificate = check_experiment(
             command,
             lambda text: print(text, flush=True),

@@ -29,7 +29,8 @@ def begin_elastic(
       health_dir: Value of --health_dir.
 
     Returns:
-      The exit status in a supervisor, or None in a worker after it has received its assignment.
+      The exit status in a supervisor, or None in a worker, once the worker has received an
+      assignment.
 
     Raises:
       ConfigError: A flag is invalid or missing, or the directory does not belong to a job.
@@ -91,5 +92,5 @@ def _import(command: CommandLine) -> None:
     from praxis_lite.experiment.launched_config import config_of_experiment
     from praxis_lite.trainer import launch  # noqa: F401
 
-    assert command.exp is not None  # The supervisor has checked it.
+    assert command.exp is not None  # The supervisor has checked this.
     config_of_experiment(command.exp, command.settings, command.packages)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STEPS = ("train", "eval", "decode")
 _SEARCH_MINUTES = 10.0
-_EXPERT_LOAD = 2.0  # Keep equal to the default in step_plan.py, which is slow to import.
+_EXPERT_LOAD = 2.0  # Keep in sync with the default in step_plan.py, which is slow to import.
 
 
 class Plan(Mode):
@@ -202,14 +202,14 @@ def plan_experiment(
       topology: Value of --topology.
       num_slices: Value of --num_slices.
       steps: Names of the steps, a subset of `STEPS`.
-      batch_sizes: Numbers of prompts to plan decoding for. If empty, the dataset's batch size is
-        used.
-      residuals: File with earlier measurements that correct the plan, or None.
+      batch_sizes: Batch sizes, in prompts, for which to plan decoding. If empty, the dataset's
+        batch size is used.
+      residuals: File with earlier measurements for correcting the plan, or None.
       expert_load: Value of --expert_load.
 
     Raises:
-      ConfigError: The topology is unknown, the mesh does not use all its devices, or the experiment
-        is invalid.
+      ConfigError: The topology is unknown, the mesh does not use all devices of the topology, or
+        the experiment is invalid.
     """
     launched = experiment_of(command)
 

@@ -1,4 +1,4 @@
-"""`main.py --mode=sweep`: trains an experiment with many settings and compares the results."""
+"""`main.py --mode=sweep`: trains an experiment with different settings and compares the results."""
 
 import argparse
 
@@ -9,7 +9,7 @@ _SEED = 0
 
 
 class Sweep(Mode):
-    """Trains an experiment once per combination of settings, and ranks these trials."""
+    """Trains an experiment once per combination of settings, and ranks the trials."""
 
     name = "sweep"
     summary = "trains an experiment with many settings and finds the best"

@@ -1,6 +1,6 @@
 """Finds the operation that produced the first NaN or infinity in a jaxpr.
 
-Numbers that a select discards are not reported, such as masked attention scores.
+Numbers that a select discards, such as masked attention scores, are not reported.
 """
 
 import dataclasses
@@ -38,8 +38,9 @@ class OriginSearch:
 
     Args:
       jaxpr: The closed jaxpr, such as `jax.jit(function).trace(...).jaxpr`.
-      outputs: Indices of the outputs to check. Operations that do not affect them are removed.
-      replicated: A replicated sharding, which allows every process to read the results, or None for
+      outputs: Indices of the outputs to check. Operations that do not affect these outputs are
+        removed.
+      replicated: A replicated sharding, with which every process can read the results, or None for
         a single process.
     """
 
@@ -94,7 +95,7 @@ class OriginSearch:
 
 
 def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
-    """Returns a closed jaxpr with only the given outputs and the operations they depend on."""
+    """Returns a closed jaxpr with only the given outputs and the operations needed for them."""
     inner, eqns = open_jaxpr(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
     needed = set(map(id, outvars))

@@ -232,8 +232,8 @@ def _scopes(source: Operation | Loop) -> list[str]:
 def _source_lines(tracebacks: Sequence[Any]) -> str:
     """Formats source lines, as in 'linears.py:45, called at my_model.py:12' or 'my_model.py:12'.
 
-    The first line is the innermost line outside of third-party libraries. If it is in this package,
-    it is followed by the line in the user's code that called it.
+    The first line is the innermost line outside of third-party libraries. If that line is in this
+    package, the line in the user's code that called it is added.
     """
     frames = _frames(tracebacks)
     selected = frames[:1]

@@ -28,7 +28,7 @@ Pair = tuple[Any, Any]  # (value, tag).
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
 ELSEWHERE = np.int32(2**31 - 2)  # The number was received from another device.
 CONSTANT = np.int32(2**31 - 3)  # The number is a constant in the jaxpr.
-NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
+NUM_WHILE_ITERATIONS = 1000  # Number of iterations distinguished in a loop of unknown length.
 
 # Collectives under shard_map, whose results contain numbers from other devices.
 _COLLECTIVES = {
@@ -47,7 +47,7 @@ _COLLECTIVES = {
     "unreduced_psum",
     "unreduced_reduce_scatter",
 }
-# Operations that only move, copy or negate numbers. They are never an origin.
+# Operations that only move, copy or negate numbers. They are never origins.
 _SAME_NUMBERS = {
     "reshape",
     "transpose",
@@ -155,7 +155,8 @@ class TaggedRun(Interpreter):
         if not any(map(_is_float, results)):
             return [(x, NOWHERE) for x in results]
         self.operations.append(Operation(name, self.name_stack, self.tracebacks, self._loops))
-        # If the number was received from another device, the tags on that device have its origin.
+        # If the number was received from another device, the tags on that device identify the
+        # origin.
         here = ELSEWHERE if name in _COLLECTIVES else self._here()
         return [(x, self._tag(x, tags, here)) for x in results]
 

@@ -1,4 +1,4 @@
-"""Prepares the curves of a report: computes their x axes and downsamples them."""
+"""Prepares the curves of a report: computes the x axes and downsamples the curves."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ _TIMES = ("step_time", "evaluation_time", "save_time")
 
 
 def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
-    """Returns the unit of the batch weight, such as "tokens", or None if no column has one."""
+    """Returns the unit of the batch weight, such as "tokens", or None if there are no weights."""
     units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
-    units = [unit for unit in units if unit not in ("steps", "hours")]  # Names of other axes.
+    units = [unit for unit in units if unit not in ("steps", "hours")]  # These are other axes.
     usual = [unit for unit in ("tokens", "examples") if unit in units]
     return next(iter([*usual, *units]), None)
 
@@ -21,8 +21,8 @@ def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
 def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the x axes: "steps", the total weight (such as "tokens") and "hours".
 
-    Lost steps are excluded. Hours include steps, evaluations and saves, but neither startup nor the
-    time between launches.
+    Lost steps are excluded. Hours include the time spent in steps, evaluations and saves, but
+    neither startup nor the time between launches.
     """
     axes = {"steps": columns["step"]}
     times = {name: _valid(columns[name]) for name in _TIMES if name in columns}
@@ -40,7 +40,7 @@ def _valid(column: np.ndarray) -> np.ndarray:
 
 
 def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the values of all axes at the given steps, such as the steps of evaluations.
+    """Returns the values of all axes at the given steps, such as evaluation steps.
 
     The values are 0 before the first line and stay constant after the last line.
     """

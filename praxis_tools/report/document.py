@@ -94,8 +94,8 @@ def config_differences(
     """Compares the settings of several configs.
 
     Args:
-      configs: Maps the path of each setting to its value. An empty config is unknown and is not
-        compared.
+      configs: Maps the path of each setting to its value. An empty dict means that the config is
+        unknown; such configs are not compared.
 
     Returns:
       (differences, num_equal): The path of each setting that differs, with its value in every
@@ -277,5 +277,5 @@ def _axes(axes: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _base64(values: np.ndarray, dtype: str = "<f4") -> str:
-    with np.errstate(over="ignore"):  # Values beyond float32 become infinite.
+    with np.errstate(over="ignore"):  # Values outside the range of float32 become infinite.
         return base64.b64encode(values.astype(dtype).tobytes()).decode()

@@ -47,7 +47,7 @@ class JobState:
       changes: Generations of an elastic job in chronological order.
       certificates: Step certificates, in the order of certificates.jsonl.
       layout: Arrays of the train state, and a description of their total size.
-      profiles: Maps the first step of each of the newest profiles to its tables.
+      profiles: Maps the first step of each recent profile to the tables of that profile.
       notes: Messages about files that could not be read or shown.
     """
 
@@ -93,7 +93,7 @@ class JobState:
 
     @property
     def restarts(self) -> np.ndarray:
-        """Steps from which later launches resumed, excluding those of elastic generations."""
+        """Steps from which later launches resumed, excluding starts of elastic generations."""
         launches = self.goodput.launches[1:] if self.goodput else ()
         changed = {change.from_step for change in self.changes}
         steps = [item.first_step for item in launches if item.first_step is not None]
@@ -118,7 +118,7 @@ class JobState:
 
 
 class JobReader:
-    """Reads a job repeatedly; each read only parses the new lines of metrics.jsonl."""
+    """Reads a job repeatedly; after the first read, only new lines of metrics.jsonl are parsed."""
 
     def __init__(self, name: str, files: JobDir):
         self._name, self._files = name, files
@@ -176,7 +176,7 @@ class JobReader:
 
 
 def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
-    """Opens the jobs of a report. The name of a job is the shortest unique suffix of its path.
+    """Opens the jobs of a report, and names each job by the shortest unique suffix of its path.
 
     A job that is listed several times is returned once.
 
@@ -207,7 +207,7 @@ def read_samples(files: JobDir, max_chars: int) -> tuple[Samples, list[str]]:
     for file in sorted(decoded_files(files), key=lambda file: (-file.step, file.dataset)):
         try:
             decoded = file.read(_NUM_PROMPTS)
-        except OSError:  # The file was removed in the meantime, or is not a regular file.
+        except OSError:  # The file was removed after it was listed, or is not a regular file.
             continue
         num_unreadable += decoded.num_unreadable
         pairs = [
@@ -248,7 +248,7 @@ def _config(files: JobDir) -> dict[str, str]:
 
 
 def _profiles(files: JobDir) -> dict[int, str]:
-    """Returns a dict that maps the first step of each of the newest profiles to its tables."""
+    """Returns a dict that maps the first step of each recent profile to the profile's tables."""
     found = [
         (int(file.parent.name), file)
         for file in files.profiles.glob("*/profile.txt")
@@ -258,6 +258,6 @@ def _profiles(files: JobDir) -> dict[int, str]:
     for step, file in sorted(found)[-_MAX_PROFILES:]:
         try:
             texts[step] = content_of(file)[:_MAX_PROFILE_BYTES].decode("utf-8", "replace")
-        except OSError:  # The file was removed in the meantime, or is not a regular file.
+        except OSError:  # The file was removed after it was listed, or is not a regular file.
             continue
     return texts

@@ -62,8 +62,8 @@ class Report:
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
-            # Split at the placeholder instead of replacing it, because values inserted before may
-            # contain "{{name}}".
+            # Split at the placeholder instead of replacing it, because previously inserted values
+            # may contain "{{name}}".
             before, after = pieces.pop().split("{{" + name + "}}")
             pieces += [before, value, after]
         return "".join(pieces)
@@ -76,7 +76,7 @@ class ReportReader:
         self._readers = [JobReader(name, files) for name, files in jobs.items()]
 
     def read(self) -> Report:
-        """Returns a report of the current state. Raises ConfigError if a job cannot be read."""
+        """Returns a report on the current state. Raises ConfigError if a job cannot be read."""
         max_chars = MAX_CHARS_OF_SAMPLES // len(self._readers)
         jobs = [reader.read(max_chars) for reader in self._readers]
         return Report(jobs, datetime.datetime.now().astimezone())

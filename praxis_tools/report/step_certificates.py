@@ -29,17 +29,17 @@ class StepCertificate:
 
 
 def step_certificates(path: Path) -> list[StepCertificate]:
-    """Reads the certificates in a file in the order of its lines, including those of lost steps.
+    """Reads the certificates in a file, in file order, including certificates of lost steps.
 
     Damaged lines are skipped. Returns an empty list if the file does not exist, and raises
-    ConfigError if it cannot be read.
+    ConfigError if the file cannot be read.
     """
     read = map(_step_certificate, lines_of(path))
     return [certificate for certificate in read if certificate is not None]
 
 
 def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
-    """Returns the certificates that found a difference."""
+    """Returns the certificates that report a difference."""
     return [certificate for certificate in certificates if certificate.difference]
 
 

@@ -21,7 +21,7 @@ class Delta:
     """New text of a choice that is ready to be sent.
 
     Attributes:
-      choice: Index of the choice, counted over all prompts.
+      choice: Index of the choice, counted across all prompts.
       text: The new text.
       tokens: Tokens whose text is complete, if log-probs were requested.
       finish_reason: "stop" or "length" in the last delta of a choice, otherwise None.
@@ -43,7 +43,7 @@ class Answer:
       prompts: Token ids of each prompt.
       model: The served model.
       engine: Engine that decodes the model.
-      seconds: Time limit. Incomplete choices then end with the reason "length".
+      seconds: Time limit, after which incomplete choices end with the finish reason "length".
 
     Attributes:
       request: The request.
@@ -128,7 +128,7 @@ class Answer:
         )
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yields new text of the choices as it is generated, until all choices are complete.
+        """Yields new text for the choices as it is generated, until all choices are complete.
 
         Raises:
           ApiError: The time limit is reached before the first token, or the server shuts down.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-# Maps an HTTP status to the type of the error; all others are "invalid_request_error".
+# Maps HTTP statuses to error types; for other statuses, the type is "invalid_request_error".
 _TYPES = {
     401: "authentication_error",
     408: "timeout_error",

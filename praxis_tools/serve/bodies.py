@@ -101,9 +101,10 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
 
 
 def _logprob_by_text(token: Token) -> dict[str, float]:
-    """Maps the texts of a generated token and its alternatives to their log-probs.
+    """Returns a dict from text to log-prob for a generated token and its alternatives.
 
-    If several tokens have the same text, the log-prob of the most likely token is returned.
+    If several tokens have the same text, the dict contains the log-prob of the most likely of these
+    tokens.
     """
     candidates: list[NamedToken | Token] = [*token.likeliest, token]
     return {candidate.text: candidate.logprob for candidate in reversed(candidates)}

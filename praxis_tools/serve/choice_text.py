@@ -20,7 +20,7 @@ STOP, LENGTH = "stop", "length"
 class NamedToken(NamedTuple):
     """A token that could be generated next, with its text, log-prob and bytes.
 
-    The bytes are None if they are unknown. If the token is an incomplete character, its text lists
+    The bytes are None if they are unknown. If the token is not a complete character, its text lists
     the bytes, such as "bytes:\\xe2\\x82", as in OpenAI's API.
     """
 
@@ -60,7 +60,7 @@ class ChoiceText:
 
     Attributes:
       num_tokens: Number of generated tokens, including the token that ended the answer.
-      finish_reason: "stop" (end of text or stop string) or "length"; None before the end.
+      finish_reason: "stop" (end-of-text token or stop string) or "length"; None before the end.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ChoiceText:
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that can be sent since the last call, and the tokens of this text."""
+        """Returns text that became ready to send since the last call, together with its tokens."""
         text, end = self._text.take(), self._text.num_final
-        if self._text.is_stopped:  # Remove the tokens of the stop string.
+        if self._text.is_stopped:  # Remove the tokens in the stop string.
             self._tokens = [
                 token._replace(text=token.text[: end - token.offset])
                 for token in self._tokens
@@ -138,7 +138,7 @@ class ChoiceText:
         self._tokens.append(Token(text, logprob, named.content, offset, others))
 
     def _named_token(self, token: int, logprob: float) -> NamedToken:
-        """Returns the text and bytes of a token at the next position of the answer."""
+        """Returns the text and bytes of a token at the next position in the answer."""
         text = self._text.text_of(token)
         if UNKNOWN not in text:
             return NamedToken(text, logprob, text.encode())

@@ -20,7 +20,7 @@ def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protoco
 
     Args:
       request_seconds: Maximum time to answer a request.
-      body_seconds: Maximum time for a client to send the body of a request.
+      body_seconds: Maximum time for a client to send a request body.
     """
 
     class Protocol(_DeadlineProtocol):
@@ -30,13 +30,13 @@ def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protoco
     return Protocol
 
 
-# uvicorn chooses its protocol class when it is imported, so mypy sees a variable.
+# The protocol class is chosen when uvicorn is imported, so for mypy it is a variable.
 class _DeadlineProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     max_answer_seconds = max_body_seconds = float("inf")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # (current request and answer, `is_waiting()`) and the time at which this last changed.
+        # (current request and answer, `is_waiting()`) and the time at which this pair last changed.
         self._state: tuple[Any, bool] | None = None
         self._since = self._writable_at = self.loop.time()
         waiting = [

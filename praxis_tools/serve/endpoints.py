@@ -27,9 +27,9 @@ from praxis_tools.serve.served_model import ServedModel
 
 MAX_BODY_BYTES = 4 << 20  # Maximum size of a request body.
 BODY_SECONDS = 30.0  # Maximum time for a client to send the body.
-# Recorded for requests whose client has disconnected.
+# Recorded as the outcome of requests whose client has disconnected.
 _CLIENT_GONE = ApiError(499, "The client has disconnected.", code="client_gone")
-_PREFIX = "praxis_lite_serve"  # Prefix of the names in /metrics.
+_PREFIX = "praxis_lite_serve"  # Prefix of the metric names in /metrics.
 T = TypeVar("T")
 
 
@@ -176,7 +176,7 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """Reads the body of a request; raises ApiError if it is not JSON, too large or too slow."""
+    """Reads a request body; raises ApiError if it is not JSON, is too large or arrives too late."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Browsers let any website send other content types here without a preflight request.
@@ -241,7 +241,7 @@ async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
 
 
 class _EventStream(StreamingResponse):
-    """A stream of server-sent events; unfinished generations are cancelled when it ends."""
+    """A stream of server-sent events; unfinished generations are cancelled when the stream ends."""
 
     def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
         super().__init__(

@@ -1,7 +1,7 @@
 """The engine, which decodes requests with continuous batching.
 
-Requests wait in a queue and enter a row of the batch as soon as it is free, while decoding
-continues in other rows.
+A request waits in a queue until a row of the batch is free. Meanwhile, decoding continues in the
+other rows.
 """
 
 import collections
@@ -18,7 +18,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_tools.serve.api_error import ApiError
 
-# Maximum number of decoding steps after which the queue is checked for new requests.
+# Maximum number of decoding steps between two checks of the queue for new requests.
 STEPS_BETWEEN_CHECKS = 4
 RETRY_SECONDS = 1  # Retry-After header if the queue is full.
 # Tokens with their log-probs, most likely first.
@@ -51,14 +51,14 @@ class Generation:
     Attributes:
       ids: Token ids of the prompt.
       max_tokens: Maximum number of new tokens.
-      temperature: Temperature of sampling.
-      top_p: Probability mass of nucleus sampling.
+      temperature: Sampling temperature.
+      top_p: Probability mass for nucleus sampling.
       top_k: Number of most likely tokens to sample from, or 0 for all tokens.
-      seed: Seed of sampling. The random key is `fold_in(key(seed), choice)`, as in
+      seed: Seed for sampling. The random key is `fold_in(key(seed), choice)`, as in
         `Decoder.__call__`.
       choice: Number that distinguishes answers with the same seed.
       num_likeliest: Number of most likely tokens to deliver with each token.
-      deliver: Function that receives each piece, in the engine's thread.
+      deliver: Function that is called with each piece, in the engine's thread.
     """
 
     ids: np.ndarray
@@ -75,7 +75,7 @@ class Generation:
 class Engine:
     """Decodes generations in the rows of a continuous batch.
 
-    Call `run` in the thread that owns the devices. All other methods may be called in any thread.
+    Call `run` in the thread that owns the devices. All other methods may be called from any thread.
 
     Args:
       batching: Compiled functions that decode the rows with SampleByRow.
@@ -85,7 +85,7 @@ class Engine:
 
     Attributes:
       num_tokens: Number of tokens generated so far.
-      num_prompts: Number of prompts read so far.
+      num_prompts: Number of prompts processed so far.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class Engine:
         self._waiting: collections.deque[Generation] = collections.deque()
         self._in_rows: dict[int, Generation] = {}
         self._cancelled: set[Generation] = set()
-        # End of draining in seconds of time.monotonic, or None if the engine is not draining.
+        # Time at which draining ends, in seconds of time.monotonic; None if the engine is not
+        # draining.
         self._deadline: float | None = None
         self._rows: Rows | None = None
         self.num_tokens = self.num_prompts = 0
@@ -157,7 +158,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Cancels generations in rows or in the queue, ignoring those that have finished."""
+        """Cancels generations in rows or in the queue, ignoring finished generations."""
         with self._changed:
             for generation in generations:
                 if generation in self._waiting:
@@ -176,7 +177,7 @@ class Engine:
     def run(self) -> None:
         """Decodes until the engine is drained.
 
-        Every generation receives a last piece, even if this raises an error.
+        Every generation receives a last piece, even if decoding raises an error.
         """
         error = ApiError(500, "The server failed. Its output shows the reason.", code="failed")
         try:

@@ -47,7 +47,7 @@ def only(*values: Any, because: str) -> Field:
 
     Args:
       *values: Accepted values.
-      because: The reason that other values are not accepted.
+      because: The reason why other values are not accepted.
     """
 
     def check(x: Any) -> Any:

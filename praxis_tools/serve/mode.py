@@ -116,7 +116,7 @@ class Serve(Mode):
             raise ConfigError(f"{option} only applies to a job. Remove it, or remove --hf.")
         from praxis_tools.serve.server import bound_socket
 
-        # Bind the port before reading the weights, to fail immediately if it is in use.
+        # Bind the port before reading the weights, to fail immediately if the port is in use.
         with bound_socket(options["host"], options.pop("port")) as listening:
             if hf is not None:
                 _serve_huggingface(command, hf, listening, **options)

@@ -11,11 +11,11 @@ from praxis_lite.inputs.tokenizers.chat_messages import Message
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, integer, number, only, read
 
-MAX_CHOICES = 128  # Maximum number of prompts times n in a request.
+MAX_CHOICES = 128  # Maximum value of n times the number of prompts in a request.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 # Maximum number of alternatives that can be requested for each token.
 MAX_LOGPROBS = 20
-COMPLETION_TOKENS = 16  # Default of max_tokens for completions, as in OpenAI's API.
+COMPLETION_TOKENS = 16  # Default value of max_tokens for completions, as in OpenAI's API.
 
 Prompt = str | Sequence[int] | Conversation
 
@@ -30,11 +30,11 @@ class Request:
       prompts: Texts or token ids, or the conversation of a chat request.
       max_tokens: Maximum number of new tokens. If None, a chat may use all remaining positions, and
         a completion has at most 16 tokens.
-      temperature: Temperature of sampling.
-      top_p: Probability mass of nucleus sampling.
+      temperature: Sampling temperature.
+      top_p: Probability mass for nucleus sampling.
       top_k: Number of most likely tokens to sample from, or 0 for all tokens.
       n: Number of answers to each prompt.
-      seed: Seed of sampling, or None for a random seed.
+      seed: Seed for sampling, or None for a random seed.
       stop: Strings that end the answer.
       num_logprobs: Number of alternatives to report for each token, or None for no log-probs.
       stream: Whether to stream the answer.
@@ -202,7 +202,7 @@ _SAMPLING = {
         "a number above 0 and at most 1",
         lambda x: number(0, 1).check(x) or None,
     ),
-    # As in vLLM, -1 means all tokens too.
+    # As in vLLM, -1 also means all tokens.
     "top_k": Field(
         "an integer, 0 or -1 for all tokens",
         lambda x: max(x, 0) if type(x) is int and -1 <= x < 2**31 else None,

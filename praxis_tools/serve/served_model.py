@@ -1,4 +1,4 @@
-"""The served model, with its tokenizer and limits, and the engine that decodes it."""
+"""The served model, with its tokenizer and limits, and the engine that runs the model."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ DEFAULT_MAX_LENGTH = 4096
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """The properties of a served language model that requests depend on.
+    """The properties of a served language model that are needed to process requests.
 
     Attributes:
       name: Name of the model in requests.
@@ -44,11 +44,11 @@ class ServedModel:
     def tokenize(self, request: Request) -> list[np.ndarray]:
         """Returns the token ids of each prompt.
 
-        This can be slow, so do not call it in the event loop. It may be called in any thread.
+        This can be slow, so do not call it in the event loop. It may be called from any thread.
 
         Raises:
-          ApiError: The request is for a different model, or a prompt is empty, too long, contains
-            ids outside of the vocabulary, or is invalid for the chat template.
+          ApiError: The request is for a different model, or a prompt is empty, is too long,
+            contains ids outside of the vocabulary, or is invalid for the chat template.
         """
         if request.model != self.name:
             raise ApiError(
@@ -137,7 +137,8 @@ def create_served_model(
     max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
     whole_number(max_waiting, "--max_queue", 1)
-    # Take the settings that affect only the speed from the job. Requests determine the sampling.
+    # Only settings that affect speed are taken from the job. Each request has its own sampling
+    # settings.
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (

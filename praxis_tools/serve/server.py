@@ -12,7 +12,7 @@ from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-LAST_SECONDS = 5  # Time limit for sending the end of answers before the server exits.
+LAST_SECONDS = 5  # Time limit for sending the ends of answers before the server exits.
 # Maximum number of connections whose requests are neither being decoded nor in the queue.
 MORE_CONNECTIONS = 256
 
@@ -57,8 +57,8 @@ def serve(
       model: The served model.
       engine: Engine that decodes the model.
       listening: Socket from `bound_socket`, which starts listening once everything is compiled.
-      limits: Limits of each request.
-      drain_seconds: Time for running requests to finish after a signal.
+      limits: Limits that apply to each request.
+      drain_seconds: Seconds for which running requests may continue after a signal.
     """
     with (
         Running(model, engine, listening, limits) as running,
@@ -75,7 +75,7 @@ def serve(
 class Running:
     """Context manager that serves an engine's endpoints in a separate thread.
 
-    Entering the context compiles the engine's programs and opens the port. The caller must call
+    Entering the context compiles the engine's functions and opens the port. The caller must call
     `Engine.run`.
 
     Attributes:
@@ -126,7 +126,7 @@ class Running:
 
 
 class _DrainOnSignal(signals.SignalListener):
-    """Drains an engine on the first signal; a second signal ends the process immediately."""
+    """Drains an engine on the first signal; on a second signal, the process exits immediately."""
 
     def __init__(self, engine: Engine, seconds: float):
         super().__init__()

@@ -22,15 +22,15 @@ _STACKS_KEY = "praxis_lite/stacks"
 class StuckBeats(Beats):
     """Heartbeats that contain the progress of each process.
 
-    The first process requests the stacks of stuck processes by listing them in its heartbeat, in
-    the field "asks".
+    The first process requests the stacks of stuck processes by listing these processes in its
+    heartbeat, in the field "asks".
     """
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
         events.add_listener(progress_recorder)
         self._decision = Decision(processes.count())
-        # Maps stuck processes to their stacks, or to "" before they have arrived.
+        # Maps stuck processes to their stacks, or to "" before the stacks have arrived.
         self._asked: dict[int, str] = {}
         self._num_asked = 0
         # (process, synchronization point) of each process in the last report.
@@ -79,7 +79,7 @@ class StuckBeats(Beats):
 
         Args:
           read_stacks: Function that returns the stacks that a process sent on request, or None if
-            it has not sent them yet.
+            the process has not sent them yet.
         """
         remote = [
             Progress(**beat["progress"] | {"unheard_seconds": self.silent_seconds(k)})
@@ -116,7 +116,7 @@ def _stacks_key(progress: Progress) -> str:
 
 
 def report_stuck(report: str) -> bool:
-    """Reports that a process is stuck; returns whether this should end the job."""
+    """Reports that a process is stuck; returns whether the job should end."""
     dog = watchdog.entered()
     if dog is None:
         watchdog.write_report(report, None)

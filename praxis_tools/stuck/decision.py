@@ -1,8 +1,9 @@
 """Decides which process is stuck, based on the progress of all processes over time.
 
 All processes run the same collectives, so they wait for the process that has reached the fewest
-synchronization points. This process is stuck if the others have waited too long while it does no
-work. The time limit depends on its phase and on how long this phase took before (`ProcessHistory`).
+synchronization points. This process is stuck if the other processes have waited too long while it
+does no work. The time limit depends on the phase of this process and on how long this phase took
+previously (`ProcessHistory`).
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ class Decision:
         self._last: float | None = None  # Time of the last observation.
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
-        """Adds an observation and returns the stuck processes, or None if none seems to be stuck.
+        """Adds an observation and returns the stuck processes, or None if no process seems stuck.
 
         Args:
           seconds: Time of the observation by the observer's clock, about 1 s after the last one.

@@ -20,7 +20,7 @@ _STATES = {
 
 
 def own_progress(process: int) -> Progress:
-    """Returns the progress of this process, given its index; may be called in any thread."""
+    """Returns the progress of this process, given its index; may be called from any thread."""
     return _with_counters(progress_recorder.progress_of(process), os.getpid())
 
 
@@ -79,7 +79,7 @@ def _with_counters(progress: Progress, pid: int) -> Progress:
 def _stat(pid: int) -> tuple[str, float]:
     """Returns the state of a process and the CPU seconds of the process and exited children."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name of the program, in parentheses, may contain spaces and parentheses.
+        # The program name, in parentheses, may contain spaces and parentheses.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         fields = text.rpartition(")")[2].split()
         return fields[0], sum(map(int, fields[11:15])) / _TICKS
@@ -87,7 +87,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> tuple[list[int], float]:
-    """Returns the running children of a process, and how long its threads were ready to run."""
+    """Returns the running children of a process, and how long its threads ran or were ready."""
     children: list[int] = []
     seconds = 0.0
     with contextlib.suppress(OSError):

@@ -18,15 +18,15 @@ class Progress:
 
     Attributes:
       process: Index of the process in the job, or in the generation of an elastic job.
-      doing: Activity of the main thread: a time category of goodput such as "step", "connect" or
-        "hook NAME", optionally followed by ON_DEVICES; MEETING; or "" if it is unknown.
+      doing: Activity of the main thread: a goodput time category such as "step", "connect" or "hook
+        NAME", optionally followed by ON_DEVICES; MEETING; or "" if it is unknown.
       usual_seconds: Longest time without a sign of life in earlier activities of this kind, or None
         if there were fewer than three.
       step: Last finished training step, or None before the first step.
       dispatched: Last training step dispatched to the devices, or None before the first step.
       arrived: Number of synchronization points that the process has reached. These are dispatches
         of training steps and evaluation batches, and barriers on the host. All processes reach the
-        same points in the same order, so they wait for the process with the lowest number.
+        same points in the same order, so they wait for the process with the lowest count.
       silent_seconds: Time since the last sign of life, measured on the host of the process. A sign
         of life is a synchronization point, a finished step, or the start or end of an activity.
       unheard_seconds: Time since a thread of the process last reported its progress. It increases
@@ -58,7 +58,8 @@ class ProgressRecorder(Listener):
 
     Attributes:
       first_collective: Function that takes the index of a process and describes the first
-        collective of a training step that needs its devices, or returns "" if it is unknown.
+        collective of a training step that involves the devices of that process, or returns "" if it
+        is unknown.
 
     Args:
       now: Function that returns the time of a monotonic clock in seconds.
@@ -109,7 +110,7 @@ class ProgressRecorder(Listener):
         self.record_sign_of_life()
 
     def progress_of(self, process: int) -> Progress:
-        """Returns the progress of this process, given its index; may be called in any thread."""
+        """Returns the progress of this process, given its index; may be called from any thread."""
         doing = self._doing
         is_known = self._num_times[doing] >= _MIN_TIMES
         return Progress(

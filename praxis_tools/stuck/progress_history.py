@@ -13,12 +13,12 @@ BUSY_SECONDS = 300.0
 # Time limit for phases whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase may take this many times its longest duration so far, in idle and busy processes.
+# A phase may take up to this many times its longest duration so far, in idle and in busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
 # A process is working if, within a time window, it uses this fraction of a core (_CORES) or reads
-# and writes this number of bytes (_BYTES). On a host with too few cores, it is also working if its
-# threads are ready to run for this fraction of the window (_READY). Background threads (heartbeats,
-# the timeline, trackers) use about 1% of a core.
+# and writes this number of bytes (_BYTES). On a host with too few cores, the process is also
+# working if its threads are ready to run for this fraction of the window (_READY). Background
+# threads (heartbeats, the timeline, trackers) use about 1% of a core.
 _WINDOW_SECONDS, _MIN_WINDOW_SECONDS = 20.0, 10.0
 _CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A process usually reports its progress every second or two.
@@ -47,7 +47,7 @@ class ProcessHistory:
 
     @property
     def latest(self) -> Progress:
-        """The last observed progress, after at least one observation."""
+        """The last observed progress; requires at least one observation."""
         assert self.last is not None
         return self.last
 
@@ -65,7 +65,7 @@ class ProcessHistory:
             self._samples.popleft()
 
     def why_stuck(self, now: float) -> str:
-        """Returns why this process, for which others are waiting, is stuck; "" if it is not."""
+        """Returns why this process is stuck while others wait for it, or "" if it is not stuck."""
         silent = self.silent(now)
         if self.behind_since is None or min(now - self.behind_since, silent) < self._time_limit():
             return ""
@@ -89,7 +89,7 @@ class ProcessHistory:
             return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
-        # Simulated devices run in the process, so their work is counted as work of the process.
+        # Simulated devices run in the process, so their work is counted as the work of the process.
         return max(BUSY_SECONDS if self._is_working() else 0.0, _TIMES_BUSY * usual)
 
     def _time_limit(self) -> float:
@@ -122,7 +122,7 @@ class ProcessHistory:
         return self.latest.doing not in LONG or not self._is_working()
 
     def _is_working(self) -> bool:
-        """Returns whether the process is working; True if it is unknown."""
+        """Returns whether the process is working, or True if this is unknown."""
         began, first = self._samples[0]
         seconds, last = self._samples[-1][0] - began, self.latest
         if not last.state or seconds < _MIN_WINDOW_SECONDS:
@@ -137,8 +137,8 @@ class ProcessHistory:
         """Returns the seconds of the window during which a thread was ready to run.
 
         Samples are sums over the threads found in /proc. A thread that is missing in one sample
-        reappears with its total, so the difference of two samples is limited to the time between
-        them.
+        reappears with its total, so the difference between two samples is limited to the time
+        between them.
         """
         return sum(
             min(max(after.ready_seconds - before.ready_seconds, 0.0), end - begin)

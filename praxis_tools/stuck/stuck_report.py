@@ -20,7 +20,8 @@ def paragraph(
       stuck: The stuck processes.
       name: Function that takes the index of a process and returns "process 1 (its host)".
       first_collective: Function that takes the index of a process and describes the first
-        collective of a training step that needs its devices, or returns "" if it is unknown.
+        collective of a training step that involves the devices of that process, or returns "" if it
+        is unknown.
     """
     if not stuck.processes:
         return f"the job has made no progress for {stuck.seconds:.0f} s: {stuck.why}"

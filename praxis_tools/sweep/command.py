@@ -46,7 +46,8 @@ def sweep(
 
     Args:
       command: The parsed command line.
-      directory: The value of --job_log_dir. Without --exp, the sweep in it is only reported.
+      directory: The value of --job_log_dir. Without --exp, the sweep in this directory is only
+        reported.
       parallel: Maximum number of trials that run at the same time.
       prints: Whether to print the commands of the trials instead of running them.
       num_trials: Number of trials, or None for the default.
@@ -120,7 +121,7 @@ def _settings(
     search: str,
     **chosen: Any,
 ) -> SweepSettings:
-    """Checks every value to try in the experiment's config, and returns the sweep's settings."""
+    """Checks every searched value in the experiment's config, and returns the sweep's settings."""
     assert command.exp is not None
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
@@ -183,7 +184,7 @@ def _check_trial(command: CommandLine, exp: str, settings: list[str], space: Spa
 def _print_commands(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
 ) -> bool:
-    """Prints the commands of all trials without a result; returns False if all have results."""
+    """Prints the commands of all trials without a result; returns False if there are none."""
     trials = study.unfinished()
     while (trial := study.next()) is not None:
         trials.append(trial)
@@ -223,7 +224,7 @@ def _report(study: Study, path: Path) -> int | None:
 
 
 def _table(study: Study, directory: Path) -> str:
-    """Formats a table of the trials and the --set options of the best trial, marked by '*'.
+    """Formats a table of the trials and the --set options of the best trial, marked with '*'.
 
     Below the table, the reasons why trials failed or were refused are listed.
     """

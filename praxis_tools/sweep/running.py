@@ -14,7 +14,7 @@ from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
 
 _POLL_SECONDS, _PROGRESS_SECONDS = 0.2, 15.0
-# Time limit for the trials of a killed sweep to end.
+# Time limit for trials from a killed sweep to exit.
 _REMAINING_SECONDS = 60.0
 _PRINT_PLATFORM = (
     "from praxis_lite.core.sharding.mesh import attached_devices; print(attached_devices()[1])"
@@ -48,9 +48,9 @@ class RunningTrial:
         self._pruned_at: int | None = None
 
     def prune_if_bad(self) -> None:
-        """Reports the trial's new values to the study, and ends the process if it is pruned.
+        """Reports the trial's new values to the study, and ends the process if the trial is pruned.
 
-        Values are reported in order and even after the process has ended, so that pruning does not
+        Values are reported in order and even after the process has exited, so that pruning does not
         depend on when the files are read.
         """
         for step, value in self.job.values():
@@ -147,7 +147,7 @@ def run_trials(
 
 @contextlib.contextmanager
 def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
-    """Context manager that, on exit, makes the running trials save and waits until they end."""
+    """Context manager that, on exit, asks the running trials to save and waits for them to exit."""
     try:
         yield
     finally:
@@ -160,7 +160,7 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Returns whether a trial that has not started does not fit on the topology.
+    """Returns whether a trial that has not started is too large for the topology.
 
     Such a trial is recorded as refused.
 
@@ -171,7 +171,7 @@ def is_refused_by_plan(
       note: Function called with the reason if the trial is refused.
 
     Raises:
-      ConfigError: The topology does not exist, or its compiler is not installed.
+      ConfigError: The topology does not exist, or the compiler for it is not installed.
     """
     if topology is None or job.has_stepped():
         return False
@@ -192,7 +192,7 @@ def is_refused_by_plan(
 def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    """Starts or resumes a trial, after waiting for any other process that is training it."""
+    """Starts or resumes a trial, after waiting for any other process that is training the trial."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
         note(f"trial {trial.number}: waiting for the process that is training it to end")
@@ -225,11 +225,11 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
 def check_parallel(parallel: int) -> None:
     """Checks that this machine can run several trials at the same time.
 
-    A machine with accelerators cannot, because every process reserves all accelerators. Therefore,
-    a subprocess looks up the platform of the devices.
+    This is not possible on a machine with accelerators, because every process reserves all of them.
+    Therefore, the platform of the devices is looked up in a subprocess.
 
     Raises:
-      ConfigError: The number is below 1, or it is above 1 and the machine has accelerators.
+      ConfigError: `parallel` is below 1, or is above 1 on a machine with accelerators.
     """
     require(parallel >= 1, "--parallel", parallel, "a number of trials, 1 or more")
     if parallel == 1:

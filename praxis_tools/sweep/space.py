@@ -1,4 +1,4 @@
-"""Parses the settings of --set into the search space of a sweep."""
+"""Parses the settings in --set into the search space of a sweep."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 _WORD, _QUOTED = re.compile(r"\w+"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-# Ranges are searched on a logarithmic scale if the ratio of their ends is at least this large.
+# Ranges are searched on a logarithmic scale if the ratio between their ends is at least this large.
 _LOG_FROM = 10.0
 
 Distribution = Any  # A distribution of Optuna, which is an optional dependency.
@@ -70,7 +70,7 @@ def describe(path: str, distribution: Distribution) -> str:
 
 
 def text_of(value: str | float) -> str:
-    """Formats a value chosen by Optuna for --set."""
+    """Formats a value chosen by Optuna for use in --set."""
     return value if isinstance(value, str) else repr(value)
 
 
@@ -82,17 +82,17 @@ def _examples(distribution: Distribution) -> Sequence[str]:
 
 
 def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
-    """Parses the settings of --set into fixed and searched settings.
+    """Parses the settings in --set into fixed and searched settings.
 
     Commas outside of brackets and quotes separate the values to try. If the field's value is a
-    sequence, they separate the items of a single sequence instead. Strings to try must be single
-    words or be quoted. `LOW..HIGH` is a range of numbers. It is searched on a logarithmic scale if
-    HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
+    sequence, the commas separate the items of a single sequence instead. Strings to try must be
+    single words or be quoted. `LOW..HIGH` is a range of numbers, which is searched on a logarithmic
+    scale if HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
 
     Args:
       settings: Settings as `path=value`.
-      value_after: Takes (settings, path) and returns the value at the path after applying the
-        settings.
+      value_after: Function that takes (settings, path) and returns the value at the path after
+        applying the settings.
 
     Raises:
       ConfigError: A field or value does not exist, a list is ambiguous, or no setting is searched.
@@ -128,8 +128,8 @@ def _distribution(
 ) -> Distribution | None:
     """Returns the distribution of a setting, or None if it has a single value.
 
-    Text with commas is ambiguous if the field also accepts it as one string or sequence. Whether
-    it does is found out by applying the setting.
+    Text with commas is ambiguous if the field also accepts the text as one string or sequence. To
+    find out whether this is the case, the setting is applied.
     """
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:

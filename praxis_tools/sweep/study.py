@@ -48,7 +48,7 @@ class Study:
 
     Args:
       journal: Path of the journal. Only the process that locks the directory may write it.
-      settings: Settings to start or resume the sweep, or None to only read it.
+      settings: Settings to start or resume the sweep, or None to only read the sweep.
 
     Raises:
       ConfigError: Optuna is missing, or the journal is damaged or belongs to a different sweep.
@@ -101,7 +101,7 @@ class Study:
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
-        """Returns the first complete trial with the best value, or None if none is complete."""
+        """Returns the first complete trial with the best value, or None if no trial is complete."""
         try:
             return _record(self._study.best_trial)
         except ValueError:
@@ -132,7 +132,7 @@ class Study:
                 pyplot.close(figure)
 
     def next(self) -> "OpenTrial | None":
-        """Returns the next trial to start, or None if all have started."""
+        """Returns the next trial to start, or None if all trials have started."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(trial.state.name == "WAITING" for trial in trials)
         if not is_waiting and len(trials) >= self.settings.num_trials:

@@ -26,7 +26,7 @@ class SweepSettings:
       num_trials: Number of trials.
       metric: Metric that ranks the trials, such as "heldout/loss", or "loss" for the training loss.
       better: "min" if lower values of the metric are better, or "max".
-      pruner: Rule that ends bad trials early: "median", "halving" or "none".
+      pruner: Rule for ending bad trials early: "median", "halving" or "none".
       seed: Random seed of the search.
       num_steps: run.num_train_steps of the first trial.
     """

@@ -23,9 +23,9 @@ from praxis_tools.sweep.sweep_settings import SweepSettings
 # Maximum number of training losses of a trial that are reported to the pruner.
 _MAX_LOSSES = 50
 _MAX_OUTPUT = 1 << 20  # Maximum number of bytes to read from the end of a launch's output.
-# Makes the kernel send SIGHUP to the process when its parent ends (PR_SET_PDEATHSIG), and executes
+# Makes the kernel send SIGHUP to the process when its parent exits (PR_SET_PDEATHSIG), and executes
 # the command in the arguments. SIGTERM cannot be used, because the kernel sends the signal for each
-# thread of the parent that ends, and a job exits immediately at the second SIGTERM.
+# thread of the parent that exits, and a job exits immediately on the second SIGTERM.
 _END_WITH_PARENT = (
     "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
@@ -70,11 +70,11 @@ class TrialJob:
         ]
 
     def plan_command(self, topology: str) -> list[str]:
-        """Returns the command that plans the job, which exits with status 2 if it does not fit."""
+        """Returns a command that plans the job and exits with status 2 if the job does not fit."""
         return self._main("plan", f"--topology={topology}")
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        """Starts a command in a process that receives SIGHUP when this process ends (on Linux)."""
+        """Starts a command in a process that receives SIGHUP when this process exits (on Linux)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -118,8 +118,8 @@ class TrialJob:
     def values(self) -> Values:
         """Returns the current (step, metric) pairs, sorted by step.
 
-        At most `_MAX_LOSSES` training losses are returned. The files are only read if their size
-        has changed. While a file is damaged, the previous values are returned.
+        At most `_MAX_LOSSES` training losses are returned. The files are only read if their sizes
+        have changed. While a file is damaged, the previous values are returned.
         """
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
@@ -133,7 +133,7 @@ class TrialJob:
         """Returns (step, metric) pairs, sorted by step.
 
         Args:
-          every: Number of steps between the training losses that are returned.
+          every: Interval between the returned training losses, in steps.
 
         Raises:
           ConfigError: The file is damaged.

@@ -52,7 +52,7 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
 def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
     """Calls `value_and_grad` on the entire batch.
 
-    On one device, batches are not padded, so the number of micro-batches may not divide the batch
+    On one device, batches are not padded, so the number of microbatches may not divide the batch
     size.
     """
     return accumulation.value_and_grad(*args, **named)
@@ -61,7 +61,7 @@ def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> 
 def model_flops(jaxpr: Any) -> ModelFlops:
     """Returns the matmul flops of a jaxpr with global shapes.
 
-    The body of a scan is counted once per iteration. Of a conditional, only the most expensive
+    The body of a scan is counted once per iteration. For a conditional, only the most expensive
     branch is counted. Pallas and cuDNN kernels are not counted.
     """
     flops, at_least = 0, False

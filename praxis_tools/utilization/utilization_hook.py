@@ -1,4 +1,4 @@
-"""Adds MFU and HFU to the metrics of each step on chips with a known peak."""
+"""Adds MFU and HFU to the metrics of each step on chips whose peak is known."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class Utilization(Hook):
 
     Args:
       job: The job on its mesh.
-      chip: Chip of the devices, or None for the attached devices.
+      chip: Chip of the devices. If None, the chip of the attached devices is used.
     """
 
     every, waits = None, False
@@ -55,7 +55,7 @@ class Utilization(Hook):
         partitioner = self._job.partitioner
         step, spec = partitioner.train_step, self._job.datasets[TRAIN].element_spec()
         text = step.lower(spec).compile().as_text()
-        assert text is not None  # All backends of JAX provide it.
+        assert text is not None  # All JAX backends provide the text.
         program = flops_of_program(text)
         self._flops = {HFU: program.flops}
         head = (

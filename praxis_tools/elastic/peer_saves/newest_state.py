@@ -27,8 +27,9 @@ class NewestState:
 
     Args:
       checkpoints: Checkpoints on disk.
-      stores: Stores of the members, in the order of their processes; empty without peer saves.
-      note: Prints a line in the first process.
+      stores: Stores of the members, in the order of their processes; empty if there are no peer
+        saves.
+      note: Function that prints a line in the first process.
 
     Attributes:
       step: Step of the state, or None if there is no saved state.
@@ -50,7 +51,7 @@ class NewestState:
                     note(line)
             choice = decision["choice"] and SaveChoice(*decision["choice"])
             step_on_disk = decision["on_disk"]
-        # Verifying a step on disk reads all of its files, so only do this if it may be used.
+        # Verifying a step on disk requires reading all of its files, so only do this if needed.
         if choice is None or (step_on_disk is not None and step_on_disk > choice.step):
             self.step = checkpoints.latest_step()
         if choice is not None and (self.step is None or self.step <= choice.step):
@@ -68,7 +69,7 @@ class NewestState:
         return self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Restores the state on a mesh, which may differ from the mesh it was saved on.
+        """Restores the state on a mesh, which may differ from the mesh used by the save.
 
         This raises the same errors as `Checkpoints.restore`.
         """

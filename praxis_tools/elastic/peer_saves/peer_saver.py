@@ -1,4 +1,4 @@
-"""Saves a process's part of the state in the memory of its own host and of another host."""
+"""Saves a process's part of the state in host memory, on the same host and on another host."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ class PeerSaver:
       stores: Stores of all members, in the order of their processes.
       layout: Layout of the TrainState on the mesh.
       mesh: Mesh on which the state is placed.
-      note: Prints a line.
+      note: Function that prints a line.
       exchange: Function that sends a string to all processes and returns the strings from all
         processes.
       process_of: Function that returns the process index of a device.
@@ -102,7 +102,7 @@ class PeerSaver:
         values = copy_to_host(self._pieces, dict(leaves_with_path(state)))
         save = SaveId(self._assignment.generation, self._number, self._assignment.member)
         self._number, self.step = self._number + 1, step
-        # A daemon thread does not delay the exit of a process that failed.
+        # A daemon thread does not delay the exit of a failed process.
         self._thread = threading.Thread(
             target=self._save,
             args=(save, manifest, values),
@@ -112,7 +112,7 @@ class PeerSaver:
         self._thread.start()
 
     def abandon_after(self, step: int) -> None:
-        """Drops the saves of steps after `step`, after training was rolled back to `step`.
+        """Drops the saves of later steps, after training was rolled back to `step`.
 
         Otherwise, the next generation would resume from these saves. All processes must call this.
         """
@@ -125,7 +125,7 @@ class PeerSaver:
         self._exchange("peer saves are abandoned", "")
 
     def wait(self) -> None:
-        """Waits for the running save."""
+        """Waits for the save in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -170,7 +170,7 @@ class PeerSaver:
 
 
 def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[dict[str, Any]]:
-    """Returns a header record for each piece, with its position in the array and in the data."""
+    """Returns header records with the position of each piece in its array and in the saved data."""
     records, offset = [], 0
     for piece, block in zip(pieces, blocks, strict=True):
         records.append(

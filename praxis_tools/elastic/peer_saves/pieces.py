@@ -1,7 +1,7 @@
 """Divides a state into pieces: boxes of its unpadded arrays, each saved by a single process.
 
 The boxes are the shards on the mesh, split into rows. A replicated shard is saved by only one of
-its processes, so that each process saves only a part of a replicated state.
+the processes that store it, so that each process saves only a part of a replicated state.
 """
 
 import collections
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim.
-_MAX_BYTES = 2**24  # Limit for pieces with several rows, since readers may only need some rows.
+_MAX_BYTES = 2**24  # Limit for pieces with several rows, because readers may need only some rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _split_rows(leaf: LeafLayout, box: Box, device: jax.Device) -> Iterator[Piec
     """Splits the unpadded part of a shard along its first dim, into pieces of limited size."""
     unpadded = tuple((a, min(b, dim)) for (a, b), dim in zip(box, leaf.shape, strict=True))
     if any(start >= stop for start, stop in unpadded):
-        return  # The shard consists of padding.
+        return  # The shard consists only of padding.
     if not unpadded:
         yield Piece(leaf.path, device, unpadded, ())
         return

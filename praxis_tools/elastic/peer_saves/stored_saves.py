@@ -25,7 +25,7 @@ class SaveChoice(NamedTuple):
       generation: Generation that saved the state.
       number: Number of the save within the generation.
       step: Step of the state.
-      holders: For each part, its origin and the indices of the stores that contain it.
+      holders: For each part, its origin and the indices of the stores that contain the part.
     """
 
     generation: int
@@ -108,7 +108,7 @@ def _verify(
 def _header(
     stores: Sequence[StoreClient], save: SaveId, indices: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Returns the manifest of a part from the first store that answers, or None."""
+    """Returns a part's manifest from the first store that answers, or None if no store answers."""
     for index in indices:
         answer = _try(functools.partial(stores[index].header, save))
         if not isinstance(answer, str):
@@ -192,7 +192,7 @@ class _StoredPiece:
     digest: str
 
     def read(self) -> bytearray | None:
-        """Reads the piece from the first store with an undamaged copy; None if there is none."""
+        """Reads the piece from the first store with an undamaged copy; None if no store has one."""
         for store in self.holders:
             data = _try(functools.partial(store.read, self.save, self.start, self.num_bytes))
             if not isinstance(data, str) and xxhash.xxh3_128_hexdigest(data) == self.digest:

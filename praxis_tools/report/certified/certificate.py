@@ -71,7 +71,8 @@ class Verdict:
     Attributes:
       title: Job name and title of the fact.
       verdict: SAME, DIFFERS or UNKNOWN.
-      details: The two values, or the reason they cannot be compared; "" if they are equal.
+      details: The two values, or the reason why the values cannot be compared; "" if the values are
+        equal.
     """
 
     title: str
@@ -118,7 +119,7 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
 def verify_certificate(
     certificate: Certificate, jobs: Sequence[JobDir], reading: Reading
 ) -> list[Verdict]:
-    """Recomputes the facts in a certificate and returns a verdict on each of them.
+    """Recomputes the facts in a certificate and returns a verdict on each fact.
 
     Args:
       certificate: The certificate to verify.
@@ -134,7 +135,7 @@ def verify_certificate(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns a note for each package whose installed version differs from the one a job used."""
+    """Returns a note for each package whose installed version differs from the version in a job."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []

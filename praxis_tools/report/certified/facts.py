@@ -46,7 +46,7 @@ class Fact:
         "tokenizers", "certificates in flight", "time" or "changes of hands".
       name: Name of the fact within its section.
       value: JSON value, or None if it cannot be computed.
-      why_not: The reason that the value cannot be computed, which is not necessarily a fault.
+      why_not: The reason why the value cannot be computed, which is not necessarily a fault.
       faults: Descriptions of the problems with the job that this fact reveals.
     """
 
@@ -69,9 +69,9 @@ class Scope:
     Attributes:
       last_step: The newest saved step.
       checkpoints: Steps whose checkpoints are covered.
-      sizes: Maps the name of each growing file to the number of its bytes that are covered. For
+      sizes: Maps the name of each growing file to the number of bytes that are covered. For
         eval_metrics.jsonl, this is the number of lines up to the last step instead, because later
-        evaluations of these steps may be added. For folders, it is 0.
+        evaluations of these steps may be added. For folders, the value is 0.
     """
 
     last_step: int
@@ -218,7 +218,7 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
 
 
 def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Returns the package versions at the start of the job, and after each change of a version."""
+    """Returns the package versions at the start of the job, and after each version change."""
     changes: list[dict[str, Any]] = []
     for segment in segments:
         versions = dict(segment.starts[0].versions)
@@ -228,7 +228,7 @@ def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 
 
 def _recomputed_examples(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:
-    """Reads the training data again and compares its digests with the record."""
+    """Reads the training data again and compares the digests with the recorded digests."""
     from praxis_lite.job.examples.proof import faults_of_data
 
     section, name = "examples", "made again"
@@ -350,7 +350,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 
 
 def _closed_bytes(path: Path) -> int:
-    """Returns the size of a timeline in bytes, excluding a last line that may be rewritten."""
+    """Returns the size of a timeline in bytes, excluding the last line if it may be rewritten."""
     lines = content_of(path).splitlines(keepends=True)
     if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]

@@ -31,7 +31,7 @@ from praxis_lite.trainer.metrics.json_lines import (
 )
 from praxis_tools.goodput.spans import THE_END, read_spans
 
-_HOOK = "Certificates"  # The hook that certifies steps; its saved name ends with this.
+_HOOK = "Certificates"  # Suffix of the saved name of the hook that certifies steps.
 _MISSING = "is missing, and the job has trained"
 
 
@@ -88,7 +88,7 @@ class JobFiles:
     # The faults_of_* methods yield error messages, and raise ConfigError for unreadable files.
 
     def faults_of_config(self) -> Iterator[str]:
-        """Yields the faults of config.json."""
+        """Yields the faults in config.json."""
         path = self.job_dir.config_json
         parsed = read_json(path)
         if not isinstance(parsed, dict) or not isinstance(parsed.get("config"), dict):
@@ -102,7 +102,7 @@ class JobFiles:
             )
 
     def faults_of_layout(self) -> Iterator[str]:
-        """Yields the faults of layout.json."""
+        """Yields the faults in layout.json."""
         path, leaves = self.job_dir.layout_json, self.manifest.get("leaves", {})
         if not path.exists():
             if self.has_trained:
@@ -129,7 +129,7 @@ class JobFiles:
         return [line for line in lines if line["step"] <= self.step]
 
     def faults_of_metrics(self) -> Iterator[str]:
-        """Yields the faults of metrics.jsonl."""
+        """Yields the faults in metrics.jsonl."""
         path = self.job_dir.metrics_jsonl
         if not path.exists():
             if self.has_trained and self.step > self.first_step:
@@ -149,7 +149,7 @@ class JobFiles:
         return [json_line(line) for line in lines if line["step"] <= self.step]
 
     def faults_of_evaluations(self) -> Iterator[str]:
-        """Yields the faults of eval_metrics.jsonl."""
+        """Yields the faults in eval_metrics.jsonl."""
         path, run = self.job_dir.eval_metrics_jsonl, self.run
         if path.exists():
             yield from _cut_short(path)
@@ -171,7 +171,7 @@ class JobFiles:
             yield f"{path.name} lacks evaluations of the steps {first_few(missing, 8)}"
 
     def faults_of_certificates(self) -> Iterator[str]:
-        """Yields the faults of certificates.jsonl, excluding the differences it reports."""
+        """Yields the faults in certificates.jsonl, not counting differences between results."""
         path = self.job_dir.certificates_jsonl
         if path.exists():
             yield from faults_of_lines(path)
@@ -189,7 +189,7 @@ class JobFiles:
             yield f"{path.name} lacks certificates of the steps {first_few(missing, 8)}"
 
     def faults_of_timeline(self) -> Iterator[str]:
-        """Yields the faults of timeline.jsonl."""
+        """Yields the faults in timeline.jsonl."""
         path = self.job_dir.timeline_jsonl
         if not path.exists():
             if self.has_trained:
@@ -211,7 +211,7 @@ class JobFiles:
             yield self.job_dir.huggingface.name, self.job_dir.huggingface
 
     def faults_of_tokenizers(self) -> Iterator[str]:
-        """Yields a fault for each tokenizer in the config of which the job has no copy."""
+        """Yields a fault for each tokenizer in the config that has no copy in the job directory."""
         if self.config is None or not self.has_trained:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
