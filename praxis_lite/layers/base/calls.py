@@ -1,4 +1,4 @@
-"""Wrappers of layers' methods: signatures, argument checks, name scopes, fallback to Auto axes."""
+"""Wrappers for layer methods: signatures, argument checks, name scopes, fallback to Auto axes."""
 
 import contextlib
 import contextvars
@@ -52,9 +52,10 @@ def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
 
 
 def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator that replaces `**settings` of a constructor with parameters of `bases`.
+    """Returns a decorator that replaces a constructor's `**settings` with parameters of `bases`.
 
-    Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
+    The parameters' names, types and defaults appear in the constructor's signature, for help,
+    Fiddle and `--set`.
 
     Args:
       bases: Classes whose constructor parameters are inherited.
@@ -156,7 +157,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer's method to reject unknown keywords and to add a name scope.
 
     While tracing, the layer's name is looked up in the calling layer. If layers stored their names,
-    identical layers of a stack would be different pytrees.
+    identical layers in a stack would be different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -230,7 +231,7 @@ def check_way(
       field: Name of the setting, such as "tensor_parallel".
       setting: Value of the setting.
       ways: Valid values.
-      unable: Settings that these collectives do not support, and whether each is used.
+      unable: Settings that these collectives do not support, and whether each setting is used.
       sharded: What the compiler shards if the setting is None, such as "the layer".
 
     Raises:

@@ -1,7 +1,7 @@
 """Private functions of tokamax (tokamax._src) without a usable public equivalent in tokamax 0.0.12.
 
-No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if they move. The
-public `tokamax.dot_product_attention` supports neither segments nor windows. The public
+No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if these names
+move. The public `tokamax.dot_product_attention` supports neither segments nor windows. The public
 `tokamax.ragged_dot` uses tiles of 128 for all but 30 shapes, and rejects dims below 128 as well as
 numbers of rows that are not a multiple of its tile size. Both require an attached TPU.
 

@@ -1,6 +1,7 @@
 """Moves tokens into the experts' slots and back; pure functions of arrays.
 
-An expert has C slots (its capacity) for each group of tokens. Choices beyond that are dropped.
+An expert has C slots (its capacity) for each group of tokens. Choices beyond the capacity are
+dropped.
 """
 
 import math

@@ -103,10 +103,10 @@ class AdaptedProduct(Product):
         return self.merge(layer, self.base.kernel(layer), *adapters)
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Returns a weight or a stack of weights with the adapter merged in, in its dtype.
+        """Returns a weight or a stack of weights with the adapter merged in, in the weight's dtype.
 
         Args:
-          layer: The layer of the weight.
+          layer: The layer that contains the weight.
           w: The weight [..., dims], with stacked dims first.
           adapters: The adapter's weights [..., dims], in the order of `weights`.
         """

@@ -1,4 +1,4 @@
-"""LoRA and DoRA: dense layers that learn a low-rank update of w.
+"""LoRA and DoRA: dense layers that learn a low-rank update to w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
     tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # several sublayers

@@ -97,8 +97,8 @@ class FourBitWeight(StoredWeight):
 def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
     """Rounds a weight to 4-bit numbers with a scale per block.
 
-    "int4" uses the integers from -7 to 7. "nf4" uses the numbers in NF4, which are bit-identical to
-    those of bitsandbytes.
+    "int4" uses the integers from -7 to 7. "nf4" uses the values of NF4, which are bit-identical to
+    those in bitsandbytes.
 
     Args:
       weight: The weight.

@@ -162,7 +162,7 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for the nested configs and templates of a config, even defaults."""
+    """Yields (name, value) for the nested configs and templates in a config, including defaults."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():

@@ -122,7 +122,7 @@ class InterleavedSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick in which the first microbatch leaves the last stage and starts backward."""
+        """The first tick with a backward pass, which is that of the first microbatch."""
         return self.circular_repeat * self.num_stages - 1
 
     @property

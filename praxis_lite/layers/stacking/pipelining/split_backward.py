@@ -42,7 +42,8 @@ def split_function(
     """Splits a function that returns (results needed first, other results).
 
     The function is traced, and its equations are assigned: those that the first results need to
-    `first`, and the remaining ones to `second`. What `second` reads from `first` is a residual.
+    `first`, and the remaining ones to `second`. Values from `first` that `second` uses are
+    residuals.
 
     Args:
       function: The function to split.
