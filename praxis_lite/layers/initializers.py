@@ -220,7 +220,7 @@ class EinsumXavier:
     """
 
     def for_dims(self, input_dims: Sequence[int], output_dims: Sequence[int]) -> Draw:
-        """Returns the initializer of a weight.
+        """Returns the initializer for a weight with these dims.
 
         Args:
           input_dims: Indices of the weight's input dims.

@@ -279,7 +279,7 @@ class DotProductAttention(AttentionHeads):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache. With a shard of the heads, the outputs are a partial sum.
+        """Returns outputs (a partial sum if the layer has only a shard of the heads) and the cache.
 
         Args:
           inputs: [B, T, D].
@@ -349,7 +349,7 @@ class DotProductAttention(AttentionHeads):
 
 
 def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
-    """Returns the positions of x [B, T, ...], by default 0 to T - 1, or None if x is None."""
+    """Returns positions for x [B, T, ...], by default 0 to T - 1, or None if x is None."""
     if given is not None or x is None:
         return given
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

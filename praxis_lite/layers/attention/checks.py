@@ -12,7 +12,7 @@ from praxis_lite.layers.base.calls import require_positive
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of N query heads and G key/value heads with K dims each.
+    """Sizes for attention with N query heads and G key/value heads of K dims each.
 
     Attributes:
       input_dims: D for each of "query", "key" and "value".

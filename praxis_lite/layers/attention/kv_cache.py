@@ -70,7 +70,7 @@ def empty_cache(
 
 
 def stored_dtype(dtype: Any) -> jnp.dtype:
-    """Returns the cache's dtype for activations of `dtype`: at least float32 on CPU.
+    """Returns the cache's dtype for activations in `dtype`: at least float32 on CPU.
 
     XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token, it would
     convert the array to float32 and back. `round_to_cache` still rounds values to the precision of

@@ -38,7 +38,7 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class MultiHeadLatentAttention(BaseLayer):
-    """Causal self-attention of [B, T, D] via latents; returns outputs and the cache.
+    """Causal self-attention over [B, T, D] via latents; returns outputs and the cache.
 
     See DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token, the cache stores a latent [L]
     and a positional key [R] that all heads share: S (L + R) numbers per sequence. With a cache,

@@ -68,7 +68,7 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` for a block of the queries and keys at these indices."""
+        """Returns the mask for a block: the queries and keys at these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:

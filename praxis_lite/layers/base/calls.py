@@ -256,7 +256,7 @@ def with_auto_fallback(
     kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Calls `method`, with Auto axes if JAX cannot infer the types of its results.
+    """Calls `method`, falling back to Auto axes if JAX cannot infer the types of the results.
 
     With Auto axes, the leading dims of the results are typed like the first array among the
     arguments, up to the first dim with a different size.

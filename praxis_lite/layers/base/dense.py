@@ -18,7 +18,7 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The matmul of a dense layer, by default exact and in the inputs' dtype.
+    """The matmul in a dense layer, by default exact and in the inputs' dtype.
 
     Subclasses multiply differently. A product has settings but no arrays; additional weights belong
     to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, which

@@ -15,7 +15,7 @@ from praxis_lite.host.optional_packages import optional_module
 
 
 def splash_kernels() -> ModuleType:
-    """Returns the module of splash attention kernels; ConfigError if tokamax is not installed."""
+    """Returns the module with splash attention kernels; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel",
         "atten_kernel='tokamax'",
@@ -23,7 +23,7 @@ def splash_kernels() -> ModuleType:
 
 
 def splash_masks() -> ModuleType:
-    """Returns the module of splash attention masks; ConfigError if tokamax is not installed."""
+    """Returns the module with splash attention masks; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask",
         "atten_kernel='tokamax'",
@@ -31,7 +31,7 @@ def splash_masks() -> ModuleType:
 
 
 def grouped_matmul_kernels() -> ModuleType:
-    """Returns the module of `gmm` and `tgmm` for TPU; ConfigError if tokamax is not installed."""
+    """Returns the module with `gmm` and `tgmm` for TPU; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel", "expert_kernel='tokamax'"
     )

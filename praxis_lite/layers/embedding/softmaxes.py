@@ -128,7 +128,7 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns the inputs of `_activated`: the projected inputs [..., V], in the inputs' dtype."""
+        """Returns the projected inputs [..., V], in the inputs' dtype, for `_activated`."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:

@@ -292,7 +292,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         routing_key: jax.Array | None,
         relu_key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the gated sum of the outputs of each token's experts, [B, T, D]."""
+        """Returns the gated sum of each token's expert outputs, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
         x_GSD = self._constrain_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
         router_input = x_GSD

@@ -314,7 +314,7 @@ class Pipeline(BaseLayer):
 
 
 def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
-    """Reshapes a Pipeline's variables [R, S, P, ...] to those of a Repeat, [L, ...].
+    """Reshapes variables from a Pipeline's layout [R, S, P, ...] to a Repeat's layout [L, ...].
 
     Args:
       params: A Pipeline's subtree of `mdl_vars["params"]`, of the gradients or of a cache.
@@ -325,7 +325,7 @@ def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
 
 
 def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
-    """Reshapes a Repeat's variables [L, ...] to those of a Pipeline.
+    """Reshapes variables from a Repeat's layout [L, ...] to a Pipeline's layout.
 
     Raises:
       ConfigError: The number of layers is not divisible by circular_repeat.

@@ -237,7 +237,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: boo
 def _apply_block(
     parent: BaseLayer, step: Step, x: jax.Array, layer: tuple
 ) -> tuple[jax.Array, Any]:
-    """Applies a block of `parent` and assigns its variables; returns x and the cache."""
+    """Applies a block in `parent` and assigns the block's variables; returns x and the cache."""
     block = layer[0]
     with scope_of(parent, block):
         x, (cache, values) = step(x, layer)

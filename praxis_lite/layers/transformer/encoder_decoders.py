@@ -159,7 +159,7 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its components, like TransformerLm.
+        """Returns the loss for predicting `labels`, and its components, like TransformerLm.
 
         Args:
           inputs: Int [B, S].

@@ -189,7 +189,7 @@ class TransformerLm(BaseLayer):
         inputs_indicator: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its components, with Pax's names.
+        """Returns the loss for predicting `labels`, and its components, with Pax's names.
 
         Args:
           ids: See `__call__`.

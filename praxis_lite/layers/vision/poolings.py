@@ -141,7 +141,7 @@ class GlobalPooling(BaseLayer):
         epsilon: float = 1e-8,
         compatible_paddings: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the maximum or mean of inputs.
+        """Returns the maximum or mean of the inputs.
 
         Args:
           inputs: The array to pool.
@@ -174,7 +174,7 @@ class GlobalPooling(BaseLayer):
 
 
 class Pooling1D(BaseLayer):
-    """Computes the maximum or mean of each window of time: [B, T, ...] -> [B, T', ...].
+    """Computes the maximum or mean of each window along time: [B, T, ...] -> [B, T', ...].
 
     T' is ceil(T / stride). Windows are symmetric ('SAME').
 

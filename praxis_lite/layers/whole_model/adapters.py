@@ -167,7 +167,7 @@ REFERENCE = "reference"
 
 
 def with_reference(*args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any) -> Any:
-    """Builds `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
+    """Builds `base_tpl(*args, rngs=rngs, **kwargs)`, and adds a copy of it as `reference`.
 
     The copy starts with the same weights. Exclude it from training with
     `learner.bprop_variable_exclusion="reference/.*"`. Models with adapters do not need a copy.

@@ -1,4 +1,4 @@
-"""Matmuls of dense layers with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
+"""Matmuls for dense layers, with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
 
 import dataclasses
 import functools

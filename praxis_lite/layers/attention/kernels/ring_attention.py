@@ -68,7 +68,7 @@ def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
-    """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
+    """Returns attention outputs for this group's queries [B, T, G, R, K] and their logsumexp.
 
     Like `attention_with_log_sums`, but with the keys from all groups. In step i, a group attends to
     the keys of the group i positions earlier in the ring, and merges the result by its logsumexp.

@@ -89,7 +89,7 @@ class SplashBlocks(NamedTuple):
         return _by_order(mask, ring, step, for_all_keys, for_earlier_group, for_later_group)
 
     def _row_kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> RowSplash:
-        """Returns the kernels for all heads of one row."""
+        """Returns the kernels for all heads of one sequence."""
         mask = AttentionMask(right_context=0 if is_causal else None)
         num_heads = q.shape[2] * q.shape[3]
         return self.splash((q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret)

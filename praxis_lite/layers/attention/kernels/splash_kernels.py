@@ -82,7 +82,7 @@ class RowSplash(abc.ABC):
         """Returns segments in the library's format."""
 
     def mask_of_head(self, masks: ModuleType) -> Any:
-        """Builds the mask of a head with the library's mask module."""
+        """Builds the mask for a head with the library's mask module."""
         left = None if self.mask.left_context is None else self.mask.left_context - 1
         if left is None and self.mask.right_context is None:
             return masks.FullMask(self.lengths)

@@ -35,7 +35,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Computes the gradients of a model that contains one Pipeline by 1F1B (arXiv:2104.04473).
+    """Computes gradients by 1F1B for a model that contains one Pipeline (arXiv:2104.04473).
 
     The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
     stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model before and
@@ -48,7 +48,7 @@ class OneForwardOneBackward:
     """
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
-        """Returns the functions that compute gradients and metrics of a task on a mesh.
+        """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
           ConfigError: The model does not contain exactly one Pipeline, or it contains variables
@@ -166,7 +166,7 @@ def _grads_in_ticks(
     batches = accumulation.cut(inputs, num_microbatches)
 
     def batch_loss(params: PyTree, microbatch: Any) -> tuple:
-        """Returns the loss and the metrics of a microbatch."""
+        """Returns the loss and the metrics for a microbatch."""
         batch = jax.tree.map(lambda a: a[microbatch], batches)
         batch = accumulation.constrain_rows(batch, inputs_split_mapping)
         batch_key = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)

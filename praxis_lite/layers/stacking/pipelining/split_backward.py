@@ -86,7 +86,7 @@ def split_function(
 
 
 def used_arguments(function: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns whether the results of a function depend on each leaf of its arguments."""
+    """Returns, for each leaf in the arguments, whether the function's results depend on the leaf."""
     closed = jax.make_jaxpr(function)(*args)
     eqns: list[core.JaxprEqn] = []
     outvars = _inline_calls(closed, open_jaxpr(closed).invars, eqns, {})
