@@ -224,8 +224,8 @@ class EinsumXavier:
 
         Args:
           input_dims: Indices of the weight's input dims.
-          output_dims: Indices of its output dims. The remaining dims stack independent weights and
-            count towards neither fan-in nor fan-out, as in Pax with explicit fan axes.
+          output_dims: Indices of the weight's output dims. The remaining dims stack independent
+            weights and count towards neither fan-in nor fan-out, as in Pax with explicit fan axes.
         """
         axes = {"in_axis": tuple(input_dims), "out_axis": tuple(output_dims)}
 

@@ -84,8 +84,8 @@ class DotProductAttention(AttentionHeads):
       ln_over_heads: Whether to normalize over all heads at once, as in OLMo 2; ln_tpl is then
         called with (N K, rngs=).
       relative_bias_tpl: Attention bias that depends on distance, called with (N, rngs=).
-      float32_logits: Whether to compute logits and softmax in float32, as in Pax. If False, they
-        have the queries' dtype, as in MaxText, which halves their memory in bfloat16.
+      float32_logits: Whether to compute logits and softmax in float32, as in Pax. If False, both
+        have the queries' dtype, as in MaxText, which halves the memory for logits in bfloat16.
       atten_dropout_prob: Dropout probability of the attention probabilities.
       output_proj_use_nhd_shape: Whether to store the output weight as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or

@@ -57,7 +57,7 @@ class BaseLayer(nnx.Module):
     # The mechanism that couples examples in a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
     # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
-    # for". None if there is none, or if it is attention, which has masks.
+    # for". None if there is no such mechanism, or if the mechanism is attention, which has masks.
     couples_tokens: str | None = None
     # Whether calls with a cache can skip any number of tokens that `paddings` marks. If False,
     # decoding reads prompts one token at a time, and restores the cache of finished sequences. A

@@ -102,7 +102,7 @@ def with_settings(
     Args:
       init: The constructor.
       names: Names of the keyword arguments. Arguments that the constructor also declares, for type
-        checkers, are passed on to it.
+        checkers, are passed on to the constructor.
       take: Called before the constructor with the layer and the passed arguments.
     """
     if not names:

@@ -135,8 +135,8 @@ class _ClassChunks:
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk starts early enough not to extend beyond the end, so it repeats classes of
-        # the previous chunk. The mask of `classes` excludes these.
+        # The last chunk starts early enough not to extend beyond the end, so it repeats classes
+        # from the previous chunk, which the mask from `classes` excludes.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:

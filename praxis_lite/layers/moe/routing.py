@@ -17,8 +17,8 @@ def expert_capacity(
 ) -> int:
     """Returns C, the maximum number of tokens that an expert processes from each group.
 
-    As in Pax, it is the larger of `capacity_dim` and factor x S / E, rounded up to a multiple of 4.
-    Unlike in Pax, it is at least 1, and at most S, because a token chooses an expert only once.
+    As in Pax, C is the larger of `capacity_dim` and factor x S / E, rounded up to a multiple of 4.
+    Unlike in Pax, C is at least 1, and at most S, because a token chooses an expert only once.
     """
     automatic = int(group_size * capacity_factor / num_experts)
     if automatic > capacity_dim:

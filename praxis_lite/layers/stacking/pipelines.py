@@ -79,8 +79,8 @@ class Pipeline(BaseLayer):
       pipelined: If True, run in ticks, even without a mesh. If False, run one block after another
         on any mesh. If None, run in ticks if the mesh has several devices along stage_axis.
       stream_io: Whether to shard the microbatches over the stages as well. A second
-        collective-permute per tick then moves them to stage 0 and back from the last stage, and
-        each stage stores consecutive examples if M is divisible by S. If False, each stage
+        collective-permute per tick then moves microbatches to stage 0 and back from the last stage,
+        and each stage stores consecutive examples if M is divisible by S. If False, each stage
         allocates memory for all microbatches.
       split_backward: Whether to compute weight gradients in a separate part of the ticks, without
         bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. This supports

@@ -163,7 +163,7 @@ class TransformerLm(BaseLayer):
 
         Args:
           ids: Int [B, T].
-          positions: Int [B, T], consecutive in each segment. If None, they start at 0 in each
+          positions: Int [B, T], consecutive in each segment. If None, positions start at 0 in each
             segment.
           segment_ids: Int [B, T], for packed sequences. A token attends only to its segment; 0
             marks padding.

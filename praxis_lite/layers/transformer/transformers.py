@@ -84,7 +84,7 @@ class Transformer(BaseLayer):
       ln_tpl: Builds a norm, also in the feed-forward layer, from (input_dims, rngs=).
       tr_atten_tpl: Builds attention from (input_dims, num_heads, dim_per_head=, rngs=).
       cross_atten_tpl: Builds cross-attention from the same arguments and is_cross_attention=True.
-        If None, tr_atten_tpl builds it.
+        If None, tr_atten_tpl is used.
       tr_fflayer_tpl: Builds the feed-forward layer from (input_dims, hidden_dims, ln_tpl=, rngs=).
         If the layer has an `init_cache`, its call also receives cache= and returns (outputs,
         cache).

@@ -74,8 +74,8 @@ class Pooling(BaseLayer):
         """Returns the outputs and their paddings.
 
         With 'VALID' or a stride, an output is padding (and 0) if its window contains padding.
-        Otherwise, it is padding if the input at the same position is padding. As in Pax, means
-        include padding in the sum, so inputs must be zero there.
+        Otherwise, the output is padding if the input at the same position is padding. As in Pax,
+        means include padding in the sum, so inputs must be zero there.
 
         Args:
           inputs: Float [B, H, W, C].

@@ -169,7 +169,7 @@ REFERENCE = "reference"
 def with_reference(*args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any) -> Any:
     """Builds `base_tpl(*args, rngs=rngs, **kwargs)`, and adds a copy of it as `reference`.
 
-    The copy starts with the same weights. Exclude it from training with
+    The copy starts with the same weights. Exclude the copy from training with
     `learner.bprop_variable_exclusion="reference/.*"`. Models with adapters do not need a copy.
     """
     same_rngs = nnx.compat.clone(rngs)

@@ -18,10 +18,10 @@ With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, wit
 Matmuls of two activations (attention logits), experts, convolutions, recurrences, embeddings and
 LoRA's low-rank matmuls are never rounded; matching layers that are not rounded are logged. The
 weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (see
-four_bit_weights.py for 4 bits), so decoding rounds them for every token. Numbers are rounded to
-nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a weight
-gradient over all tokens on a device, can overflow int32 if nearly all products have the maximum
-size.
+four_bit_weights.py for 4 bits), so weights are rounded for every token in decoding. Numbers are
+rounded to nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a
+weight gradient over all tokens on a device, can overflow int32 if nearly all products have the
+maximum size.
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
 a recipe from QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward

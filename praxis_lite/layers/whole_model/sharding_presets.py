@@ -130,8 +130,8 @@ _NO_WINDOWED_EINSUM = {
         "xla_tpu_enable_windowed_einsum_for_reduce_scatter?": False,
     }
 }
-# On a complete torus, gradients are summed with all-reduces. These options let them overlap with
-# matmuls. The compiler rejects them on other chips.
+# On a complete torus, gradients are summed with all-reduces. These options let the all-reduces
+# overlap with matmuls. The compiler rejects the options on other chips.
 _ASYNC_ALL_REDUCE = {
     "v5e": {
         "xla_enable_async_all_reduce?": True,

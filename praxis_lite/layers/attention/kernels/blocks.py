@@ -35,7 +35,7 @@ def blocked_attention(
     """Returns attention outputs [B, T, N, K].
 
     The residuals are the unnormalized probabilities for the computed blocks, in the queries' dtype.
-    With remat, they exist only during the backward pass of a layer.
+    With remat, the residuals exist only during the backward pass of a layer.
 
     Args:
       q_BTNK: See `einsum_attention`.

@@ -299,7 +299,7 @@ def gradients_in_chunks(
         these keys.
       inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
         [B, G, R, T].
-      d_encoded: Gradient with respect to these outputs, [B, T, G, R, K].
+      d_encoded: Gradient with respect to the outputs, [B, T, G, R, K].
       dtype: Dtype of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)

@@ -22,8 +22,8 @@ class LogitOptions:
       scale: Factor that multiplies the logits.
       cap: Logits become `cap * tanh(logits / cap)`. If 0.0, they are not capped.
       extra: An additional logit in the softmax, whose value vector is zero.
-      zero_fully_masked: Whether fully masked queries output zeros. If False, they output the mean
-        of all values, the result of a softmax over equal logits.
+      zero_fully_masked: Whether fully masked queries output zeros. If False, these queries output
+        the mean of all values, the result of a softmax over equal logits.
       float32_logits: Whether to compute logits and softmax in float32, as in Pax, instead of the
         queries' dtype.
     """

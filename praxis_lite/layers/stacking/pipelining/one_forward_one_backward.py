@@ -37,10 +37,11 @@ PyTree = Any
 class OneForwardOneBackward:
     """Computes gradients by 1F1B for a model that contains one Pipeline (arXiv:2104.04473).
 
-    The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
-    stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model before and
-    after the Pipeline, such as the embedding and the loss, run per microbatch within the ticks.
-    With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1, arXiv:2401.10241).
+    The backward pass of a microbatch begins as soon as the microbatch has left the last stage, so a
+    stage stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model
+    before and after the Pipeline, such as the embedding and the loss, run per microbatch within the
+    ticks. With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1,
+    arXiv:2401.10241).
 
     Gradient accumulation over the same microbatches gives the same results, and is used instead on
     meshes without the stage axis. If the loss is a weighted mean over examples, a pass over the

@@ -122,7 +122,7 @@ class InterleavedSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick of the first backward pass, in which a microbatch first leaves the last stage."""
+        """Tick of the first backward pass, in which a microbatch first leaves the last stage."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
@@ -183,7 +183,8 @@ class InterleavedSchedule:
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) for a stage's weight gradients.
 
-        With split_backward, they are scalars, because all stages process the same microbatch.
+        With split_backward, the three values are scalars, because all stages process the same
+        microbatch.
         """
         if not self.split_backward:
             return self.backward(tick, stage)

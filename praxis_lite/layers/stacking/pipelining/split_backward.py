@@ -1,8 +1,8 @@
 """Splits a function into two: the first computes the results needed first, the second the others.
 
 A split backward pass first computes the gradient with respect to its inputs, because the previous
-stage is waiting for it, and later the weight gradients (zero bubble, arXiv:2401.10241). No
-operation runs in both functions.
+stage is waiting for that gradient, and later computes the weight gradients (zero bubble,
+arXiv:2401.10241). No operation runs in both functions.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def split_function(
 
 
 def used_arguments(function: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns, for each leaf in the arguments, whether the function's results depend on the leaf."""
+    """Returns, for each leaf in the arguments, whether the function's results depend on it."""
     closed = jax.make_jaxpr(function)(*args)
     eqns: list[core.JaxprEqn] = []
     outvars = _inline_calls(closed, open_jaxpr(closed).invars, eqns, {})

@@ -65,8 +65,8 @@ class SplitModel:
       loss: Takes (params, microbatch), and returns (loss, metrics).
       params: The weights.
       num_microbatches: Number of microbatches, M.
-      full_weight: Expected loss weight of a microbatch. Loss weights are divided by it, so that
-        weighted gradients stay within the range of float16.
+      full_weight: Expected loss weight of a microbatch. Loss weights are divided by this value, so
+        that weighted gradients stay within the range of float16.
 
     Raises:
       ConfigError: The pipeline is not called exactly once, or an input other than x depends on
@@ -148,8 +148,8 @@ class SplitModel:
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
         """Returns (metrics, weight, grad_x, grad_ends, grad_values) for a microbatch.
 
-        The weight is a float32 scalar. The gradients are multiplied by it, and may be NaN if it
-        is 0.
+        The weight is a float32 scalar. The gradients are multiplied by the weight, and may be NaN
+        if the weight is 0.
 
         Args:
           microbatch: Index of the microbatch.
