@@ -49,7 +49,7 @@ def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn
     Args:
       activation: A name in ACTIVATIONS, ignoring case and underscores, as in Pax ("SquaredReLU"),
         or a function of an array, such as a leaky ReLU with a custom slope.
-      layer: The layer with this setting, for error messages.
+      layer: The layer that has this setting, for error messages.
 
     Raises:
       ConfigError: The name is unknown. The message lists the names.

@@ -1,4 +1,4 @@
-"""Weight initializers, with the methods, fans and distributions of Pax's WeightInit."""
+"""Weight initializers, with the methods, fan-in, fan-out and distributions of Pax's WeightInit."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _truncated_gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # This is not rescaled, so its standard deviation is 0.8796.
+    # The truncated normal is not rescaled, so its standard deviation is 0.8796.
     return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
 
@@ -66,10 +66,10 @@ def fans(
     fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """Returns (fan in, fan out): the number of inputs per output, and of outputs per input.
+    """Returns (fan-in, fan-out): the number of inputs per output, and of outputs per input.
 
     The last two dims are inputs and outputs. Other dims, such as a convolution's window, multiply
-    both fans. For a vector, both fans are its size. If axes are passed, the fans are the products
+    both. For a vector, both are its size. If axes are passed, fan-in and fan-out are the products
     of these dims.
 
     Raises:
@@ -99,8 +99,8 @@ class WeightInit:
     Attributes:
       method: Pax's name, such as "gaussian_sqrt_fanin"; see the static methods.
       scale: Factor that multiplies the random numbers.
-      fan_in_axes: Dims of the fan in; see `fans`.
-      fan_out_axes: Dims of the fan out.
+      fan_in_axes: Dims whose product is the fan-in; see `fans`.
+      fan_out_axes: Dims whose product is the fan-out.
 
     Raises:
       ConfigError: The method is unknown, or only one of fan_in_axes and fan_out_axes is set.
@@ -136,17 +136,17 @@ class WeightInit:
 
     @staticmethod
     def GaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale / sqrt(fan in)."""
+        """Normal with standard deviation scale / sqrt(fan_in)."""
         return WeightInit("gaussian_sqrt_fanin", scale)
 
     @staticmethod
     def GaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale / sqrt(fan out)."""
+        """Normal with standard deviation scale / sqrt(fan_out)."""
         return WeightInit("gaussian_sqrt_fanout", scale)
 
     @staticmethod
     def GaussianSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale * sqrt(2 / (fan in + fan out))."""
+        """Normal with standard deviation scale * sqrt(2 / (fan_in + fan_out))."""
         return WeightInit("gaussian_sqrt_fanavg", scale)
 
     @staticmethod
@@ -161,12 +161,12 @@ class WeightInit:
 
     @staticmethod
     def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan in) times a normal that is truncated at +-2."""
+        """scale / sqrt(fan_in) times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian_sqrt_fanin", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan out) times a normal that is truncated at +-2."""
+        """scale / sqrt(fan_out) times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian_sqrt_fanout", scale)
 
     @staticmethod
@@ -181,7 +181,7 @@ class WeightInit:
 
     @staticmethod
     def UniformSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(6 / (fan in + fan out))."""
+        """Uniform within +-scale * sqrt(6 / (fan_in + fan_out))."""
         return WeightInit("uniform_sqrt_fanavg", scale)
 
     @staticmethod
@@ -191,7 +191,7 @@ class WeightInit:
 
     @staticmethod
     def Xavier(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); Pax's default, with scale 1."""
+        """Uniform within +-scale * sqrt(6 / (fan_in + fan_out)); Pax's default, with scale 1."""
         return WeightInit("xavier", scale)
 
     @staticmethod
@@ -214,18 +214,18 @@ class WeightInit:
 
 @dataclasses.dataclass(frozen=True)
 class EinsumXavier:
-    """Xavier's uniform initializer with the fans of the einsum that uses the weight.
+    """Xavier's uniform initializer with the fan-in and fan-out of the einsum that uses the weight.
 
     `BaseLayer.weight` and `Dense.make` call `for_dims` with the weight's dims.
     """
 
     def for_dims(self, input_dims: Sequence[int], output_dims: Sequence[int]) -> Draw:
-        """Returns the initializer of a weight.
+        """Returns the initializer for a weight with these dims.
 
         Args:
           input_dims: Indices of the weight's input dims.
-          output_dims: Indices of its output dims. The remaining dims stack independent weights and
-            belong to neither fan, as in Pax with explicit fan axes.
+          output_dims: Indices of the weight's output dims. The remaining dims stack independent
+            weights and count towards neither fan-in nor fan-out, as in Pax with explicit fan axes.
         """
         axes = {"in_axis": tuple(input_dims), "out_axis": tuple(output_dims)}
 

@@ -44,7 +44,7 @@ class Linear(Dense):
     def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns pairs ([..., d], [d, F]) whose products add up to the outputs.
 
-        A chunked softmax uses them to compute logits, one chunk of F at a time.
+        A chunked softmax uses these pairs to compute logits, one chunk of F at a time.
         """
         return self.product.factors(self, inputs)
 
@@ -212,12 +212,13 @@ class Einsum(Dense):
     Args:
       equation: Einsum equation for inputs and weight. "..." stands for any leading dims of the
         inputs, which are preserved in the outputs.
-      weight_shape: The size of each letter of the weight in the equation.
+      weight_shape: Size of each dim of the weight, in the order of its subscripts in the equation.
       has_bias: Whether to add b. Its dims are the output dims that come from the weight, in the
         order of the outputs, and are sharded as in the weight.
-      weight_init: Initializer of the weight. If None, Pax's default (Xavier) with the fans of the
-        equation: contracted letters are inputs, letters that only the weight has are outputs, and
-        letters shared by inputs, weight and outputs stack independent layers.
+      weight_init: Initializer of the weight. If None, Pax's default (Xavier) with the fan-in and
+        fan-out of the equation: contracted subscripts are inputs, subscripts in the weight but not
+        in the inputs are outputs, and subscripts shared by inputs, weight and outputs stack
+        independent layers.
       bias_init: Initializer of the bias.
       weight_split_dims_mapping: Sharding of the weight.
       activation_split_dims_mapping: Sharding of the outputs.
@@ -263,7 +264,7 @@ class Einsum(Dense):
 
 
 def _weight_letters(equation: str) -> str:
-    """Returns the letters of the weight; raises ConfigError if the equation is invalid."""
+    """Returns the weight's subscripts; raises ConfigError if the equation is invalid."""
     match = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
     if match is None or bool(match[1]) != bool(match[4]):
         raise ConfigError(

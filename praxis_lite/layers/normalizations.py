@@ -15,7 +15,7 @@ from praxis_lite.layers.base.result_types import beside, elementwise
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
-    """Checks the epsilon of a norm.
+    """Checks a norm's epsilon.
 
     Raises:
       ConfigError: Epsilon is not a non-negative number.

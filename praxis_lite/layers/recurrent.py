@@ -21,8 +21,8 @@ from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, Split
 # recurrence gate.
 _DECAY_RANGE = (0.9, 0.999)
 _C = 8.0
-# Lower bound for 1 - a^2. It limits the gradient of the square root, which is infinite at a = 1, to
-# 1000. In float32, values of `a` this close to 1 are rounded to 1.
+# Lower bound for 1 - a^2. This bound limits the gradient of the square root, which is infinite at a
+# = 1, to 1000. In float32, values of `a` this close to 1 are rounded to 1.
 _LEAST_SQUARE = 2.5e-7
 
 
@@ -304,7 +304,7 @@ def _starts_and_segments(
     """Returns the starts of segments, bool [B, T], and the segment ids, int [B, before + T].
 
     The `before` tokens in the cache get the first token's segment, because a call with a cache
-    continues its sequence.
+    continues the cached sequence.
     """
     if segment_ids is None:
         return None, None

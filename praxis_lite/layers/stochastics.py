@@ -39,7 +39,7 @@ class Dropout(BaseLayer):
 
 
 class StochasticResidual(BaseLayer):
-    """Computes `inputs + residual_weight * residual`, and randomly drops residuals of examples.
+    """Computes `inputs + residual_weight * residual`, and drops the residuals of random examples.
 
     With a key, an example's residual is kept with probability `survival_prob` and then divided by
     `survival_prob`. Without a key, all residuals are kept. Stochastic depth, Huang et al. 2016,

@@ -41,51 +41,51 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class DotProductAttention(AttentionHeads):
-    """Attention of [B, T, D] to itself or to `encoded` [B, S, D]; returns outputs and the cache.
+    """Self-attention over [B, T, D], or cross-attention to `encoded` [B, S, D], with a cache.
 
     Vaswani et al. 2017, arXiv:1706.03762, with Pax's names, defaults and numerics.
 
     Args:
       input_dim: D, or a mapping from "query", "key" and "value" to dims if inputs and `encoded`
-        differ.
+        differ in size.
       num_heads: N.
-      hidden_dim: N K, used if dim_per_head is None. If None, D.
-      dim_per_head: K. As in Pax, queries are still scaled for hidden_dim / N (without the per-dim
-        scale), unless scale_query_by_dim_per_head is set.
+      hidden_dim: N K; used if dim_per_head is None. Defaults to D.
+      dim_per_head: K. As in Pax, a query scale that is not learned is still (hidden_dim / N)^-0.5,
+        unless scale_query_by_dim_per_head is set.
       num_kv_heads: G, the number of key/value heads, each shared by N / G query heads
         (arXiv:2305.13245; arXiv:1911.02150 for 1). If None, N.
-      is_causal: For self-attention. If True, a token sees itself and earlier tokens. If False, it
-        sees all tokens. None means True, unless the call passes an atten_mask: as in Pax, that mask
-        then replaces the causal mask, but not a window.
+      is_causal: For self-attention. If True, a token attends to itself and earlier tokens. If
+        False, it attends to all tokens. None means True, unless the call passes an atten_mask: as
+        in Pax, that mask then replaces the causal mask, but not the window.
       is_cross_attention: Whether keys and values come from `encoded`.
-      window: Number of tokens that a token sees to its left, including itself (Pax's
+      window: Number of tokens that a token attends to on its left, including itself (Pax's
         left_context). The cache stores window + SPARE_PLACES tokens.
-      right_context: Number of later tokens that a token sees if is_causal is False. If None, all
-        later tokens, or window - 1 with a window.
+      right_context: Number of later tokens that a token attends to if is_causal is False. If None,
+        all later tokens, or window - 1 with a window.
       use_bias: Whether the projections have biases.
-      use_output_bias: Whether the output projection has a bias. If None, use_bias decides.
-      internal_gshard_gaussian_init: Whether to initialize separate projections as Gaussians, as in
-        GShard, with variance 1 / (D K) for queries, 1 / D for keys and values, and 1 / (N K) for
-        outputs.
+      use_output_bias: Whether the output projection has a bias. Defaults to use_bias.
+      internal_gshard_gaussian_init: Whether to initialize separate projections with Gaussians, as
+        in GShard, whose variance is 1 / (D K) for queries, 1 / D for keys and values, and 1 / (N K)
+        for outputs.
       combine_qkv: Whether queries, keys and values share one weight.
       internal_enable_query_scale: Whether to scale queries.
       internal_enable_per_dim_scale: Whether the query scale is learned per dim.
       scale_query_by_dim_per_head: See dim_per_head.
       scale_logits_by_head_dims: Whether to multiply logits by 1 / sqrt(K).
-      atten_logit_cap: Limit of the logits, applied with a tanh. If 0.0, there is no limit.
+      atten_logit_cap: Limit on the logits, applied with a tanh. If 0.0, there is no limit.
       attention_extra_logit: An additional logit, whose value vector is zero.
       attention_sinks: Whether each head learns such an additional logit (arXiv:2309.17453).
-      zero_fully_masked: Whether queries without visible keys output zeros, as in cross-attention,
-        instead of the mean of all values.
+      zero_fully_masked: Whether fully masked queries output zeros, as in cross-attention, instead
+        of the mean of all values.
       use_rotary_position_emb: Whether to rotate queries and keys by their positions.
-      ln_tpl: Norm of queries and keys, called with (K, rngs=). As in Pax, it is applied after the
+      ln_tpl: Norm for queries and keys, called with (K, rngs=). As in Pax, it is applied after the
         rotation.
       ln_before_rotary: Whether to normalize before the rotation, as in Qwen 3 and Gemma 3.
       ln_over_heads: Whether to normalize over all heads at once, as in OLMo 2; ln_tpl is then
         called with (N K, rngs=).
       relative_bias_tpl: Attention bias that depends on distance, called with (N, rngs=).
-      float32_logits: Whether to compute logits and softmax in float32, as in Pax. If False, they
-        have the queries' dtype, as in MaxText, which halves their memory in bfloat16.
+      float32_logits: Whether to compute logits and softmax in float32, as in Pax. If False, both
+        have the queries' dtype, as in MaxText, which halves the memory for logits in bfloat16.
       atten_dropout_prob: Dropout probability of the attention probabilities.
       output_proj_use_nhd_shape: Whether to store the output weight as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
@@ -96,12 +96,12 @@ class DotProductAttention(AttentionHeads):
       activation_split_dims_mapping: Sharding of queries, keys, values and the cache, [B, T, N, K].
       kv_split_dims_mapping: Sharding of keys, values and the cache, [B, S, G, K]. If None,
         activation_split_dims_mapping is used, except that a single head is replicated, and that the
-        cache is sharded along time if it has fewer heads than devices.
+        cache is sharded along time if there are fewer heads than devices.
       output_split_dims_mapping: Sharding of the outputs, [B, T, D].
-      context_parallel: Name in CONTEXT_PARALLEL of the explicit collectives to use if time is
-        sharded. If None, and in calls with a cache, the compiler inserts collectives.
-      tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use along the mesh
-        axis of N. If None, and in calls with a cache, the compiler inserts collectives.
+      context_parallel: The explicit collectives to use if time is sharded, a name in
+        CONTEXT_PARALLEL. If None, and in calls with a cache, the compiler inserts collectives.
+      tensor_parallel: The explicit collectives to use along the mesh axis of N, a name in
+        TENSOR_PARALLEL. If None, and in calls with a cache, the compiler inserts collectives.
     """
 
     cache_skips_padding = True
@@ -225,23 +225,23 @@ class DotProductAttention(AttentionHeads):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs [B, T, D] and the updated cache.
 
-        With a cache, tokens are stored at their positions, and attend to these and all earlier
-        positions. Sequences may be at different positions, and each sequence is one segment.
-        Cross-attention stores the keys and values of `encoded` in the cache, so that later calls do
-        not need `encoded`.
+        With a cache, keys and values are stored at the positions of their tokens, and each token
+        attends to its own and all earlier positions. Sequences may be at different positions, and
+        each sequence is one segment. Cross-attention stores the keys and values of `encoded` in the
+        cache, so that later calls do not need `encoded`.
 
         Args:
           inputs: [B, T, D].
           encoded: [B, S, D], the sequence to attend to. If None, the inputs, or the `encoded` that
             is stored in the cache.
-          positions: Int [B or 1, T], consecutive in T. If None, 0 to T - 1.
-          segment_ids: Int [B, T]. Tokens see only tokens of their segment.
-          paddings: [B, T]; 1.0 for padding, which no token sees.
+          positions: Int [B or 1, T], consecutive along T. If None, 0 to T - 1.
+          segment_ids: Int [B, T]. Tokens attend only to tokens in their segment.
+          paddings: [B, T]; 1.0 for padding, to which no token attends.
           encoded_paddings: Paddings of `encoded`, [B, S].
           encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens whose segment does not occur in
             `encoded` output zeros, except padding (segment 0).
           encoded_positions: Positions of `encoded`, [B, S].
-          atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are hidden where it is below
+          atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are masked where it is below
             LARGE_NEGATIVE / 2. It is not added to the logits.
           key: Random key for dropout. If None, nothing is dropped.
           cache: Cache of the preceding tokens, or None.
@@ -279,7 +279,7 @@ class DotProductAttention(AttentionHeads):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache. With a shard of the heads, the outputs are a partial sum.
+        """Returns outputs (a partial sum if the layer has only a shard of the heads) and the cache.
 
         Args:
           inputs: [B, T, D].
@@ -349,7 +349,7 @@ class DotProductAttention(AttentionHeads):
 
 
 def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
-    """Returns the positions of x [B, T, ...], by default 0 to T - 1, or None if x is None."""
+    """Returns positions for x [B, T, ...], by default 0 to T - 1, or None if x is None."""
     if given is not None or x is None:
         return given
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

@@ -12,12 +12,12 @@ from praxis_lite.layers.base.calls import require_positive
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of N query heads and G key/value heads with K dims each.
+    """Sizes for attention with N query heads and G key/value heads of K dims each.
 
     Attributes:
-      input_dims: D of "query", "key" and "value".
-      hidden_dim: Pax's hidden_dim. Without a learned scale, queries are scaled for hidden_dim / N
-        dims per head.
+      input_dims: D for each of "query", "key" and "value".
+      hidden_dim: Pax's hidden_dim. A query scale that is not learned is (hidden_dim / N)^-0.5 by
+        default.
       N: Number of query heads.
       G: Number of key/value heads.
       K: Dims per head.

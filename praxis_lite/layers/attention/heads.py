@@ -83,7 +83,7 @@ class AttentionHeads(BaseLayer):
             kwargs = {"use_bias": use_bias, "rngs": rngs, **kwargs}
             if internal_gshard_gaussian_init and fans:
                 kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
-            if heads == 1 < N:  # As in Pax, weights of a single key/value head have no heads dim.
+            if heads == 1 < N:  # As in Pax, weights for a single key/value head have no heads dim.
                 return headless_proj_tpl(dim, K, **kwargs)
             return template(dim, heads, K, **kwargs)
 
@@ -119,7 +119,8 @@ class AttentionHeads(BaseLayer):
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
         self.features_split = N.split
-        # Mesh axes over which the cache is sharded along time if it has fewer heads than devices.
+        # Mesh axes over which the cache is sharded along time if there are fewer heads than
+        # devices.
         self.cache_split = None
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
@@ -182,7 +183,7 @@ class AttentionHeads(BaseLayer):
     def split_of_time(self) -> DimSplit:
         """Returns the mesh axes that shard the cache along time, or None.
 
-        They are used if the cache has fewer heads than devices.
+        These axes are used if there are fewer heads than devices.
         """
         return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
@@ -195,9 +196,10 @@ class AttentionHeads(BaseLayer):
         return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
-        """Pads a weight with zero heads, so that its heads can be sharded over `num_parts` devices.
+        """Pads a weight with heads of zeros, so that heads can be sharded over `num_parts` devices.
 
-        The number of heads is that of `padded_num_heads`; a single key/value head is replicated.
+        The number of heads is computed by `padded_num_heads`; a single key/value head is
+        replicated.
 
         Args:
           path: Path of the weight in this layer.
@@ -205,7 +207,7 @@ class AttentionHeads(BaseLayer):
           dim: Index of the heads dim.
           num_parts: Number of devices.
         """
-        if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no heads dim.
+        if self.num_kv_heads == 1 < self.num_heads:  # The weight has no heads dim.
             num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
         else:
             num_q, num_kv, num_copies = padded_num_heads(

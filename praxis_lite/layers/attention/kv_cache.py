@@ -1,4 +1,4 @@
-"""The key/value cache for decoding, which stores all tokens or the last tokens in a ring buffer."""
+"""The key/value cache for decoding: stores all tokens, or the last tokens in a ring buffer."""
 
 import math
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ Cache = dict[str, jax.Array]
 
 # The ring buffer of a layer with a window is larger than the window by this number of tokens. In
 # speculative decoding, this number of a row's latest tokens can therefore be discarded and
-# overwritten without losing a visible token.
+# overwritten without losing a token inside the window.
 SPARE_PLACES = 16
 
 
@@ -70,7 +70,7 @@ def empty_cache(
 
 
 def stored_dtype(dtype: Any) -> jnp.dtype:
-    """Returns the cache's dtype for activations of `dtype`: at least float32 on CPU.
+    """Returns the cache's dtype for activations in `dtype`: at least float32 on CPU.
 
     XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token, it would
     convert the array to float32 and back. `round_to_cache` still rounds values to the precision of
@@ -99,7 +99,7 @@ def by_heads(kv: Cache) -> Cache:
 
 
 def constrain_cache(cache: Cache, split: SplitDims) -> Cache:
-    """Constrains a cache's sharding; `split` is that of its keys and values, [B, ..., S, K]."""
+    """Constrains a cache's sharding; `split` applies to keys and values [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -237,7 +237,7 @@ def update_cache(
       cache: The cache.
       kv: New keys and values, [B, T or S, G, K]; None if `encoded` is already in the cache.
       positions: Int [B or 1, T], consecutive.
-      mask: The mask of a call without a cache; only its window and padding are used.
+      mask: The mask for a call without a cache; only its window and padding are used.
       split: Sharding of the cache, [B, G, S, K].
       is_cross: Whether the keys belong to `encoded`.
 
@@ -265,11 +265,12 @@ def update_cache(
 def _update_ring(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Implements `update_cache` for a few tokens, which cannot overwrite visible tokens.
+    """Implements `update_cache` for so few tokens that they overwrite no token inside the window.
 
     A token is stored at its position modulo the ring's length S. Positions are not stored: an
     entry's position is the latest position, up to that of the newest token, that equals the entry's
-    index modulo S. For a discarded token, this position is S too early, outside the window.
+    index modulo S. For a discarded token, this position is S too early, and therefore outside the
+    window.
     """
     length = cache["key"].shape[2]
     updated = cache

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, which computes the keys and values of all heads from a latent."""
+"""Multi-head latent attention: all heads compute keys and values from one latent vector."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +38,11 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class MultiHeadLatentAttention(BaseLayer):
-    """Causal self-attention of [B, T, D] via latents; returns outputs and the cache.
+    """Causal self-attention over [B, T, D] via latents; returns outputs and the cache.
 
     See DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token, the cache stores a latent [L]
     and a positional key [R] that all heads share: S (L + R) numbers per sequence. With a cache,
-    queries are projected to the latent space, where all heads read the same keys. Without a cache,
+    queries are projected to the latent space, where all heads share the same keys. Without a cache,
     the keys and values of each head are computed from the latents. The results are equal up to
     rounding.
 
@@ -59,7 +59,7 @@ class MultiHeadLatentAttention(BaseLayer):
       use_bias: Whether to add biases to the outputs and to both latents, before their norms.
       rotates_neighbours: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models. If
         False, dim i rotates with dim i + R / 2.
-      ln_tpl: Norms of the latents, called with (dims, rngs=).
+      ln_tpl: Norms for the latents, called with (dims, rngs=).
       rotary_position_emb_tpl: Rotary embedding, called with (R).
       atten_dropout_prob: See DotProductAttention.
       atten_kernel: See DotProductAttention.
@@ -68,7 +68,7 @@ class MultiHeadLatentAttention(BaseLayer):
       weight_split_dims_mapping: Sharding of the projections to and from heads, [D or L, N, K]. The
         projections to latents use its first entry.
       activation_split_dims_mapping: Sharding of queries, keys and values, [B, T, N, K]. The cache
-        has no heads dim; its time dim is sharded like N.
+        has no heads dim; the cache's time dim is sharded like N.
       output_split_dims_mapping: Sharding of the outputs, [B, T, D].
 
     Raises:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 # B batch, T queries, S keys.
 
-# The logit of a hidden key, as in Pax. It is finite, so that a query without visible keys outputs
-# the mean of all values instead of NaN.
+# The logit of a masked key, as in Pax. It is finite, so that a fully masked query outputs the mean
+# of all values instead of NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
 # Advice for error messages about a mask that is passed to a causal layer.
 HIDE_LATER = (
@@ -21,20 +21,20 @@ HIDE_LATER = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """A structured attention mask: query t sees key s if all fields that are set allow it.
+    """A structured attention mask: query t attends to key s if all fields that are set allow it.
 
     Attributes:
-      left_context: Requires t - s < left_context: a query sees its own index and the
+      left_context: Requires t - s < left_context: a query attends to its own index and the
         `left_context - 1` preceding indices.
       right_context: Requires s - t <= right_context. If 0, the mask is causal.
       q_index_BT: Indices of the queries among the keys, int [B or 1, T]. If None, 0 to T - 1.
-      q_segments_BT: Segments of the queries, int. A query sees only keys of its segment.
+      q_segments_BT: Segments of the queries, int. A query attends only to keys in its segment.
       kv_segments_BS: Segments of the keys, int.
-      kv_visible_BS: Bool [B, S]. False hides a key from every query.
+      kv_visible_BS: Bool [B, S]. False masks a key for all queries.
       kv_index_BS: Indices of the keys, int [B or 1, S]. If None, 0 to S - 1. Only the chunked,
         dot_product and einsum kernels support it.
       is_to_itself: Whether queries and keys belong to the same tokens in the same order. Each query
-        that is not padding then sees at least its own key.
+        that is not padding then attends at least to its own key.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -48,14 +48,14 @@ class AttentionMask:
 
     @property
     def may_hide_all(self) -> bool:
-        """Whether segments, padding or indices may hide all keys from a query."""
+        """Whether segments, padding or indices may mask all keys for a query."""
         if self.is_to_itself:
             return self.kv_visible_BS is not None
         arrays = (self.q_segments_BT, self.kv_visible_BS, self.q_index_BT, self.kv_index_BS)
         return any(x is not None for x in arrays)
 
     def visible(self, num_queries: int, num_keys: int) -> jax.Array | None:
-        """Returns bool [B or 1, T, S], or None if every query sees every key."""
+        """Returns the mask, bool [B or 1, T, S], or None if every query attends to every key."""
         index_BS = self.kv_index_BS
         if index_BS is None:
             index_BS = jnp.arange(num_keys, dtype=jnp.int32)[None, :]
@@ -68,7 +68,7 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` for a block of the queries and keys at these indices."""
+        """Returns the mask for a block: the queries and keys at these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
@@ -85,9 +85,9 @@ class AttentionMask:
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
     def zero_fully_masked(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
-        """Replaces the outputs of queries that see no key with zeros.
+        """Replaces the outputs of fully masked queries with zeros.
 
-        For such queries, kernels return the mean of all values, including those of other segments.
+        For such queries, kernels return the mean of all values, including those in other segments.
         As in Pax, queries in segment 0 (padding) keep this mean.
         """
         visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
@@ -104,11 +104,12 @@ def cross_attention_mask(
     encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns a mask that lets queries see the keys of `encoded` in their segment.
+    """Returns a mask with which queries attend only to keys of `encoded` in their segment.
 
     Args:
-      segment_ids: Segments of the queries, int [B, T]. If None, queries see all segments except 0.
-      encoded_paddings: [B, S]; 1.0 for padding, which is hidden.
+      segment_ids: Segments of the queries, int [B, T]. If None, queries attend to all segments
+        except 0.
+      encoded_paddings: [B, S]; 1.0 for padding, which is masked.
       encoded_segment_ids: Segments of the keys, int [B, S].
     """
     visible_BS = not_padding(encoded_paddings)

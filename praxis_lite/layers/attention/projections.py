@@ -29,9 +29,9 @@ class AttentionProjection(Dense):
       attention_combine_dims: Whether to store the weight as [D, N * K]. As in Pax, this does not
         support a bias.
       use_nhd_shape: Whether to store the weight of an output projection as [N, K, D].
-      explicit_fan_in_fan_out_axes: Whether to initialize the weight with the fans D and N * K of
-        its matmul. If False, [D, N, K] is initialized like a convolution, as in Pax: about
-        sqrt((N + K) / 2) times smaller.
+      explicit_fan_in_fan_out_axes: Whether to initialize the weight with the fan-in and fan-out of
+        its matmul, D and N * K. If False, [D, N, K] is initialized like a convolution, as in Pax:
+        about sqrt((N + K) / 2) times smaller.
       params_init: Initializer of the weight; overrides explicit_fan_in_fan_out_axes.
       weight_split_dims_mapping: Sharding of [D, N, K], regardless of the stored shape.
       activation_split_dims_mapping: Sharding of the outputs.

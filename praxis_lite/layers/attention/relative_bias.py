@@ -14,7 +14,7 @@ from praxis_lite.layers.base.dims import NONE, SplitSetting, splits
 
 
 class RelativeBias(BaseLayer):
-    """Computes a bias [B, N, T, S] from positions of queries [B, T] and keys [B, S].
+    """Computes a bias [B, N, T, S] from the positions of queries [B, T] and keys [B, S].
 
     See arXiv:1910.10683. Half of the buckets cover a single distance each. The other half cover
     ranges of distances that grow exponentially up to the maximum. Larger distances share the last
@@ -81,7 +81,7 @@ class RelativeBias(BaseLayer):
         return bias_NBTS.transpose(1, 0, 2, 3)
 
     def _bucket(self, distance: jax.Array) -> jax.Array:
-        """Returns the bucket of a distance, which is positive if the key precedes the query."""
+        """Returns the bucket for a distance, which is positive if the key precedes the query."""
         num_buckets, first = self.num_buckets, jnp.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2

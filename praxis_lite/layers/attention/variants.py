@@ -51,15 +51,15 @@ class MultiQueryDotProductAttention(DotProductAttention):
 class GroupedQueryAttention(DotProductAttention):
     """DotProductAttention with shared key/value heads and queries scaled by 1 / sqrt(K).
 
-    Ainslie et al. 2023, arXiv:2305.13245. Unlike in DotProductAttention, weights are initialized
-    with the fans of their matmuls. For other settings, see DotProductAttention.
+    Ainslie et al. 2023, arXiv:2305.13245. Unlike DotProductAttention, it initializes each weight
+    using the fan-in and fan-out of its matmul. For other settings, see DotProductAttention.
 
     Args:
       input_dim: D.
       num_heads: N.
       num_kv_heads: G.
       atten_temp: Temperature; queries are divided by it.
-      rope_min_max_timescales: Minimum and maximum timescale of the rotary embedding. If None,
+      rope_min_max_timescales: Minimum and maximum timescales of the rotary embedding. If None,
         queries and keys are not rotated.
     """
 

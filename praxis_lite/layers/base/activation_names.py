@@ -34,7 +34,7 @@ def named(x: PyTree, name: str) -> PyTree:
     """Names activations for checkpoint policies (`jax.ad_checkpoint.checkpoint_name`).
 
     On TPU, offloaded arrays get a fixed memory layout. Otherwise XLA (libtpu 0.0.51) may choose
-    different layouts in the forward and backward pass, and then copies the stacked activations of
+    different layouts in the forward and backward passes, and then copy the stacked activations of
     all layers to the device and back.
     """
     if not goes_to_host(name) or compiled_platform() != "tpu":

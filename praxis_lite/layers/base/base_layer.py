@@ -1,4 +1,4 @@
-"""BaseLayer, the base class of layers, which declare weights and how these are sharded."""
+"""BaseLayer, the base class of layers, which declare their weights and how to shard them."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -36,8 +36,8 @@ class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they are sharded.
 
     Subclasses create weights (with `self.weight`) and sublayers in the constructor, and compute in
-    `__call__`. Keys and caches are arguments and results; nothing is mutated. In HLO, operations of
-    `__call__` and of public methods have the layer's path as their name scope.
+    `__call__`. Keys and caches are arguments and results; nothing is mutated. In HLO, operations
+    from `__call__` and from public methods have the layer's path as their name scope.
 
     Raises:
       ConfigError: A setting is out of range or conflicts with another setting, which is checked
@@ -46,18 +46,18 @@ class BaseLayer(nnx.Module):
 
     __signature__ = ConstructorSignature()
     # Sharding settings of the layer, as returned by `splits`. They become keyword arguments of the
-    # constructor, and are set as attributes before it runs. Constructors and classes declare them
-    # only for type checkers.
+    # constructor, and are set as attributes before the constructor runs. Constructors and classes
+    # declare them only for type checkers.
     splits: Mapping[str, tuple[str | None, ...]] = {}
-    # Maps settings that a sharding preset sets to the name of the value in the preset.
+    # Maps the name of a setting to the name of the value that a sharding preset has for it.
     preset_settings: Mapping[str, str] = {}
-    # Maps templates, such as "softmax_tpl", to settings that override those of the layers that the
-    # templates build.
+    # Maps templates, such as "softmax_tpl", to settings that override the settings of the layers
+    # that the templates build.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
-    # The mechanism that couples examples of a batch, such as "batch statistics"; for --mode=check.
+    # The mechanism that couples examples in a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
     # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
-    # for". None if there is none, or if it is attention, which has masks.
+    # for". None if there is no such mechanism, or if the mechanism is attention, which has masks.
     couples_tokens: str | None = None
     # Whether calls with a cache can skip any number of tokens that `paddings` marks. If False,
     # decoding reads prompts one token at a time, and restores the cache of finished sequences. A
@@ -115,7 +115,7 @@ class BaseLayer(nnx.Module):
           init: Initializer.
           dtype: Dtype of the stored weight.
           matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE. If
-            None, a weight with two dims is a matrix. A weight with a classes dim never is.
+            None, a weight with two dims is a matrix. A weight with a classes dim is never a matrix.
           rngs: The random streams for initialization.
         """
         if split_dims_mapping is None:

@@ -1,4 +1,4 @@
-"""Wrappers of layers' methods: signatures, argument checks, name scopes, fallback to Auto axes."""
+"""Wrappers for layer methods: signatures, argument checks, name scopes, fallback to Auto axes."""
 
 import contextlib
 import contextvars
@@ -52,9 +52,10 @@ def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
 
 
 def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator that replaces `**settings` of a constructor with parameters of `bases`.
+    """Returns a decorator that replaces a constructor's `**settings` with parameters of `bases`.
 
-    Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
+    The parameters' names, types and defaults appear in the constructor's signature, for help,
+    Fiddle and `--set`.
 
     Args:
       bases: Classes whose constructor parameters are inherited.
@@ -101,7 +102,7 @@ def with_settings(
     Args:
       init: The constructor.
       names: Names of the keyword arguments. Arguments that the constructor also declares, for type
-        checkers, are passed on to it.
+        checkers, are passed on to the constructor.
       take: Called before the constructor with the layer and the passed arguments.
     """
     if not names:
@@ -156,7 +157,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer's method to reject unknown keywords and to add a name scope.
 
     While tracing, the layer's name is looked up in the calling layer. If layers stored their names,
-    identical layers of a stack would be different pytrees.
+    identical layers in a stack would be different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -230,7 +231,7 @@ def check_way(
       field: Name of the setting, such as "tensor_parallel".
       setting: Value of the setting.
       ways: Valid values.
-      unable: Settings that these collectives do not support, and whether each is used.
+      unable: Settings that these collectives do not support, and whether each setting is used.
       sharded: What the compiler shards if the setting is None, such as "the layer".
 
     Raises:
@@ -255,7 +256,7 @@ def with_auto_fallback(
     kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Calls `method`, with Auto axes if JAX cannot infer the types of its results.
+    """Calls `method`, falling back to Auto axes if JAX cannot infer the types of the results.
 
     With Auto axes, the leading dims of the results are typed like the first array among the
     arguments, up to the first dim with a different size.

@@ -1,4 +1,4 @@
-"""Dense, the base class of dense layers, whose matmul adapters and quantization can replace."""
+"""Dense, the base class of dense layers; adapters and quantization can replace its matmul."""
 
 import abc
 import dataclasses
@@ -18,11 +18,11 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The matmul of a dense layer, by default exact and in the inputs' dtype.
+    """The matmul in a dense layer, by default exact and in the inputs' dtype.
 
     Subclasses multiply differently. A product has settings but no arrays; additional weights belong
-    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, that
-    with `w`, and preserves adapters that have been added before.
+    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, which
+    multiplies by `w`, and preserves adapters that have already been added.
     """
 
     def over(self, base: "Product") -> "Product":
@@ -59,10 +59,10 @@ class Product:
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Renames the contracted subscripts of an equation, so that they are sorted in the weight.
+    """Renames the contracted subscripts in an equation to be in alphabetical order in the weight.
 
     `jnp.einsum` contracts several dims in alphabetical order. If the weight has a different order,
-    XLA copies the weight, in decoding even for each token.
+    XLA copies the weight; in decoding, it makes a copy for every token.
     """
     operands, outputs = equation.split("->")
     weight = operands.split(",")[1]
@@ -79,7 +79,7 @@ class StoredWeight(abc.ABC):
         """Dtype of the represented weight."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns `self` for `[...]`, with which variables are read; otherwise an indexed array."""
+        """Returns `self` for `[...]`, which reads a variable; otherwise an indexed array."""
         return self if index is ... else self.astype(self.dtype)[index]
 
     @abc.abstractmethod

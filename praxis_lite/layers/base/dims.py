@@ -66,7 +66,7 @@ class Dim(int):
 
 
 def merged_dim(first: int, *others: int) -> int:
-    """Merges dims, outermost first, into one dim that is sharded over all of their axes."""
+    """Merges dims, outermost first, into one dim that is sharded over the axes of all dims."""
     dims = (first, *others)
     if not others:
         return first
@@ -87,7 +87,7 @@ def sized(dim: int, size: int) -> int:
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split mapping of a weight with these dims, or None if no setting chose it."""
+    """Returns the split mapping for a weight with these dims; None if no setting specifies it."""
     is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
     return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 

@@ -1,6 +1,6 @@
 """Matmuls, lookups and reshapes whose result types JAX cannot infer over Explicit axes.
 
-Over Auto axes, these functions are equivalent to those of jax.numpy.
+Over Auto axes, these functions are equivalent to those in jax.numpy.
 """
 
 import functools
@@ -37,8 +37,8 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
     """Returns the spec for the type of `einsum(equation, x, y)`, given the operands' types.
 
     Contracted dims that are sharded over the same axes in both operands are summed over these axes.
-    If two dims of the result have an axis in common, only one of them keeps the axis. The first
-    dim, the batch, has the highest priority: a weight's dim that shares an axis with the batch is
+    If two dims of the result share an axis, only one of these dims keeps the axis. The first dim,
+    the batch, has the highest priority: a weight's dim that shares an axis with the batch is
     gathered over all of the dim's axes (fully sharded data parallelism). The dims of `y`, the
     weight, come second. The other dims of `x` come last: x is gathered over their shared axes
     (sequence parallelism).
@@ -72,7 +72,7 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
 
     Args:
       x: Inputs [batch, spatial ..., channels].
-      w: Filter [spatial ..., channels of a group, output channels].
+      w: Filter [spatial ..., channels per group, output channels].
       settings: Arguments of `jax.lax.conv_general_dilated`.
     """
     spatial = "HWD"[: x.ndim - 2]
@@ -162,6 +162,6 @@ def elementwise(weight: jax.Array) -> jax.Array:
 
     JAX does not support unreduced gradients of elementwise operations
     (`axis_types.with_unreduced_gradient`), so the gradient of this weight is reduced in each
-    micro-batch.
+    microbatch.
     """
     return reduce_partial(weight) if is_typed() else weight

@@ -1,7 +1,7 @@
 """Private functions of tokamax (tokamax._src) without a usable public equivalent in tokamax 0.0.12.
 
-No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if they move. The
-public `tokamax.dot_product_attention` supports neither segments nor windows. The public
+No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if these names
+move. The public `tokamax.dot_product_attention` supports neither segments nor windows. The public
 `tokamax.ragged_dot` uses tiles of 128 for all but 30 shapes, and rejects dims below 128 as well as
 numbers of rows that are not a multiple of its tile size. Both require an attached TPU.
 
@@ -15,7 +15,7 @@ from praxis_lite.host.optional_packages import optional_module
 
 
 def splash_kernels() -> ModuleType:
-    """Returns the module of splash attention kernels; ConfigError if tokamax is not installed."""
+    """Returns the module with splash attention kernels; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel",
         "atten_kernel='tokamax'",
@@ -23,7 +23,7 @@ def splash_kernels() -> ModuleType:
 
 
 def splash_masks() -> ModuleType:
-    """Returns the module of splash attention masks; ConfigError if tokamax is not installed."""
+    """Returns the module with splash attention masks; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask",
         "atten_kernel='tokamax'",
@@ -31,7 +31,7 @@ def splash_masks() -> ModuleType:
 
 
 def grouped_matmul_kernels() -> ModuleType:
-    """Returns the module of `gmm` and `tgmm` for TPU; ConfigError if tokamax is not installed."""
+    """Returns the module with `gmm` and `tgmm` for TPU; raises ConfigError without tokamax."""
     return optional_module(
         "tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel", "expert_kernel='tokamax'"
     )

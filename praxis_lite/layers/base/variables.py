@@ -25,7 +25,7 @@ class AuxLoss(nnx.Intermediate):
 
 
 class Summary(nnx.Intermediate):
-    """A scalar metric of a forward pass, such as the fraction of tokens that a router dropped."""
+    """A scalar metric from a forward pass, such as the fraction of tokens that a router dropped."""
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
@@ -50,8 +50,8 @@ def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """Returns the values of all variables that a forward pass may assign, by path.
 
     These are all variables except weights. Assignments inside `jax.lax.scan` or `jax.checkpoint`
-    are lost unless the values are returned. A layer that calls other layers there returns these
-    values from the body, and passes them to `assign`.
+    are lost unless the values are returned. A layer that calls other layers inside such a body must
+    return these values from the body and pass them to `assign`.
     """
     return {
         path: node.get_value()

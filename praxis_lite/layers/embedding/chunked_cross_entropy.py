@@ -112,12 +112,12 @@ class _ClassChunks:
         """Reshapes dim V of `x` to S, with N as a new first dim; pads V with zeros at the end."""
         x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
-        # As the first dim, N (of size 1 on a device) does not change the memory layout. As another
-        # dim, XLA would copy the array.
+        # As the first dim, N (of size 1 on a device) does not change the memory layout. With N as
+        # any other dim, XLA would copy the array.
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     def lay_out_weight(self, weight: jax.Array, *, gather_D: bool) -> jax.Array:
-        """Constrains the sharding of [N, D, ...] or [N, ..., D].
+        """Constrains the sharding of an array [N, D, ...] or [N, ..., D].
 
         Args:
           weight: A weight, or a chunk of it.
@@ -128,15 +128,15 @@ class _ClassChunks:
         return constrain(weight, (self.class_split, *rest))
 
     def lay_out(self, x: jax.Array) -> jax.Array:
-        """Constrains the sharding of [..., N] or [..., N, C]."""
+        """Constrains the sharding of an array [..., N] or [..., N, C]."""
         if self.tokens_split is None:
             return x
         rest = (None,) * (x.ndim - len(self.tokens_split) - 1)
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk starts early enough not to extend beyond the end, so it repeats classes of
-        # the previous chunk. The mask of `classes` excludes these.
+        # The last chunk starts early enough not to extend beyond the end, so it repeats classes
+        # from the previous chunk, which the mask from `classes` excludes.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:

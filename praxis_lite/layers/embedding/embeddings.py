@@ -107,7 +107,7 @@ def lookup(
             table_VD = constrain(table_VD, (table_split[0], None))
         else:
             ids = constrain(ids, split[:-1])
-        # Cast after the lookup, so that the gradients of a row are summed in float32.
+        # Cast after the lookup, so that the gradients for a row are summed in float32.
         return constrain(rows_at(table_VD, ids).astype(dtype), split)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
     table_VD = constrain(table_VD, (table_split[0], None))

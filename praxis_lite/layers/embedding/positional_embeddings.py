@@ -136,16 +136,16 @@ class TrainablePositionalEmbedding(Embedding):
 
 
 class RotaryPositionalEmbedding(BaseLayer):
-    """Rotates heads by their positions: [B, T, N, K] -> [B, T, N, K] (arXiv:2104.09864).
+    """Rotates heads by angles proportional to token positions: [B, T, N, K] -> [B, T, N, K].
 
-    As in Pax, each dim of the first half rotates with the same dim of the second half, in float32.
+    See arXiv:2104.09864. As in Pax, dims i and i + rotary_dims / 2 rotate together, in float32.
 
     Args:
       embedding_dims: K.
       min_timescale: Number of positions after which the fastest pair has rotated by one radian.
       max_timescale: Approximate number of positions after which the slowest pair has rotated by one
         radian; max_timescale / min_timescale is theta.
-      rotary_dims: Number of leading dims of K that rotate; must be even. If None, all rotate.
+      rotary_dims: Number of leading dims of K that rotate; must be even. If None, all dims rotate.
       cast_as_fprop_dtype: Whether to return the inputs' dtype instead of float32.
     """
 
@@ -206,10 +206,10 @@ class RotaryPositionalEmbedding(BaseLayer):
         return positions_BT.astype(jnp.float32)[:, :, None] / self._timescales()[None, None, :]
 
     def _timescales(self) -> jax.Array:
-        """Returns the number of positions per radian of each pair, float32 [rotary_dims / 2]."""
+        """Returns the number of positions per radian for each pair, float32 [rotary_dims / 2]."""
         return self._timescales_to(self.max_timescale / self.min_timescale)
 
     def _timescales_to(self, ratio: float | jax.Array) -> jax.Array:
-        """Returns timescales from the shortest to nearly `ratio` times as long."""
+        """Returns timescales that increase from `min_timescale` by a factor of almost `ratio`."""
         fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
         return self.min_timescale * ratio**fraction

@@ -1,6 +1,6 @@
-"""Rotary positions that are scaled for longer texts, as in Hugging Face's `rope_scaling`.
+"""Rotary embeddings scaled for longer sequences, as in Hugging Face's `rope_scaling`.
 
-Each variant makes the slowly rotating pairs rotate even more slowly.
+Each variant further slows down the low-frequency pairs.
 """
 
 import math
@@ -22,7 +22,7 @@ def _check_factor(layer: object, factor: float) -> None:
 
 
 class LinearScaledRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding in which all pairs rotate `factor` times slower.
+    """RotaryPositionalEmbedding in which all frequencies are divided by `factor`.
 
     See arXiv:2306.15595.
     """
@@ -38,13 +38,13 @@ class LinearScaledRotary(RotaryPositionalEmbedding):
 
 
 class ProportionalRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding in which only the fastest pairs rotate.
+    """RotaryPositionalEmbedding in which only the highest-frequency pairs rotate.
 
     Unlike with `rotary_dims`, each pair has one dim in each half of the head.
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which all rotating pairs rotate slower.
+      factor: Factor by which the frequencies of all rotating pairs are divided.
       share: Fraction of the pairs that rotate.
     """
 
@@ -68,16 +68,16 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
 
 class DynamicRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding whose theta grows with the length of the text ("dynamic NTK").
+    """RotaryPositionalEmbedding whose theta grows with the sequence length ("dynamic NTK").
 
-    A call uses the theta for its last position. The cache of a text decoded beyond
+    A call uses the theta for its last position. The cache for a sequence decoded beyond
     `original_max_positions` therefore contains keys with different thetas, as in Hugging Face's
     models.
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which the maximum text length increases.
-      original_max_positions: Length up to which theta does not change.
+      factor: Factor by which the maximum sequence length increases.
+      original_max_positions: Sequence length up to which theta does not change.
     """
 
     couples_tokens = "angles that grow with the text"
@@ -102,15 +102,16 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of Llama 3.1, which slows down only slow pairs.
+    """RotaryPositionalEmbedding of Llama 3.1, which slows down only low-frequency pairs.
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which slow pairs rotate slower.
-      low_freq_factor: Pairs with fewer rotations than this in `original_max_positions` are slow.
-      high_freq_factor: Pairs with more rotations than this are fast. In between, factors are
-        interpolated.
-      original_max_positions: Text length that the model was originally trained with.
+      factor: Factor by which the frequencies of low-frequency pairs are divided.
+      low_freq_factor: Pairs with fewer rotations than this in `original_max_positions` are
+        low-frequency.
+      high_freq_factor: Pairs with more rotations than this are high-frequency and do not change. In
+        between, factors are interpolated.
+      original_max_positions: Sequence length that the model was originally trained on.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -149,10 +150,10 @@ class YarnRotary(RotaryPositionalEmbedding):
 
     Args:
       embedding_dims: Size K of a head.
-      factor: Factor by which slow pairs rotate slower.
-      original_max_positions: Text length that the model was originally trained with.
+      factor: Factor by which the frequencies of low-frequency pairs are divided.
+      original_max_positions: Sequence length that the model was originally trained on.
       beta_fast: Pairs with more rotations than this in `original_max_positions` do not change.
-      beta_slow: Pairs with fewer rotations than this rotate slower. In between, factors are
+      beta_slow: Pairs with fewer rotations than this are low-frequency. In between, factors are
         interpolated.
       truncate: Whether to round the two bounds outwards to integer pair indices.
       attention_factor: Factor that multiplies sines and cosines. If None, 0.1 ln(factor) + 1.
@@ -210,14 +211,16 @@ class LongRope(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding with LongRoPE, a factor per pair (arXiv:2402.13753).
 
     A call with a position beyond `original_max_positions` uses `long_factor`; all other calls use
-    `short_factor`. If a text is decoded beyond this limit, the cache therefore contains keys with
-    both factors, as in Hugging Face's models.
+    `short_factor`. If a sequence is decoded beyond this limit, the cache therefore contains keys
+    with both factors, as in Hugging Face's models.
 
     Args:
       embedding_dims: Size K of a head.
-      short_factor: Factor by which each pair rotates slower in short texts, [rotary_dims / 2].
-      long_factor: Factor by which each pair rotates slower in long texts, [rotary_dims / 2].
-      original_max_positions: Text length that the model was originally trained with.
+      short_factor: Factors by which each pair's frequency is divided in short sequences,
+        [rotary_dims / 2].
+      long_factor: Factors by which each pair's frequency is divided in long sequences, [rotary_dims
+        / 2].
+      original_max_positions: Sequence length that the model was originally trained on.
       attention_factor: Factor that multiplies sines and cosines.
     """
 

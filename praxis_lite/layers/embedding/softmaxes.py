@@ -39,10 +39,11 @@ class FullSoftmax(BaseLayer):
       z_loss_weight: Weight of mean(log_z^2), which is added to the auxiliary losses.
       label_smoothing_prob: Fraction of a label's probability that is distributed over the other
         V - 1 classes.
-      label_smoothing_apply_for_eval: Whether to smooth labels also in evaluation (without a key).
+      label_smoothing_apply_for_eval: Whether to smooth labels in evaluation (without a key) as
+        well.
       scale_before_logits: Whether to divide the inputs by sqrt(D).
       chunk_size: Number of logits per token that a device computes at a time. `compute_loss` then
-        returns no logits. If None, all logits are stored. In Pax, this is the size of chunks of the
+        returns no logits. If None, all logits are stored. In Pax, this is the chunk size along the
         sequence.
       weight_init: Initializer of the weight.
       feed_forward_tpl: Template of the projection; called with the sizes, `has_bias`, `activation`,
@@ -127,7 +128,7 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns the inputs of `_activated`: the projected inputs [..., V], in their dtype."""
+        """Returns the projected inputs [..., V], in the inputs' dtype, for `_activated`."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
@@ -222,7 +223,7 @@ class FullSoftmax(BaseLayer):
             "total_xent": total_xent,
             "avg_xent": total_xent / (total_weight + 1e-6),
         }
-        divisor = jnp.maximum(total_weight, 1e-6)  # A batch may consist of padding.
+        divisor = jnp.maximum(total_weight, 1e-6)  # A batch may consist only of padding.
         if class_ids is not None:
             outputs["accuracy"] = jnp.sum((stats.argmax == class_ids) * weights) / divisor
         if self.aux_loss is not None:

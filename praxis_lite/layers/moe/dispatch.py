@@ -1,6 +1,7 @@
 """Moves tokens into the experts' slots and back; pure functions of arrays.
 
-An expert has C slots (its capacity) for each group of tokens. Choices beyond that are dropped.
+An expert has C slots (its capacity) for each group of tokens. Choices beyond the capacity are
+dropped.
 """
 
 import math
@@ -19,7 +20,7 @@ ApplyExperts = Callable[[jax.Array], jax.Array]
 def slots_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the slot of each choice, [G, S, K]: expert x C + position, or N if dropped."""
+    """Returns the slot for each choice, [G, S, K]: expert x C + position, or N if dropped."""
     position = positions_in_expert(experts_GSK, is_routed_GSK, num_experts)
     has_slot = is_routed_GSK & (position < capacity)
     return jnp.where(has_slot, experts_GSK * capacity + position, num_experts * capacity)

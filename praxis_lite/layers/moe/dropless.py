@@ -1,8 +1,8 @@
 """Experts without a capacity: each token reaches all of its experts, regardless of their load.
 
 Tokens are sorted by expert and multiplied in groups (`grouped_matmul`; MegaBlocks,
-arXiv:2211.15841). If experts are sharded over mesh axes, all-to-alls send the tokens to them
-(`exchange`).
+arXiv:2211.15841). If experts are sharded over mesh axes, all-to-alls send the tokens to the
+experts' devices (`exchange`).
 
 If experts are replicated, n tokens on a device need memory for n min(K, E) rows of D inputs and F
 hidden activations.

@@ -74,7 +74,7 @@ def exchange_in_rounds(
     """Computes the gated sum of each token's expert outputs, [n, D].
 
     Must be called inside a `jax.shard_map` with check_vma=False. The choices that a device sends to
-    the same device are numbered; round r sends those from r C to (r + 1) C - 1.
+    the same device are numbered; round r sends choices r C to (r + 1) C - 1.
 
     Args:
       local_experts: Computes the outputs of this device's experts; 0 for rows with a gate of 0.

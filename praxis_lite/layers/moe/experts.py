@@ -32,7 +32,7 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
 
     Args:
       is_uniform: Whether to initialize uniformly in +-sqrt(3 / fan_in).
-      has_explicit_fans: Whether Xavier's fans exclude E.
+      has_explicit_fans: Whether the fan-in and fan-out for Xavier exclude E.
       fan_in: Number of inputs of an expert.
     """
     if is_uniform:
@@ -165,7 +165,8 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
     """Returns the sharding of [G, E, ...] inside the experts.
 
-    Axes that outside shard both G and E move to E; XLA implements this with an all-to-all.
+    Axes that shard both G and E outside the experts move to E; XLA implements this with an
+    all-to-all.
     """
     expert_axes = first_axes((split_E,))
     rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)

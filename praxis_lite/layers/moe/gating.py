@@ -188,8 +188,8 @@ class Gating:
           key: Random key for `second_expert_policy` in training, otherwise None.
           dropless: Computes outputs without a capacity.
           apply_experts: Computes the experts' outputs for tokens in slots.
-          is_capped: Whether experts have a capacity. If False, they have slots for all tokens of a
-            group.
+          is_capped: Whether experts have a capacity. If False, experts have slots for all tokens of
+            a group.
           correction_E: Correction for score_func "sigmoid"; see `routing.experts_by_group`.
 
         Returns:

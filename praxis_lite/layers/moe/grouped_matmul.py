@@ -25,12 +25,13 @@ _SUBLANES = 16  # Rows per tile for 16-bit dtypes.
 
 
 class Workload(NamedTuple):
-    """The properties of a matmul that decide which kernels support it.
+    """Properties of a matmul that determine which kernels support it.
 
     Attributes:
       platform: Platform to compile for.
       dtype: Dtype of the operands.
-      varying: Manual axes over which the arrays vary; Pallas kernels do not support varying arrays.
+      varying: Manual axes over which the operands vary; Pallas kernels do not support varying
+        operands.
     """
 
     platform: str
@@ -70,7 +71,7 @@ def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
 
 
 def _obstacle(name: str, work: Workload) -> str | None:
-    """Returns why a kernel cannot be used, or None."""
+    """Returns the reason why a kernel cannot be used, or None if it can."""
     dtype = jnp.dtype(work.dtype).name
     if name == "ragged_dot":
         return None

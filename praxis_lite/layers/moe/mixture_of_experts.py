@@ -36,19 +36,19 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """Computes `x + experts(norm(x))`: [B, T, D] -> [B, T, D], with a few experts per token.
 
     GShard, arXiv:2006.16668. Tokens are routed in groups. An expert processes at most
-    `routing.expert_capacity` tokens from each group, and adds nothing to the remaining tokens that
-    chose it. Documents packed into a row therefore compete for slots, unless nothing is dropped
-    (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows that contain only
-    padding do not affect the reported values:
+    `routing.expert_capacity` tokens from each group, and contributes nothing to the remaining
+    tokens that chose it. Documents packed into a row therefore compete for slots, unless nothing is
+    dropped (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows that contain
+    only padding do not affect the reported values:
 
       aux_moe_load_balance_loss, aux_moe_router_z_loss: terms that are added to the training loss.
       over_capacity_ratio: fraction of the tokens' choices that were dropped.
-      max_expert_load, min_expert_load: number of choices of the most and the least chosen expert,
-        before dropping, relative to the mean.
+      max_expert_load, min_expert_load: largest and smallest number of choices of an expert, before
+      dropping, relative to the mean.
 
     Decoding processes one token per sequence at a time and drops no choices. With a capacity,
-    decoding therefore uses experts that a pass over the complete sequence would drop, and the
-    log-probs differ (by 0.3 in a small model that drops many choices). They are equal with
+    decoding therefore keeps choices that a pass over the complete sequence would drop, and the
+    log-probs differ (by 0.3 in a small model that drops many choices). The log-probs are equal with
     dropless=True, or with unadjusted_expert_capacity_factor=num_experts, which drops nothing.
 
     On a mesh, groups are sharded like the first dim of the outputs. Experts can be sharded over
@@ -86,23 +86,23 @@ class TransformerFeedForwardMoe(ResidualBranch):
       num_expert_groups_per_token: For "sigmoid"; see `routing.experts_by_group`.
       gates_scale: For "sigmoid"; see `routing.experts_by_group`.
       has_bias: Whether the experts and the router have biases.
-      swiglu_limit: Limit of a gated activation, or None; see `experts.glu`.
+      swiglu_limit: Limit on a gated activation, or None; see `experts.glu`.
       swiglu_alpha: See `experts.glu`.
       num_shared_experts: Number of additional experts that process every token. They form one
         feed-forward layer with this many times the hidden dims.
       second_expert_policy: For top2 in training: "all" uses each token's second expert; "sampling"
         samples it; "random" uses it with probability min(1, gate / second_expert_threshold).
       second_expert_threshold: See second_expert_policy.
-      gating_logit_cap: Limit of the router logits, applied with a tanh. If 0, there is no limit.
+      gating_logit_cap: Limit on the router logits, applied with a tanh. If 0, there is no limit.
       moe_gating_embedding_level: "token" to route each token separately, or "sentence" to route all
         tokens of a segment by their mean.
       moe_load_balance_loss_weight: Weight of the load-balancing loss; ST-MoE (arXiv:2202.08906)
         uses 1e-2.
       moe_router_z_loss_weight: Weight of the router's z-loss; ST-MoE uses 1e-3.
       internal_gshard_variance_scaling_fan_in_init: Whether to initialize weights uniformly in
-        +-sqrt(3 / fan in). If False, Xavier initialization is used, which treats E as a receptive
+        +-sqrt(3 / fan_in). If False, Xavier initialization is used, which treats E as a receptive
         field unless explicit_fan_in_fan_out_axes is set.
-      explicit_fan_in_fan_out_axes: Whether Xavier's fans exclude E.
+      explicit_fan_in_fan_out_axes: Whether the fan-in and fan-out for Xavier exclude E.
       activation: See TransformerFeedForward.
       use_gated_activation: See TransformerFeedForward.
       apply_padding_first: See TransformerFeedForward.
@@ -206,7 +206,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             if self.gating.score_func == "sigmoid"
             else None
         )
-        # Shard D like the router's weight and other layers do, even if that is the expert axis.
+        # Shard D like the router's weight and other layers do, even over the expert axis.
         self.shared_experts = (
             SharedExperts(
                 gate[0] if gate[0].is_explicit else D,
@@ -292,7 +292,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         routing_key: jax.Array | None,
         relu_key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the gated sum of the outputs of each token's experts, [B, T, D]."""
+        """Returns the gated sum of each token's expert outputs, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
         x_GSD = self._constrain_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
         router_input = x_GSD
@@ -354,7 +354,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
 
 class SharedExperts(BaseLayer):
-    """A feed-forward layer without norm and skip connection: [B, T, D] -> [B, T, D].
+    """A feed-forward layer without a norm or a skip connection: [B, T, D] -> [B, T, D].
 
     Args:
       input_dims: D.

@@ -1,4 +1,4 @@
-"""Chooses the experts of each token, and computes the router's losses; pure functions of arrays.
+"""Chooses each token's experts, and computes the router's losses; pure functions of arrays.
 
 Each group of tokens is routed separately. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961;
 ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. The numerics are Pax's.
@@ -17,8 +17,8 @@ def expert_capacity(
 ) -> int:
     """Returns C, the maximum number of tokens that an expert processes from each group.
 
-    As in Pax, it is the larger of `capacity_dim` and factor x S / E, rounded up to a multiple of 4.
-    Unlike in Pax, it is at least 1, and at most S, because a token chooses an expert only once.
+    As in Pax, C is the larger of `capacity_dim` and factor x S / E, rounded up to a multiple of 4.
+    Unlike in Pax, C is at least 1, and at most S, because a token chooses an expert only once.
     """
     automatic = int(group_size * capacity_factor / num_experts)
     if automatic > capacity_dim:
@@ -36,7 +36,7 @@ def choose_experts(
     normalize_gates: bool = True,
     over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Chooses the experts of each token.
+    """Chooses each token's experts.
 
     Args:
       logits_GSE: Router logits.
@@ -77,7 +77,7 @@ def top_k_experts(
     """Returns int32 experts [G, S, K], most probable first, and their gates [G, S, K].
 
     A token's gates sum to 1. For K = 1, the gate is the probability, as in Switch, because a gate
-    of 1 would give the router no gradient. Gates of padding are 0.
+    of 1 would give the router no gradient. Gates for padding are 0.
     """
     experts_GSK, gates_GSK = _best_of(probs_GSE, probs_GSE, num_chosen)
     return experts_GSK, _normalised(gates_GSK, is_token_GS)
@@ -95,9 +95,9 @@ def experts_by_group(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses experts and gates [G, S, K] like DeepSeek-V3 (arXiv:2412.19437, section 2.1).
 
-    Experts are scored by sigmoids. To balance loads, a correction is added to the scores that
-    choose experts, but not to the gates. First the best groups of experts are selected by the sum
-    of the two best scores in each group, then the best experts within these groups.
+    Experts are scored by sigmoids. To balance loads, a correction is added to the scores by which
+    experts are chosen, but not to the gates. First the best groups of experts are selected by the
+    sum of the two best scores in each group, then the best experts within these groups.
 
     Args:
       logits_GSE: Router logits.
@@ -247,7 +247,7 @@ def expert_load(choices_E: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BiasUpdate:
-    """Balances experts without a loss (arXiv:2408.15664).
+    """Balances expert loads without a loss (arXiv:2408.15664).
 
     After each step, an expert's correction increases by `rate` if the expert was chosen less often
     than the mean in the step's batch, and decreases by `rate` if it was chosen more often.

@@ -52,8 +52,8 @@ def ring_matmul(
 
     Shards of tokens circulate, and a device receives the next shard while it processes the current
     shard (collective matmul; Wang et al. 2023, doi:10.1145/3567955.3567959). The sum for a shard
-    follows it through the ring: each device adds a partial sum, and the owner, which comes last,
-    adds the partial sum that it computed in the first step.
+    circulates with the shard: each device adds a partial sum, and the owner, which comes last, adds
+    the partial sum that it computed in the first step.
 
     Args:
       term: Computes a partial sum of outputs.

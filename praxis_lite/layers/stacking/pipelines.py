@@ -54,16 +54,16 @@ class Pipeline(BaseLayer):
     Weights are stacked as [R, S, P]: layer (r S + s) P + p is on stage s. If the number of layers
     per repeat is not divisible by S, weights are stacked as [R, L / R] and assigned to the stages
     in this order, so that the last stage has fewer layers. `to_repeated` reshapes the weights to
-    those of a Repeat; the same key initializes both identically.
+    those of a Repeat; the same key gives both the same initial weights.
 
     Without a stage axis, the blocks run one after another. With a cache, the batch is a single
     microbatch. Results are the same on every mesh:
       - Dropout keys fold in the index of the layer, then the index of the microbatch.
-      - Layers that couple examples (batch statistics, expert routing) see one microbatch at a time.
-        Each microbatch starts with the variables from before the pass. A float variable that a pass
-        assigns (AuxLoss, Summary, BatchStat) becomes the mean over all microbatches. An integer
-        variable takes the value from the last microbatch.
-      - Results of idle stages, even NaN, do not affect outputs, gradients or variables.
+      - Layers that couple examples (batch statistics, expert routing) process one microbatch at a
+        time. For each microbatch, variables start with their values from before the pass. A float
+        variable that a pass assigns (AuxLoss, Summary, BatchStat) becomes the mean over all
+        microbatches. An integer variable takes the value from the last microbatch.
+      - Results from idle stages, even NaN, do not affect outputs, gradients or variables.
 
     Args:
       block: See Repeat. Its outputs must have the dtype of its inputs.
@@ -71,23 +71,24 @@ class Pipeline(BaseLayer):
       num_stages: S; ideally a multiple of the stage axis size.
       num_microbatches: M. Microbatch m consists of the examples m, m + M, ..., so that examples
         need not move if the batch is sharded over other axes. The last microbatches are padded with
-        copies of an example. If blocks assign variables, padding would affect them, so the batch
-        size must be a multiple of M.
+        copies of an example. If blocks assign variables, which padding would affect, the batch size
+        must be a multiple of M.
       microbatch_size: Maximum number of examples per microbatch; replaces num_microbatches.
       circular_repeat: R, the number of passes of a microbatch through all stages; ideally M >= S.
       stage_axis: Mesh axis over which the stage dim is sharded, or None.
       pipelined: If True, run in ticks, even without a mesh. If False, run one block after another
         on any mesh. If None, run in ticks if the mesh has several devices along stage_axis.
       stream_io: Whether to shard the microbatches over the stages as well. A second
-        collective-permute per tick then moves them to stage 0 and back from the last stage, and
-        each stage stores consecutive examples if M is divisible by S. If False, each stage
+        collective-permute per tick then moves microbatches to stage 0 and back from the last stage,
+        and each stage stores consecutive examples if M is divisible by S. If False, each stage
         allocates memory for all microbatches.
       split_backward: Whether to compute weight gradients in a separate part of the ticks, without
         bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. This supports
         neither forward-mode differentiation nor second derivatives.
-      checkpoint_policy: Which activations of a stage's tick the backward pass saves; see Repeat. A
-        stage's input is always saved, on the device or the host. The weights that a stage uses in a
-        repeat are saved only with save_everything. With split_backward, only the input is saved.
+      checkpoint_policy: Which activations from a stage's tick are saved for the backward pass; see
+        Repeat. A stage's input is always saved, on the device or the host. The weights that a stage
+        uses in a repeat are saved only with save_everything. With split_backward, only the input is
+        saved.
       activation_split_dims_mapping: Sharding of x [B, ...]; must not contain stage_axis. If None,
         XLA chooses the sharding.
 
@@ -313,7 +314,7 @@ class Pipeline(BaseLayer):
 
 
 def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
-    """Reshapes a Pipeline's variables [R, S, P, ...] to those of a Repeat, [L, ...].
+    """Reshapes variables from a Pipeline's layout [R, S, P, ...] to a Repeat's layout [L, ...].
 
     Args:
       params: A Pipeline's subtree of `mdl_vars["params"]`, of the gradients or of a cache.
@@ -324,7 +325,7 @@ def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
 
 
 def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
-    """Reshapes a Repeat's variables [L, ...] to those of a Pipeline.
+    """Reshapes variables from a Repeat's layout [L, ...] to a Pipeline's layout.
 
     Raises:
       ConfigError: The number of layers is not divisible by circular_repeat.

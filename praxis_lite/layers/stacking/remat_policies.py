@@ -1,6 +1,7 @@
 """Remat policies: which activations are saved for the backward pass, and in which memory.
 
-A policy is one of Pax's names, or a mapping from checkpoint names to where each is saved.
+A policy is one of Pax's names, or a mapping from each checkpoint name to the place where the
+activation is saved.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ class Repeat(BaseLayer):
       stack_split: Sharding of the stacked dim of the weights.
       offload_weights: Whether to store the blocks' matrices in host memory. The matrices of a block
         are copied to the device while the previous block computes, and again in the backward pass.
-        Gradients stay on the device; `Learner.host_slots` decides where the optimizer slots are
+        Gradients stay on the device; `Learner.host_slots` controls where the optimizer slots are
         stored. Decoding copies all weights to the device.
 
     Raises:
@@ -237,7 +237,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: boo
 def _apply_block(
     parent: BaseLayer, step: Step, x: jax.Array, layer: tuple
 ) -> tuple[jax.Array, Any]:
-    """Applies a block of `parent` and assigns its variables; returns x and the cache."""
+    """Applies a block in `parent` and assigns the block's variables; returns x and the cache."""
     block = layer[0]
     with scope_of(parent, block):
         x, (cache, values) = step(x, layer)

@@ -104,7 +104,7 @@ def normed_branch(
     join: Callable[[jax.Array, jax.Array], jax.Array],
     key: jax.Array | None,
 ) -> jax.Array:
-    """Returns `join(inputs, branch(inputs))` with the norms of a policy.
+    """Returns `join(inputs, branch(inputs))` with norms placed by a policy.
 
     Args:
       norm_policy: A name in NORM_POLICIES.

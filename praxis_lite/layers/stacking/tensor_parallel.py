@@ -44,7 +44,7 @@ class ShardedLayer(NamedTuple):
       function: Takes (layer with one device's weights, inputs [B, T, D], per-row arrays), and
         returns the outputs [B, T, D].
       split: Sharding of inputs and outputs.
-      reads_sequences: Whether a token's outputs depend on other tokens of its sequence.
+      reads_sequences: Whether a token's outputs depend on other tokens in the same sequence.
       output: Attribute name of the last projection, such as "post". Its bias is added only once.
       prepared: Takes (path, weight, features dim, number of devices), and returns the weight to
         shard. If None, the weight is padded with zeros to a multiple of the number of devices.
@@ -114,7 +114,7 @@ def shard_weights(
       dtype: Compute dtype.
 
     Raises:
-      ConfigError: The method does not support how a weight is sharded. The message contains the
+      ConfigError: The method does not support the sharding of a weight. The message contains the
         path of the weight.
     """
     graphdef, state = nnx.compat.split(sharded.layer)
@@ -209,7 +209,7 @@ TENSOR_PARALLEL = {
 
 
 def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[str, bool]) -> None:
-    """Checks the setting `tensor_parallel` of a layer; see `check_way`."""
+    """Checks a layer's setting `tensor_parallel`; see `check_way`."""
     check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
 
 
@@ -258,7 +258,7 @@ def run_tensor_parallel(
         Values may be None.
 
     Raises:
-      ConfigError: The setting does not support how x or a weight is sharded.
+      ConfigError: The setting does not support the sharding of x or of a weight.
     """
     mesh = jax.sharding.get_abstract_mesh()
     method, (B, T, _) = sharded.method, x.shape
@@ -317,8 +317,8 @@ def run_tensor_parallel(
         in_specs=(weight_specs, spec, row_specs),
         out_specs=spec,
         axis_names=manual_axes_for(axes),
-        # Required inside a shard_map with check_vma; elsewhere off, because Pallas kernels lack
-        # VMA types.
+        # Required inside a shard_map with check_vma; off elsewhere, because Pallas kernels lack VMA
+        # types.
         check_vma=is_inside,
     )
     return rematerialize(mapped)([weight.array for weight in weights], x, padded)[:B, :T]

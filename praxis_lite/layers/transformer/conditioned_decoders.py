@@ -17,7 +17,7 @@ class ConditionedDecoder:
 
     Attributes:
       model: A TransformerEncoderDecoder.
-      encoded: The outputs [B, S, D] of its encoder.
+      encoded: The outputs [B, S, D] of the model's encoder.
       input_paddings: Float [B, S], 1.0 for padding.
     """
 
@@ -31,7 +31,8 @@ class ConditionedDecoder:
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
             return cache  # Only the shapes of such a cache are used.
-        # A call with one padding token stores the inputs; the first real token overwrites it.
+        # A call with one padding token stores the inputs; the first real token overwrites the
+        # padding token.
         padding = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
             padding,

@@ -34,7 +34,7 @@ Template = Callable[..., Any]
 class TransformerEncoderDecoder(BaseLayer):
     """Maps inputs [B, S] and targets [B, T] to float32 logits [B, T, V].
 
-    The model is that of T5 (Raffel et al. 2020, arXiv:1910.10683), with Pax's numerics.
+    The model is T5 (Raffel et al. 2020, arXiv:1910.10683), with Pax's numerics.
 
     Args:
       vocab_size: V, for both inputs and targets.
@@ -54,8 +54,8 @@ class TransformerEncoderDecoder(BaseLayer):
       encoder_position_emb_tpl: Builds a separate position embedding for the inputs; requires
         position_emb_tpl=None.
       decoder_position_emb_tpl: Builds a separate position embedding for the targets.
-      encoder_layer_tpl: Builds an encoder block, in which every token sees all inputs. A sequence
-        of templates is a pattern that repeats along the depth.
+      encoder_layer_tpl: Builds an encoder block, in which every token attends to all inputs. A
+        sequence of templates is a pattern that repeats along the depth.
       decoder_layer_tpl: Builds a decoder block, which attends to the encoder's outputs, or a
         pattern.
       encoder_stacked_transformer_tpl: Builds the encoder from (block, number of blocks, rngs=).
@@ -159,7 +159,7 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its components, like TransformerLm.
+        """Returns the loss for predicting `labels`, and its components, like TransformerLm.
 
         Args:
           inputs: Int [B, S].
@@ -168,9 +168,9 @@ class TransformerEncoderDecoder(BaseLayer):
           weights: Float [B, T], the weight of each label in the loss.
           key: Random key for dropout. If None, nothing is dropped.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding. For packed
-            sequences, input_segment_ids and target_segment_ids (targets see only inputs of their
-            segment), and input_segment_pos and target_segment_pos (by default, positions start at 0
-            in each segment).
+            sequences, input_segment_ids and target_segment_ids (targets attend only to inputs in
+            their segment), and input_segment_pos and target_segment_pos (by default, positions
+            start at 0 in each segment).
 
         Raises:
           ConfigError: Segment ids are passed only for inputs or only for targets.

@@ -47,8 +47,8 @@ class TransformerFeedForward(ResidualBranch):
         is sharded like its transpose.
       hidden_split_dims_mapping: Sharding of the hidden activations [B, T, F].
       activation_split_dims_mapping: Sharding of the outputs [B, T, D].
-      tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use over the mesh axis
-        of F. If None, and with one token per sequence, the compiler inserts collectives.
+      tensor_parallel: The explicit collectives to use along the mesh axis of F, a name in
+        TENSOR_PARALLEL. If None, and with one token per sequence, the compiler inserts collectives.
     """
 
     splits = splits(

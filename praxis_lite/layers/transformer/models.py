@@ -31,7 +31,7 @@ from praxis_lite.layers.transformer.transformers import Transformer
 
 # B batch, T time, V classes.
 
-# A token sees earlier tokens; all tokens; or earlier tokens and the complete prefix.
+# A token attends to earlier tokens, to all tokens, or to earlier tokens and the complete prefix.
 MODEL_TYPES = ("causal", "bidirectional", "prefix")
 
 
@@ -48,7 +48,8 @@ class TransformerLm(BaseLayer):
       max_seq_length: Number of learned positions, which replace `position_emb_tpl`.
       max_positions: Maximum length of a sequence, such as the training length of a rotary model. If
         None, rotary and sinusoidal positions have no limit.
-      model_type: "causal", "bidirectional" or "prefix" (the tokens of a prefix see each other).
+      model_type: "causal", "bidirectional" or "prefix" (the tokens in a prefix attend to each
+        other).
       fprop_dtype: Dtype of activations; weights and logits are float32.
       residual_dropout_prob: See Transformer.
       entropy_loss_weight: Weight of the mean negative entropy, sum(p log p), in the loss.
@@ -162,10 +163,10 @@ class TransformerLm(BaseLayer):
 
         Args:
           ids: Int [B, T].
-          positions: Int [B, T], consecutive in each segment. If None, they start at 0 in each
+          positions: Int [B, T], consecutive in each segment. If None, positions start at 0 in each
             segment.
-          segment_ids: Int [B, T], for packed sequences. A token sees only its segment; 0 marks
-            padding.
+          segment_ids: Int [B, T], for packed sequences. A token attends only to its segment; 0
+            marks padding.
           paddings: Float [B, T], 1.0 for padding.
           inputs_indicator: [B, T], 1 for tokens in the prefix; only for model_type "prefix".
           key: Random key for dropout. If None, nothing is dropped.
@@ -188,7 +189,7 @@ class TransformerLm(BaseLayer):
         inputs_indicator: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its components, with Pax's names.
+        """Returns the loss for predicting `labels`, and its components, with Pax's names.
 
         Args:
           ids: See `__call__`.
@@ -250,7 +251,7 @@ class TransformerLm(BaseLayer):
 def _prefix_mask(
     inputs_indicator: jax.Array, segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array:
-    """Returns an atten_mask [B, 1, T, T] that shows the past and the prefix of each segment."""
+    """Returns an atten_mask [B, 1, T, T] that allows the past and the prefix in each segment."""
     after_prefix = convert_paddings_to_mask((inputs_indicator <= 0).astype(jnp.float32))
     mask = jnp.maximum(causal_mask(inputs_indicator.shape[1]), after_prefix)
     if segment_ids is None and paddings is not None:

@@ -31,7 +31,8 @@ def rotary_lm(
       softmax have no biases.
     - Queries are divided by sqrt(dim_per_head) instead of multiplied by a learned scale per dim.
     - Attention weights are initialized with the fan-in and fan-out of their matmuls. Pax's default
-      treats the weights as convolutions, so they start several times smaller and learn more slowly.
+      treats the weights as convolutions, so that they start several times smaller and learn more
+      slowly.
     - The softmax weight, which also embeds ids, is initialized as a normal with variance 1 / D, and
       embeddings are multiplied by sqrt(D). The elements of embeddings and logits then start with a
       magnitude of about one.

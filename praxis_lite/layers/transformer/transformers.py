@@ -69,22 +69,22 @@ class Transformer(BaseLayer):
         stream.
       relu_dropout_prob: Dropout probability of the hidden activations.
       residual_droppath_prob: Probability that an example skips a sublayer (stochastic depth).
-      mask_self_attention: If True, tokens do not see later tokens. If False, every token sees all
-        tokens, as in an encoder. In Pax, the stack has this setting, and its default is False. None
-        means True, unless the call passes an atten_mask, which then replaces the causal mask, as in
-        Pax's block.
+      mask_self_attention: If True, tokens do not attend to later tokens. If False, every token
+        attends to all tokens, as in an encoder. In Pax, the stack has this setting, and the default
+        is False. None means True, unless the call passes an atten_mask, which then replaces the
+        causal mask, as in Pax's block.
       use_cross_attention: Whether to attend to `encoded` after self-attention.
       allow_skip_cross_attention: Whether to skip cross-attention if there is no `encoded` and no
         cache.
       fold_padding_with_segment_mask: Whether padding is a separate segment, whose tokens attend to
         each other, as in Pax's TransformerLm. If False, a padding token attends equally to all
-        tokens. Other tokens never see padding.
-      is_parallel: Whether attention and the feed-forward layer receive the same inputs and their
+        tokens. Other tokens never attend to padding.
+      is_parallel: Whether attention and the feed-forward layer receive the same inputs, and their
         outputs are added (GPT-J, arXiv:2204.06745).
       ln_tpl: Builds a norm, also in the feed-forward layer, from (input_dims, rngs=).
       tr_atten_tpl: Builds attention from (input_dims, num_heads, dim_per_head=, rngs=).
       cross_atten_tpl: Builds cross-attention from the same arguments and is_cross_attention=True.
-        If None, tr_atten_tpl builds it.
+        If None, tr_atten_tpl is used.
       tr_fflayer_tpl: Builds the feed-forward layer from (input_dims, hidden_dims, ln_tpl=, rngs=).
         If the layer has an `init_cache`, its call also receives cache= and returns (outputs,
         cache).
@@ -209,7 +209,7 @@ class Transformer(BaseLayer):
           segment_ids: See DotProductAttention.
           paddings: See DotProductAttention; also passed to the feed-forward layer.
           atten_mask: Float [B or 1, 1 or N, 1 or T, T] for self-attention, LARGE_NEGATIVE for
-            hidden tokens. As in Pax, self-attention then ignores paddings, segment_ids and the
+            masked tokens. As in Pax, self-attention then ignores paddings, segment_ids and the
             order of tokens.
           encoded: The encoder's outputs [B, S, D].
           encoded_paddings: See DotProductAttention.

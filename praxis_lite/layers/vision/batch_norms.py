@@ -76,9 +76,9 @@ def _moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance over `dims`, ignoring padding; `dims` are kept with size 1.
 
-    With a cumulative_dim, both are running statistics: those at an index along this dim cover all
-    indices up to this index. As in Pax, the running variance uses the deviations from each index's
-    running mean.
+    With a cumulative_dim, both are running statistics: the statistics at an index along this dim
+    cover all indices up to that index. As in Pax, the running variance uses the deviations from
+    each index's running mean.
     """
     if is_true is None:
         is_true = jnp.ones((1,) * x.ndim, x.dtype)
@@ -103,8 +103,8 @@ class BatchNorm(_PaddedNorm):
     Args:
       decay: Decay of the moving averages: the weight of the previous average in an update.
       epsilon: Added to the variance; always 0.001 in Pax.
-      use_moving_avg_in_training: Whether to normalize by the updated moving averages also in
-        training, without beta and gamma.
+      use_moving_avg_in_training: Whether to normalize by the updated moving averages in training as
+        well, without beta and gamma.
       set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
       force_eval_mode: Whether to always use the moving averages and never update them. Beta and
         gamma are still trained.

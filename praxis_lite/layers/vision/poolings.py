@@ -1,6 +1,7 @@
-"""Max and mean pooling over windows or over complete dims, with Pax's names and numerics.
+"""Max and mean pooling over windows or over entire dims, with Pax's names and numerics.
 
-Means are computed in float32. The layers have no weights, but accept `rngs`, as templates must.
+Means are computed in float32. The layers have no weights, but accept `rngs`, which every template
+receives.
 """
 
 from collections.abc import Sequence
@@ -73,8 +74,8 @@ class Pooling(BaseLayer):
         """Returns the outputs and their paddings.
 
         With 'VALID' or a stride, an output is padding (and 0) if its window contains padding.
-        Otherwise, it is padding if the input at the same position is padding. As in Pax, means
-        include padding in the sum, so inputs must be zero there.
+        Otherwise, the output is padding if the input at the same position is padding. As in Pax,
+        means include padding in the sum, so inputs must be zero there.
 
         Args:
           inputs: Float [B, H, W, C].
@@ -103,10 +104,10 @@ class Pooling(BaseLayer):
 
 
 class GlobalPooling(BaseLayer):
-    """Computes the maximum or mean over complete dims.
+    """Computes the maximum or mean over entire dims.
 
     Args:
-      pooling_dims: Non-negative indices of the dims, such as (1, 2) for H and W of [B, H, W, C].
+      pooling_dims: Non-negative indices of the dims, such as (1, 2) for H and W in [B, H, W, C].
       pooling_type: 'AVG' or 'MAX'.
       keepdims: Whether to keep the reduced dims with size 1.
     """
@@ -140,7 +141,7 @@ class GlobalPooling(BaseLayer):
         epsilon: float = 1e-8,
         compatible_paddings: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the maximum or mean of inputs.
+        """Returns the maximum or mean of the inputs.
 
         Args:
           inputs: The array to pool.
@@ -163,9 +164,9 @@ class GlobalPooling(BaseLayer):
 
     def _max(self, x: jax.Array) -> jax.Array:
         # Avoid jnp.max, whose gradient searches for elements that equal the maximum. XLA may
-        # compute the inputs twice with a different last bit. Then no element is equal, and the
-        # gradient is NaN (jax 0.10 on CPU, without optimization). reduce_window instead passes the
-        # gradient to the first maximum.
+        # compute the inputs twice, and the results may differ in the last bit. In that case, no
+        # element is equal, and the gradient is NaN (jax 0.10 on CPU, without optimization).
+        # reduce_window instead passes the gradient to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
         window = [size if pooled else 1 for size, pooled in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
@@ -173,7 +174,7 @@ class GlobalPooling(BaseLayer):
 
 
 class Pooling1D(BaseLayer):
-    """Computes the maximum or mean of each window of time: [B, T, ...] -> [B, T', ...].
+    """Computes the maximum or mean of each window along time: [B, T, ...] -> [B, T', ...].
 
     T' is ceil(T / stride). Windows are symmetric ('SAME').
 

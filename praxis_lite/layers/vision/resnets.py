@@ -40,7 +40,8 @@ class ResNetBlock(BaseLayer):
       conv_params: Builds a convolution with norm and activation from (filter_shape, stride,
         activation=, rngs=).
       activation: Activation between the convolutions and at the end (Pax's activation_tpl).
-      residual_droppath_prob: Probability that training skips the convolutions for an example.
+      residual_droppath_prob: Probability that the convolutions are skipped for an example in
+        training.
       zero_init_residual: Whether to initialize the scale of the last norm to 0, so that the block
         starts as the identity (arXiv:1706.02677).
 

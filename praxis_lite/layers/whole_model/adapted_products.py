@@ -1,4 +1,4 @@
-"""Matmuls of dense layers that have LoRA or DoRA adapters."""
+"""Matmuls for dense layers with LoRA or DoRA adapters."""
 
 import dataclasses
 import string
@@ -103,10 +103,10 @@ class AdaptedProduct(Product):
         return self.merge(layer, self.base.kernel(layer), *adapters)
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Returns a weight or a stack of weights with the adapter merged in, in its dtype.
+        """Returns a weight or a stack of weights with the adapter merged in, in the weight's dtype.
 
         Args:
-          layer: The layer of the weight.
+          layer: The layer that contains the weight.
           w: The weight [..., dims], with stacked dims first.
           adapters: The adapter's weights [..., dims], in the order of `weights`.
         """
@@ -142,7 +142,7 @@ class AdaptedProduct(Product):
         return [*self.base.column_factors(layer), (b.T, a.T * self.scale)]
 
     def _low_rank(self, layer: Dense) -> tuple[jax.Array, jax.Array]:
-        """Returns the two matrices of the adapter."""
+        """Returns the adapter's two matrices."""
         a, b = (getattr(layer, name)[...] for name in self.weights[:2])
         return a, b
 
@@ -152,7 +152,7 @@ class AdaptedProduct(Product):
 
 @dataclasses.dataclass(frozen=True)
 class DecomposedProduct(AdaptedProduct):
-    """DoRA's matmul, which learns the length of each column of the adapted weight.
+    """DoRA's matmul, which learns the length of each column in the adapted weight.
 
     The current lengths are computed without storing w + a @ b: the squared lengths are sums of
     products of w, a and b.

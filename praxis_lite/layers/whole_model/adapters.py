@@ -1,4 +1,4 @@
-"""LoRA and DoRA: dense layers that learn a low-rank update of w.
+"""LoRA and DoRA: dense layers that learn a low-rank update to w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
     tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # several sublayers
@@ -167,9 +167,9 @@ REFERENCE = "reference"
 
 
 def with_reference(*args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any) -> Any:
-    """Builds `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
+    """Builds `base_tpl(*args, rngs=rngs, **kwargs)`, and adds a copy of it as `reference`.
 
-    The copy starts with the same weights. Exclude it from training with
+    The copy starts with the same weights. Exclude the copy from training with
     `learner.bprop_variable_exclusion="reference/.*"`. Models with adapters do not need a copy.
     """
     same_rngs = nnx.compat.clone(rngs)

@@ -97,8 +97,8 @@ class FourBitWeight(StoredWeight):
 def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
     """Rounds a weight to 4-bit numbers with a scale per block.
 
-    "int4" uses the integers from -7 to 7. "nf4" uses the numbers in NF4, which are bit-identical to
-    those of bitsandbytes.
+    "int4" uses the integers from -7 to 7. "nf4" uses the values of NF4, which are bit-identical to
+    those in bitsandbytes.
 
     Args:
       weight: The weight.
@@ -133,7 +133,7 @@ def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
 
 
 def _codes(x: jax.Array, qtype: str) -> jax.Array:
-    """Returns the uint8 codes, 0 to 15, of numbers that have been divided by their scales."""
+    """Returns the uint8 codes, 0 to 15, for numbers that are already divided by their scales."""
     if qtype == "int4":
         return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
     bounds = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
@@ -141,7 +141,7 @@ def _codes(x: jax.Array, qtype: str) -> jax.Array:
 
 
 def _values(codes: jax.Array, qtype: str) -> jax.Array:
-    """Returns the float32 values of codes."""
+    """Returns the float32 values for codes."""
     if qtype == "int4":
         return (codes ^ 8).astype(jnp.float32) - 8
     # For each bit, select from pairs of values; a table lookup would be a gather per element.

@@ -4,8 +4,8 @@
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Rules do not change the weights, slots and checkpoints of a model. A weight is rounded every time it
-is used. By default, weights have a scale per output channel and activations a scale per token; with
+Rules do not change a model's weights, slots or checkpoints. A weight is rounded every time it is
+used. By default, weights have a scale per output channel and activations a scale per token; with
 `scales="tensor"`, each array has a single scale. Products are summed in int32 (in float32 for
 float8) and rescaled. Sums over devices are computed after rescaling, in the activations' dtype, if
 the layers' sharding determines which devices sum together (`summing_devices`). Gradients ignore the
@@ -18,18 +18,18 @@ With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, wit
 Matmuls of two activations (attention logits), experts, convolutions, recurrences, embeddings and
 LoRA's low-rank matmuls are never rounded; matching layers that are not rounded are logged. The
 weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (see
-four_bit_weights.py for 4 bits), so decoding rounds them for every token. Numbers are rounded to
-nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a weight
-gradient over all tokens of a device, can overflow int32 if nearly all products have the maximum
-size.
+four_bit_weights.py for 4 bits), so weights are rounded for every token in decoding. Numbers are
+rounded to nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a
+weight gradient over all tokens on a device, can overflow int32 if nearly all products have the
+maximum size.
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
-a recipe of QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
+a recipe from QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
 and backward. The recipes "nf4" and "int4" store the frozen weights of these layers in 4 bits.
 
-8-bit arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` is not used: it
+8-bit arithmetic uses `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` is not used: it
 intercepts only one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers
-by walking Python's stack, and calls deprecated methods of Flax.
+by walking Python's stack, and calls deprecated Flax methods.
 """
 
 import dataclasses
@@ -65,16 +65,16 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """Rounds the matmuls of dense layers whose weight has a path that matches a pattern.
+    """Rounds the matmuls of dense layers whose weight path matches a pattern.
 
     Attributes:
       regex: A pattern that must match the beginning of a weight's path (`re.match`), such as
         "transformer/.*/ffn_layer". The first matching rule applies.
       qtype: "int8", "float8_e4m3fn" or "float8_e5m2" to round inputs and weight to this type;
         "int4" or "nf4" to round only the weight; None for no rounding.
-      bwd_qtype: Type to which both matmuls of the backward pass round the incoming gradient; the
-        other operand is rounded to `qtype`. If None, the backward pass is not rounded. Not
-        supported with 4 bits.
+      bwd_qtype: Type to which the incoming gradient is rounded in both matmuls of the backward
+        pass; the other operand is rounded to `qtype`. If None, the backward pass is not rounded.
+        Not supported with 4 bits.
       block_size: Number of inputs, along the last input dim, that share a scale in a 4-bit weight.
         If None, 64.
       scales: For 8 bits: "channel" for one scale per output channel of a weight and per token, or
@@ -82,7 +82,7 @@ class QuantizationRule:
       but_logits: Whether to exclude layers that compute logits.
 
     Raises:
-      ConfigError: A type is unknown, the types mix integers and floats, `regex` is invalid, or a
+      ConfigError: A type is unknown, integer and float types are mixed, `regex` is invalid, or a
         setting does not apply to the type.
     """
 
@@ -121,7 +121,7 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def apply(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns `product` with the matmul with `w` rounded; adapters are not rounded.
+        """Returns `product` with its matmul by `w` rounded; adapters are not rounded.
 
         Args:
           product: The product of a dense layer.
@@ -140,7 +140,7 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Builds a layer with `model`, and quantizes its dense layers according to `rules`.
+    """Builds a model by calling `model`, and quantizes its dense layers according to `rules`.
 
     Raises:
       ConfigError: Qwix is not installed, there are no rules, or a rule matches no layer.

@@ -1,4 +1,4 @@
-"""Matmuls of dense layers with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
+"""Matmuls for dense layers, with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
 
 import dataclasses
 import functools
@@ -332,7 +332,7 @@ class RoundedWeight(Product):
 
 
 def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
-    """Returns the number of devices that sum together, for each contracted dim.
+    """Returns the number of devices over which each contracted dim is summed.
 
     The matmuls for outputs and input gradients contract dims of the weight; the matmul for weight
     gradients contracts batch and time. A dim without an entry is not sharded, or is gathered before

@@ -81,15 +81,15 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     },
     # Weights are sharded as in fsdp+tensor. Between sublayers, the batch is also sharded over
     # `mdl`, and devices along `mdl` pass examples around a ring while they compute (collective
-    # matmul). This is the fastest preset for 2 to 8 devices along `mdl` if nothing hides weight
-    # gathers (TPU v4, v5p).
+    # matmul). This is the fastest preset for 2 to 8 devices along `mdl` if weight gathers are not
+    # hidden by matmuls (TPU v4, v5p).
     "fsdp+ring": {
         **_RING,
         "attention_collectives": "ring",
         "mlp_collectives": "ring",
     },
     # Like fsdp+ring, but attention gathers its weights over `mdl` instead of its tokens. This is
-    # the fastest preset if matmuls hide weight gathers (TPU v5e).
+    # the fastest preset if weight gathers are hidden by matmuls (TPU v5e).
     "fsdp+mlp_ring": {
         **_RING,
         "attention_collectives": "weights",
@@ -130,8 +130,8 @@ _NO_WINDOWED_EINSUM = {
         "xla_tpu_enable_windowed_einsum_for_reduce_scatter?": False,
     }
 }
-# On a complete torus, gradients are summed with all-reduces. These options let them overlap with
-# matmuls. The compiler rejects them on other chips.
+# On a complete torus, gradients are summed with all-reduces. These options let the all-reduces
+# overlap with matmuls. The compiler rejects the options on other chips.
 _ASYNC_ALL_REDUCE = {
     "v5e": {
         "xla_enable_async_all_reduce?": True,
@@ -156,7 +156,7 @@ COMPILER_OPTIONS: dict[str, CompilerOptions] = {
 # Names of weight dims in this library's layers: model dims, hidden dims, and so on. If a preset
 # lacks expert_embed, the experts' model dims are sharded like all other model dims.
 WEIGHT_DIMS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert", "expert_embed")
-# Names of activation dims. `residual_` marks batch and time of the residual stream between
+# Names of activation dims. `residual_` marks batch and time in the residual stream between
 # sublayers. If a preset lacks residual_batch, that dim is sharded like the batch.
 ACTIVATION_DIMS = (
     "batch",

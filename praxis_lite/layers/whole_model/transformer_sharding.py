@@ -33,7 +33,7 @@ _CONTAINERS = (Repeat, Transformer)
 def set_sharding_params(
     model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
 ) -> fdl.Buildable:
-    """Applies a sharding preset to a config of a model or layer in place, and returns the config.
+    """Applies a sharding preset to the config of a model or layer in place, and returns the config.
 
     The preset sets the sharding of every layer that names its dims (`BaseLayer.splits`), including
     layers from default templates. Other settings are not changed. If the preset has no entry
@@ -112,7 +112,7 @@ def _declared_dims() -> list[Mapping[str, Any]]:
 def _set_splits(
     config: fdl.Buildable, preset: Preset, gets_splits: bool, unsplit: dict[str, str]
 ) -> None:
-    """Sets the sharding of a config and of its templates.
+    """Sets the sharding in a config and its templates.
 
     Args:
       config: The config.
@@ -162,7 +162,7 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for the nested configs and templates of a config, even defaults."""
+    """Yields (name, value) for the nested configs and templates in a config, including defaults."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():

@@ -1,8 +1,8 @@
-"""Blocked attention, in which a block of queries reads only the keys that it may see.
+"""Blocked attention, in which a block of queries reads only the keys that the mask allows.
 
-Causal attention then computes little more than half of the logits, and windowed attention even
-fewer. The blocks are unrolled into plain matmuls, so the compiler can schedule, fuse and estimate
-them like any other matmul. The gradient is custom.
+For causal attention, slightly more than half of the logits are computed, and for windowed attention
+even fewer. The blocks are unrolled into plain matmuls, so the compiler can schedule, fuse and
+estimate them like any other matmul. The gradient is custom.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ def blocked_attention(
 ) -> jax.Array:
     """Returns attention outputs [B, T, N, K].
 
-    The residuals are the unnormalized probabilities of the computed blocks, in the queries' dtype.
-    With remat, they exist only during the backward pass of a layer.
+    The residuals are the unnormalized probabilities for the computed blocks, in the queries' dtype.
+    With remat, the residuals exist only during the backward pass of a layer.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -58,7 +58,7 @@ def blocked_attention(
 
 
 class _Block(NamedTuple):
-    """A block of queries [start, stop), which see only keys in [first, end)."""
+    """A block of queries [start, stop), which attend only to keys in [first, end)."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class _Block(NamedTuple):
         return x[:, self.first : self.end]
 
     def logits(self, q, k, mask: AttentionMask, options: LogitOptions) -> tuple[Any, Any]:
-        """Returns capped logits [B, G, R, C, S'] and their visibility, [B or 1, 1, 1, C, S']."""
+        """Returns the capped logits [B, G, R, C, S'] and their mask [B or 1, 1, 1, C, S']."""
         dtype = jnp.float32 if options.float32_logits else q.dtype
         logits = jnp.einsum(
             "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
@@ -125,7 +125,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
         highest = highest.astype(jnp.float32)
         if sinks is not None:
             total += jnp.exp(sinks - highest)
-        # Queries without visible keys have exp = 1 for all keys; set their probabilities to zero.
+        # Fully masked queries have exp = 1 for all keys; set their probabilities to zero.
         share = jnp.where(sees_any, 1.0 / total, 0.0)
         part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _to_output_layout(share)
         if _averages(q, k, mask, sinks, options):
@@ -137,7 +137,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
-    """Returns whether some queries may see no keys, so that their output is the mean value."""
+    """Returns whether some queries may be fully masked, and then output the mean of all values."""
     may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 
@@ -156,7 +156,7 @@ def _backward(options, block_size, residuals, d_encoded):
     q, k, v, mask, sinks, encoded, saved = residuals
     num_keys, dq, dk, dv, d_sinks = k.shape[1], [], None, None, 0.0
     blocks = list(_blocks(q.shape[1], num_keys, mask, block_size))
-    # Start with the last block, which sees all keys in causal attention.
+    # Start with the last block, which attends to all keys in causal attention.
     for block, (exp, share, highest) in zip(reversed(blocks), reversed(saved), strict=True):
         d_out = block.queries(d_encoded)
         d_sums = (d_out * _to_output_layout(share)).astype(q.dtype)

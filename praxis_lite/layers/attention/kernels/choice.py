@@ -98,7 +98,7 @@ CHUNKED_FROM = 4096 * 4096
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The properties of an attention call that decide which kernels support it.
+    """Properties of an attention call that determine which kernels support it.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
@@ -190,7 +190,7 @@ def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
 
 
 def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
-    """Returns why a kernel cannot be used, or None."""
+    """Returns the reason why a kernel cannot be used, or None if it can."""
     if missing := sorted(needs - KERNELS[name]):
         return f"{name} does not support {' or '.join(missing)}"
     if name in SPLASHES and not splash_is_installed(name):
@@ -229,9 +229,9 @@ def attend(
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with the kernel that `choose_kernel` selects.
 
-    Residuals of the backward pass have the checkpoint name "context". The splash, chunked and ring
-    kernels assign the name themselves, so that a policy that saves "context" runs the kernel once.
-    If "context" is offloaded to the host, the name is assigned here.
+    Residuals for the backward pass have the checkpoint name "context". The splash, chunked and ring
+    kernels assign the name themselves, so that the kernel runs only once if the policy saves
+    "context". If "context" is offloaded to the host, the name is assigned here.
 
     Args:
       setting: A name in KERNELS, or "auto".

@@ -33,8 +33,8 @@ def chunked_attention(
     """Computes attention outputs [B, T, N, K] with one chunk of the logits in memory at a time.
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135). The
-    backward pass recomputes each chunk's logits. Chunks in which no query can see a key are
-    skipped. Queries without visible keys get the same outputs as with `einsum_attention`.
+    backward pass recomputes each chunk's logits. Fully masked chunks are skipped. Fully masked
+    queries get the same outputs as with `einsum_attention`.
 
     In addition to arguments and results, the kernel needs memory for two numbers per query and
     head, and for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for
@@ -73,12 +73,12 @@ def apply_sinks(
     """Adds sinks to the softmax over keys, and returns attention outputs [B, T, N, K].
 
     Args:
-      encoded: Outputs without sinks, [B, T, G, R, K]; zeros for queries without visible keys.
-      log_sums: Logsumexp of the logits, float32 [B, G, R, T]; LARGE_NEGATIVE for queries without
-        visible keys.
-      options: Options whose `extra` is the logit of a sink for all heads.
+      encoded: Outputs without sinks, [B, T, G, R, K]; zeros for fully masked queries.
+      log_sums: Logsumexp of the logits, float32 [B, G, R, T]; LARGE_NEGATIVE for fully masked
+        queries.
+      options: Options whose `extra` is the logit of a sink shared by all heads.
       sinks_N: An additional logit per head.
-      mean_BGK: Mean of all values, which queries without visible keys output. If None, they output
+      mean_BGK: Mean of all values, which fully masked queries output. If None, these queries output
         zeros.
     """
     B, T, G, R, K = encoded.shape
@@ -146,7 +146,7 @@ class _Chunks:
         return _part(x, j, self.kv_size, 1)
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
-        """Returns the range [first, end) of key chunks that the queries of chunk i may see."""
+        """Returns the range [first, end) of key chunks to which queries in chunk i may attend."""
         first: int | jax.Array = 0
         end, index = self.num_kv, self.rows(self.q_index, i)
         if self.mask.kv_index_BS is not None:  # Keys may be in any order.
@@ -160,7 +160,7 @@ class _Chunks:
         return first, end
 
     def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
-        """Returns capped logits [B, G, R, C, C] and their visibility, [B or 1, 1, 1, C, C]."""
+        """Returns the capped logits [B, G, R, C, C] and their mask [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
         index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
         index_BS = self.columns(self.mask.kv_index_BS, j)
@@ -203,13 +203,13 @@ def attend_in_chunks(
       k: Keys [B, S, G, K].
       v: Values [B, S, G, K].
       mask: Mask of queries and keys.
-      options: Options of the logits, except `extra` and `zero_fully_masked`.
+      options: Options for the logits, except `extra` and `zero_fully_masked`.
       chunk_size: Number of queries and keys in a chunk.
       dtype: Dtype of the outputs.
 
     Returns:
       Outputs [B, T, G, R, K] and logsumexp, float32 [B, G, R, T]; zeros and LARGE_NEGATIVE for
-      queries without visible keys.
+      fully masked queries.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
     B, G, R = chunks.dims
@@ -293,13 +293,13 @@ def gradients_in_chunks(
       k: Keys [B, S, G, K].
       v: Values [B, S, G, K].
       mask: Mask of queries and keys.
-      options: Options of the logits.
+      options: Options for the logits.
       chunk_size: Number of queries and keys in a chunk.
       log_sums: Logsumexp over all keys, float32 [B, G, R, T], although k may contain only some of
-        them.
+        these keys.
       inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
         [B, G, R, T].
-      d_encoded: Gradient with respect to these outputs, [B, T, G, R, K].
+      d_encoded: Gradient with respect to the outputs, [B, T, G, R, K].
       dtype: Dtype of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
@@ -321,7 +321,7 @@ def gradients_in_chunks(
             d_probs = _einsum("btgrk,bsgk->bgrts", d_out, values)
             d_logits = probs * (d_probs - chunks.rows(inner, i, 3)[..., None])
             if options.cap > 0.0:
-                # Hidden logits have probability 0, so their derivative is 0, too.
+                # Masked logits have probability 0, so their derivative is 0, too.
                 d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
             if options.scale != 1.0:
                 d_logits = d_logits * options.scale

@@ -13,8 +13,8 @@ Each device has a part of the sequence, and its queries also attend to keys on o
 
 With a causal mask, the device with the last part of the sequence would do most of the work. With
 `ring` and `gather`, each device therefore has two pieces of equal length, one from each half of the
-sequence (zig-zag). Time and heads are padded to multiples of the number of devices; no query sees
-the padding.
+sequence (zig-zag). Time and heads are padded to multiples of the number of devices; no query
+attends to the padding.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ Kernel = Callable[..., jax.Array]
 def check_context_parallel(
     layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
 ) -> None:
-    """Checks the setting `context_parallel` of a layer (see `check_way`), and its kernel.
+    """Checks a layer's setting `context_parallel` (see `check_way`) and the layer's kernel.
 
     Raises:
       ConfigError: See `check_way`; or the kernel does not support context parallelism.
@@ -159,7 +159,7 @@ def context_parallel_attention(
     """Computes attention outputs [B, T, N, K] if time is sharded over mesh axes.
 
     On each device, heads are first exchanged within the group (`Ring.by_heads`), and tokens are
-    rearranged to zig-zag pieces. Then the device attends to the gathered or circulating keys, and
+    rearranged into zig-zag pieces. Then the device attends to the gathered or circulating keys, and
     both rearrangements are inverted. Sinks and means of values are applied outside the
     `jax.shard_map`, to the complete outputs and their logsumexp.
 
@@ -273,9 +273,10 @@ def _ring_of(
 def _mask_arrays(
     mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a mask by name, with an array that hides padding keys if necessary.
+    """Returns the arrays in a mask by name, with an array that masks padding keys if necessary.
 
-    A causal mask does not need this array, because padding keys come last and no query sees them.
+    A causal mask does not need this array, because padding keys come last and no query attends to
+    them.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT,
@@ -288,7 +289,7 @@ def _mask_arrays(
 
 
 def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Removes the padding at the ends of sequences from their mask."""
+    """Removes the entries for padding at the ends of sequences from a mask."""
 
     def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]

@@ -16,13 +16,13 @@ from praxis_lite.layers.stochastics import Dropout
 
 @dataclasses.dataclass(frozen=True)
 class LogitOptions:
-    """Options of the attention logits.
+    """Options for the attention logits.
 
     Attributes:
       scale: Factor that multiplies the logits.
       cap: Logits become `cap * tanh(logits / cap)`. If 0.0, they are not capped.
       extra: An additional logit in the softmax, whose value vector is zero.
-      zero_fully_masked: Whether queries without visible keys output zeros. If False, they output
+      zero_fully_masked: Whether fully masked queries output zeros. If False, these queries output
         the mean of all values, the result of a softmax over equal logits.
       float32_logits: Whether to compute logits and softmax in float32, as in Pax, instead of the
         queries' dtype.
@@ -36,7 +36,7 @@ class LogitOptions:
 
     @property
     def averages(self) -> bool:
-        """Whether queries without visible keys output the mean of all values, not zeros."""
+        """Whether fully masked queries output the mean of all values instead of zeros."""
         return self.extra is None and not self.zero_fully_masked
 
     @property
@@ -71,12 +71,12 @@ def einsum_attention(
 
     Args:
       q_BTNK: Scaled queries.
-      k_BSGK: Keys; head n of queries reads head n // (N / G) of keys.
+      k_BSGK: Keys; query head n attends to key head n // (N / G).
       v_BSGK: Values.
       mask: Mask of queries and keys.
-      options: Options of the logits.
+      options: Options for the logits.
       bias: Float [B or 1, N, T, S], added to the logits before they are scaled and capped.
-      atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are hidden where it is below
+      atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are masked where it is below
         LARGE_NEGATIVE / 2. As in Pax, it is not added to the logits.
       dropout: Dropout for the attention probabilities.
       key: Random key for dropout. If None, nothing is dropped.

@@ -10,9 +10,8 @@ def padded_num_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple
     """Returns (number of query heads, number of key heads, copies of each key head).
 
     Both numbers of heads are multiples of `num_parts`, the number of devices, and each device has
-    the key heads that its query heads read. If there are too few key heads, they are copied. Among
-    the possible numbers of copies, the one with the fewest query heads is chosen. Padding heads
-    come last.
+    the key heads that its query heads use. If there are too few key heads, they are copied. The
+    number of copies is chosen to minimize the number of query heads. Padding heads come last.
     """
     num_shared = num_heads // num_kv_heads
 

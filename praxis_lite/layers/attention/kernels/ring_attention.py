@@ -26,7 +26,7 @@ from praxis_lite.layers.base.activation_names import name_residuals
 
 
 class BlockAttention(Protocol):
-    """Attention of this group's queries to the keys of the group `step` positions before it.
+    """Attention from this group's queries to the keys of the group `step` positions earlier.
 
     `mask` is for the complete sequence; all other arrays belong to one group.
     """
@@ -40,7 +40,7 @@ class BlockAttention(Protocol):
         ring: Ring,
         step: int | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns float32 [B, T, G, R, K] and [B, G, R, T], like `attend_in_chunks`."""
+        """Returns outputs [B, T, G, R, K] and logsumexp [B, G, R, T], both float32."""
         ...
 
     def gradients(
@@ -60,7 +60,7 @@ class BlockAttention(Protocol):
 
 
 def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
-    """Returns the number of groups whose keys the queries may see, including their own group."""
+    """Returns the number of groups to whose keys queries may attend, including their own group."""
     if mask.right_context != 0 or mask.left_context is None:
         return ring.num_groups
     return min(ring.num_groups, 1 + -(-(mask.left_context - 1) // num_keys))
@@ -68,12 +68,12 @@ def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
-    """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
+    """Returns attention outputs for this group's queries [B, T, G, R, K] and their logsumexp.
 
-    Like `attention_with_log_sums`, but with the keys of all groups. In step i, a group attends to
-    the keys of the group i positions before it, and merges the result by its logsumexp. The
-    backward pass sends keys and values around the ring again, together with their gradients. Only
-    the arrays of this group are saved as residuals.
+    Like `attention_with_log_sums`, but with the keys from all groups. In step i, a group attends to
+    the keys of the group i positions earlier in the ring, and merges the result by its logsumexp.
+    The backward pass sends keys and values around the ring again, together with their gradients.
+    Only this group's arrays are saved as residuals.
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
@@ -182,7 +182,7 @@ def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> Attent
 def _pieces(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, *kv: jax.Array
 ) -> list[tuple[AttentionMask, list[jax.Array]]]:
-    """Returns (mask, [keys, values]) for each piece of the group `step` positions before."""
+    """Returns (mask, [keys, values]) for each piece of the group `step` positions earlier."""
     query_mask = mask_of_queries(mask, ring, q.shape[1])
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
@@ -192,8 +192,7 @@ def _pieces(
             for name in ("kv_segments_BS", "kv_visible_BS")
             if (x := getattr(mask, name)) is not None
         }
-        # Make indices relative to the piece's first key, so that chunks that no query sees are
-        # skipped.
+        # Make indices relative to the piece's first key, so that fully masked chunks are skipped.
         assert query_mask.q_index_BT is not None
         index_BT = query_mask.q_index_BT - start
         piece_mask = dataclasses.replace(query_mask, q_index_BT=index_BT, **key_arrays)

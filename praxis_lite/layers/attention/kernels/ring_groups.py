@@ -36,7 +36,7 @@ class Ring(NamedTuple):
         """The devices of each group, in the order of their tokens.
 
         For a zig-zag with an even group size, each group consists of devices from both halves, so
-        that it already has its two pieces.
+        that the group already has both of its pieces.
         """
         if not self.is_paired:
             size = self.group_size
@@ -61,7 +61,7 @@ class Ring(NamedTuple):
         return jnp.asarray(group_of_device, jnp.int32)[jax.lax.axis_index(self.axes)]
 
     def shift(self, tree: Any, step: int) -> Any:
-        """Receives the arrays of the group `step` positions before this one."""
+        """Receives the arrays from the group `step` positions earlier in the ring."""
         pairs = [
             (device, self.groups[(i + step) % self.num_groups][rank])
             for i, group in enumerate(self.groups)
@@ -135,7 +135,7 @@ class Ring(NamedTuple):
         return jax.lax.ppermute(x, self.axes, pairs)
 
     def starts(self, group: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
-        """Returns (first token, number of tokens) of each piece of a group with `length` tokens."""
+        """Returns (first token, number of tokens) for each piece of a group of `length` tokens."""
         if not self.is_zigzag:
             return [(group * length, length)]
         half = length // 2

@@ -16,7 +16,7 @@ Segments = tuple[jax.Array, jax.Array] | None  # Segments of queries [B, T] and 
 
 
 def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
-    """Returns the feature of `mask` that splash does not support in a ring, or "" if none.
+    """Returns a feature of `mask` that splash does not support in a ring, or "" if there is none.
 
     The blocks that splash computes must be known at compile time. With a causal mask, the blocks
     depend only on which of the two groups is earlier. With a window, they depend on the distance
@@ -89,7 +89,7 @@ class SplashBlocks(NamedTuple):
         return _by_order(mask, ring, step, for_all_keys, for_earlier_group, for_later_group)
 
     def _row_kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> RowSplash:
-        """Returns the kernels for all heads of one row."""
+        """Returns the kernels for all heads of one sequence."""
         mask = AttentionMask(right_context=0 if is_causal else None)
         num_heads = q.shape[2] * q.shape[3]
         return self.splash((q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret)
@@ -105,7 +105,7 @@ class SplashBlocks(NamedTuple):
         )
         encoded = _to_query_layout(encoded_BNTK, q.shape)
         log_sums = log_sums_BNT.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
-        # For queries that see no key, splash returns the mean of the values that it has read.
+        # For fully masked queries, splash returns the mean of the values that it has read.
         sees_any = log_sums > 0.5 * LARGE_NEGATIVE
         return (
             jnp.where(sees_any.transpose(0, 3, 1, 2)[..., None], encoded, 0.0),
@@ -125,7 +125,7 @@ class SplashBlocks(NamedTuple):
         is_causal: bool,
     ) -> tuple[jax.Array, ...]:
         shape = (q.shape[0], -1, q.shape[1])
-        # The logits of queries that see no key equal their logsumexp, but their softmax must be 0.
+        # The logits of fully masked queries equal their logsumexp, but their softmax must be 0.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
         dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
             _to_splash_layout(q * self.options.scale),
@@ -147,9 +147,9 @@ def _by_order(
 ) -> Any:
     """Calls the function for a group's own keys, or for the keys of an earlier or later group.
 
-    In a zig-zag, all queries see the first piece of an earlier group, but not its second piece.
-    Queries in the second piece see both pieces of a later group, and queries in the first piece see
-    neither.
+    In a zig-zag, all queries attend to the first piece of an earlier group, but not to its second
+    piece. Queries in the second piece attend to both pieces of a later group, and queries in the
+    first piece to neither.
     """
     is_causal = mask.right_context == 0
     if not is_causal or (isinstance(step, int) and step == 0):
@@ -160,7 +160,7 @@ def _by_order(
 def _segments(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
 ) -> Segments:
-    """Returns the segments of this group's queries and of the keys, which are -1 if hidden."""
+    """Returns the segments of this group's queries and of the keys; -1 for masked keys."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
     group = ring.group_index()
@@ -201,5 +201,5 @@ def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -
 
 
 def length_multiple(num_groups: int) -> int:
-    """Returns the number of which sequence lengths must be a multiple."""
+    """Returns the number by which sequence lengths must be divisible."""
     return 2 * num_groups * LANES

@@ -1,4 +1,4 @@
-"""Splash attention: flash attention that skips hidden blocks, with JAX's or tokamax's kernels."""
+"""Splash attention: flash attention that skips masked blocks, with JAX's or tokamax's kernels."""
 
 import importlib.util
 
@@ -26,8 +26,8 @@ _OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
 def splash_of(name: str) -> type[RowSplash]:
     """Returns the kernels for a name in SPLASHES.
 
-    "splash" selects JAX's kernels, or tokamax's if this jax version has none. Their results are the
-    same.
+    "splash" selects JAX's kernels, or tokamax's if this jax version has none. Both give the same
+    results.
     """
     is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
     return JaxSplash if is_in_jax else TokamaxSplash
@@ -63,9 +63,9 @@ def splash_attention(
 ) -> jax.Array:
     """Computes attention outputs [B, T, N, K] with splash attention for TPU.
 
-    Blocks of logits that the causal mask or the window hides are never computed. Each device
-    processes its shard of the batch and heads. The kernels have been compiled for a TPU v5e without
-    the hardware, and tested in interpret mode, which is slow but works on any platform.
+    Blocks of logits outside the causal mask or the window are never computed. Each device processes
+    its shard of the batch and heads. The kernels have been compiled for a TPU v5e without the
+    hardware, and tested in interpret mode, which is slow but works on any platform.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -81,7 +81,7 @@ def splash_attention(
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
     q, k, v = (pad_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
-    # Padding keys, both those of the inputs and those added here, get a segment without queries.
+    # Padding keys, both those in the inputs and those added here, get a segment without queries.
     needs_segments = (
         mask.q_segments_BT is not None
         or mask.kv_visible_BS is not None
@@ -112,8 +112,8 @@ def splash_attention(
     outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
     if not mask.may_hide_all:
         return outputs
-    # Queries that see no key output the mean of all values; splash would average only over the
-    # blocks that it computes.
+    # Fully masked queries output the mean of all values; splash would average only over the blocks
+    # that it computes.
     visible = mask.visible(T, S)
     assert visible is not None
     sees_any_BT = jnp.any(visible, axis=-1)

@@ -26,8 +26,8 @@ class RowSplash(abc.ABC):
     Attributes:
       lengths: T and S, multiples of LANES.
       num_heads: N.
-      mask: Mask whose left_context and right_context are used; its arrays are not used.
-      options: Options whose cap is used; other options are not used.
+      mask: Mask, of which only left_context and right_context are used.
+      options: Options, of which only cap is used.
       interpret: Whether to run in interpret mode, which is slow but works on any platform.
       residual_name: Checkpoint name of the residuals, or None.
     """
@@ -82,7 +82,7 @@ class RowSplash(abc.ABC):
         """Returns segments in the library's format."""
 
     def mask_of_head(self, masks: ModuleType) -> Any:
-        """Builds the mask of a head with the library's mask module."""
+        """Builds the mask for a head with the library's mask module."""
         left = None if self.mask.left_context is None else self.mask.left_context - 1
         if left is None and self.mask.right_context is None:
             return masks.FullMask(self.lengths)
@@ -90,7 +90,7 @@ class RowSplash(abc.ABC):
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """The block sizes of queries and keys."""
+        """The block sizes for queries and keys."""
         # With blocks of up to 512, the tiles of a fused backward kernel with 256 dims per head fit
         # into a v5e's vector memory.
         block_q, block_kv = (
@@ -103,7 +103,7 @@ class RowSplash(abc.ABC):
         return share_of_blocks(self.share_of_blocks())
 
     def share_of_blocks(self) -> float:
-        """Returns the fraction of blocks with visible logits, which splash computes."""
+        """Returns the fraction of blocks that splash computes: those not fully masked."""
         (num_queries, num_keys), (block_q, block_kv) = self.lengths, self.block_sizes
         first_q, first_kv = np.arange(0, num_queries, block_q), np.arange(0, num_keys, block_kv)
         # The smallest and the largest distance from a key to a query within a block.
@@ -208,15 +208,16 @@ class JaxSplash(RowSplash):
 
 
 # With up to this number of key blocks, the kernel returns a separate dq per block, and these are
-# summed afterwards. With more blocks, the kernel adds them up in three arrays in the dtype of q.
+# summed afterwards. With more blocks, the kernel accumulates dq in three arrays with the dtype of
+# q.
 _MAX_SEPARATE_DQ = 4
 
 
 class TokamaxSplash(RowSplash):
     """Tokamax's kernels: one forward (2 matmuls) and one backward (5 matmuls).
 
-    Results equal those of JAX's kernels, because tokamax's optional exp2, which rounds queries once
-    more, is disabled. With 16-bit queries, dq is rounded for each key block.
+    The results equal those from JAX's kernels, because tokamax's optional exp2, which rounds
+    queries once more, is disabled. With 16-bit queries, dq is rounded for each key block.
     """
 
     def with_log_sums(

@@ -46,7 +46,7 @@ class Buffer:
     def start(self, x_M: jax.Array) -> jax.Array:
         """Returns the buffer before the first tick: [S, M + 1, rows, ...]."""
         # Until the first microbatch leaves the last stage, outputs are written to an extra last
-        # index. A select would also work, but each tick would save its mask for the backward pass.
+        # index. A select would also work, but each tick would save a mask for the backward pass.
         x_M = jnp.concatenate([x_M, x_M[:1]])
         x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
         return self._layout.constrain(x_SM, row_dim=2)

@@ -48,7 +48,7 @@ class InterleavedTicks:
     Attributes:
       schedule: The tick schedule.
       work: The computation of a stage.
-      ends: The parts of the model before and after its pipeline.
+      ends: The parts of the model before and after the pipeline.
       arrays: Arrays of `work`, [X, S, ...], where X is R for weights and M for inputs.
       keys_M: One random key per microbatch, or None.
     """

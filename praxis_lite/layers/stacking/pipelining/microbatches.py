@@ -83,7 +83,8 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
 def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
     """Reshapes [rows, ...] to [M, rows / M, ...], padded with copies of row 0.
 
-    A microbatch consists of every M-th row, so that each device contributes rows to it.
+    A microbatch consists of every M-th row, so that each device contributes rows to every
+    microbatch.
     """
     if num_padding := -x.shape[0] % num_microbatches:
         x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_padding, *x.shape[1:]))])

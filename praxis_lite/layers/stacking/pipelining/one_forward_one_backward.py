@@ -35,12 +35,13 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Computes the gradients of a model that contains one Pipeline by 1F1B (arXiv:2104.04473).
+    """Computes gradients by 1F1B for a model that contains one Pipeline (arXiv:2104.04473).
 
-    The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
-    stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model before and
-    after the Pipeline, such as the embedding and the loss, run per microbatch within the ticks.
-    With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1, arXiv:2401.10241).
+    The backward pass of a microbatch begins as soon as the microbatch has left the last stage, so a
+    stage stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model
+    before and after the Pipeline, such as the embedding and the loss, run per microbatch within the
+    ticks. With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1,
+    arXiv:2401.10241).
 
     Gradient accumulation over the same microbatches gives the same results, and is used instead on
     meshes without the stage axis. If the loss is a weighted mean over examples, a pass over the
@@ -48,7 +49,7 @@ class OneForwardOneBackward:
     """
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
-        """Returns the functions that compute gradients and metrics of a task on a mesh.
+        """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
           ConfigError: The model does not contain exactly one Pipeline, or it contains variables
@@ -166,7 +167,7 @@ def _grads_in_ticks(
     batches = accumulation.cut(inputs, num_microbatches)
 
     def batch_loss(params: PyTree, microbatch: Any) -> tuple:
-        """Returns the loss and the metrics of a microbatch."""
+        """Returns the loss and the metrics for a microbatch."""
         batch = jax.tree.map(lambda a: a[microbatch], batches)
         batch = accumulation.constrain_rows(batch, inputs_split_mapping)
         batch_key = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)

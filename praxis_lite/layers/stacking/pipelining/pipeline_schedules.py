@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def num_weight_ticks(self) -> int:
-        """Number of ticks of a split backward pass that compute weight gradients.
+        """Number of ticks in a split backward pass that compute weight gradients.
 
         The first S - 1 backward ticks compute none. If M >= S or R = 1, the number is R M, and no
         stage is idle in these ticks.
@@ -72,7 +72,7 @@ class Schedule:
         return 1.0 - num_busy * (with_bubbles + by_weights) / time
 
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, as ints or arrays.
+        """Returns (microbatch, repeat, is_valid) for `stage` at `tick`, as ints or arrays.
 
         For an idle stage, is_valid is False, and microbatch and repeat are arbitrary valid indices.
         """
@@ -122,7 +122,7 @@ class InterleavedSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick in which the first microbatch leaves the last stage and starts backward."""
+        """Tick of the first backward pass, in which a microbatch first leaves the last stage."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
@@ -172,18 +172,19 @@ class InterleavedSchedule:
         return 1.0 - self.circular_repeat * self.num_microbatches * sum(times) / time
 
     def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of a stage's forward pass; see Schedule.work."""
+        """Returns (microbatch, repeat, is_valid) for a stage's forward pass; see Schedule.work."""
         return self._at(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of a stage's input gradients."""
+        """Returns (microbatch, repeat, is_valid) for a stage's input gradients."""
         microbatch, repeat, is_valid = self._at(self._slot_backward(tick, stage))
         return microbatch, self.circular_repeat - 1 - repeat, is_valid
 
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of a stage's weight gradients.
+        """Returns (microbatch, repeat, is_valid) for a stage's weight gradients.
 
-        With split_backward, they are scalars, because all stages process the same microbatch.
+        With split_backward, the three values are scalars, because all stages process the same
+        microbatch.
         """
         if not self.split_backward:
             return self.backward(tick, stage)

@@ -1,8 +1,8 @@
 """Splits a function into two: the first computes the results needed first, the second the others.
 
 A split backward pass first computes the gradient with respect to its inputs, because the previous
-stage is waiting for it, and later the weight gradients (zero bubble, arXiv:2401.10241). No
-operation runs in both functions.
+stage is waiting for that gradient, and later computes the weight gradients (zero bubble,
+arXiv:2401.10241). No operation runs in both functions.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ def split_function(
     """Splits a function that returns (results needed first, other results).
 
     The function is traced, and its equations are assigned: those that the first results need to
-    `first`, and the remaining ones to `second`. What `second` reads from `first` is a residual.
+    `first`, and the remaining ones to `second`. Values from `first` that `second` uses are
+    residuals.
 
     Args:
       function: The function to split.
@@ -85,7 +86,7 @@ def split_function(
 
 
 def used_arguments(function: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns whether the results of a function depend on each leaf of its arguments."""
+    """Returns, for each leaf in the arguments, whether the function's results depend on it."""
     closed = jax.make_jaxpr(function)(*args)
     eqns: list[core.JaxprEqn] = []
     outvars = _inline_calls(closed, open_jaxpr(closed).invars, eqns, {})

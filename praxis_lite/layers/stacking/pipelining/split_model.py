@@ -33,7 +33,7 @@ _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def active_cut() -> Cut | None:
-    """Returns the function that currently replaces calls of Pipelines, or None."""
+    """Returns the function that currently replaces calls to Pipelines, or None."""
     return _CUT.get()
 
 
@@ -48,7 +48,7 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
-    """Makes Pipelines process all rows of a call as one microbatch inside the `with` block."""
+    """Makes Pipelines process all rows in a call as one microbatch inside the `with` block."""
     return cutting(
         lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
             x, 1, key=key, cache=None, **inputs
@@ -65,8 +65,8 @@ class SplitModel:
       loss: Takes (params, microbatch), and returns (loss, metrics).
       params: The weights.
       num_microbatches: Number of microbatches, M.
-      full_weight: Expected loss weight of a microbatch. Loss weights are divided by it, so that
-        weighted gradients stay within the range of float16.
+      full_weight: Expected loss weight of a microbatch. Loss weights are divided by this value, so
+        that weighted gradients stay within the range of float16.
 
     Raises:
       ConfigError: The pipeline is not called exactly once, or an input other than x depends on
@@ -114,7 +114,7 @@ class SplitModel:
         return work, self, work.arrays(leaves, inputs), keys_M
 
     def grad_params(self, grad_leaves: dict[int, jax.Array], grad_ends: list[jax.Array]) -> PyTree:
-        """Adds up the gradients of the blocks and ends into float32 gradients of all weights."""
+        """Adds up the gradients of the blocks and ends into float32 gradients for all weights."""
         numbers = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
@@ -148,8 +148,8 @@ class SplitModel:
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
         """Returns (metrics, weight, grad_x, grad_ends, grad_values) for a microbatch.
 
-        The weight is a float32 scalar. The gradients are multiplied by it, and may be NaN if it
-        is 0.
+        The weight is a float32 scalar. The gradients are multiplied by the weight, and may be NaN
+        if the weight is 0.
 
         Args:
           microbatch: Index of the microbatch.

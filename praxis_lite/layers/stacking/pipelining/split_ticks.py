@@ -1,9 +1,9 @@
 """The tick loop of a pipeline with a split backward pass: input gradients, then weight gradients.
 
 In a backward tick, a stage computes only the gradient with respect to its inputs, because the
-previous stage is waiting for it. Stage s computes its weight gradients s ticks later. All stages
-then compute the weight gradients of the same microbatch in the same tick, and no stage is idle:
-only forward passes and input gradients have bubbles (zero bubble, arXiv:2401.10241).
+previous stage is waiting for that gradient. Stage s computes its weight gradients s ticks later.
+All stages then compute the weight gradients of the same microbatch in the same tick, and no stage
+is idle: only forward passes and input gradients have bubbles (zero bubble, arXiv:2401.10241).
 
 The forward pass is one scan. The backward pass is two scans: the first runs S - 1 ticks without
 weight gradients, the second runs the remaining ticks with them.

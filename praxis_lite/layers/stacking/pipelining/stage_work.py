@@ -1,4 +1,4 @@
-"""What a stage computes for one microbatch: a forward pass, and a backward pass in two parts."""
+"""A stage's work on one microbatch: a forward pass, and a backward pass in two parts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -78,7 +78,7 @@ class StageLayout:
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
     ) -> jax.Array:
-        """Constrains the sharding of the stage dim of `x`, and of its activation dims if given.
+        """Constrains the sharding of the stage dim of `x` and, if given, of the activation dims.
 
         Args:
           x: An array with a stage dim.
@@ -113,7 +113,7 @@ def apply_layer(
     cache: PyTree,
     **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Applies a block with the key of this layer and microbatch.
+    """Applies a block with the key for this layer and microbatch.
 
     Returns:
       (x, cache, assigned values).
@@ -246,7 +246,7 @@ def apply_layer_at(
     cache: PyTree,
     **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Applies a layer of a repeat, or returns x unchanged if it is a padding layer.
+    """Applies a layer in a repeat, or returns x unchanged for a padding layer.
 
     Returns:
       (x, cache, assigned values).
@@ -261,7 +261,7 @@ def apply_layer_at(
 
 
 def stop_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
-    """Stops the gradient of `tree` unless the results are valid.
+    """Stops gradients through `tree` unless the results are valid.
 
     Unused results may be NaN; their gradient would then be NaN as well (zero times NaN).
     """
