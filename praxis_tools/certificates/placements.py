@@ -111,7 +111,7 @@ class MeshTransfer:
 
     Args:
       source: Layout of the arrays on `mesh`.
-      mesh: Mesh that the arrays are on.
+      mesh: Mesh on which the arrays are placed.
       target: Layout of the arrays on `target_mesh`.
       target_mesh: Mesh to move the arrays to.
     """
@@ -136,7 +136,7 @@ class MeshTransfer:
         )
 
     def compile(self) -> None:
-        """Compiles the transfer ahead of the first call."""
+        """Compiles the transfer before the first call."""
         self._run = self._jitted.lower(self._abstract).compile()
 
     def __call__(self, tree: PyTree) -> PyTree:
@@ -156,7 +156,8 @@ def _with_sharding(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _block_sender(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]:
     """Returns a function that sends each block to the device at its position in `target`.
 
-    `jax.device_put` would do the same, but XLA warns about it if there are several processes.
+    `jax.device_put` would do the same, but XLA warns about such a transfer if there are several
+    processes.
     """
     position_of = {device: position for position, device in enumerate(target.devices.flat)}
     permutation = [
@@ -196,7 +197,7 @@ def row_selector(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTr
 
 
 def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer:
-    """Returns a function that moves batches with these shapes to a mesh of the same devices."""
+    """Returns a function that moves batches shaped like `batch` to a mesh of the same devices."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def layout(mesh: Mesh) -> StateLayout:

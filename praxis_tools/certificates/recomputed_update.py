@@ -70,8 +70,8 @@ def recompute_state(
       rounding: Rounding errors of the gradients.
       actual_num_skipped: Number of skipped steps in the actual state after the step. It determines
         whether the step is skipped if a gradient norm is within rounding errors of the limit.
-      chosen: Paths of the arrays to return. They must include the slots and the moving average of
-        each trained weight among them.
+      chosen: Paths of the arrays to return. If they include a trained weight, they must also
+        include its slots and its moving average.
 
     Returns:
       (state, tolerances): Dicts that map paths to the arrays after the step, and to a tolerance for
@@ -82,7 +82,7 @@ def recompute_state(
     exact, errors = _gradients_and_errors(gradients, rounding)
     norm, norms = plain_update.grad_norms(bound, exact["squares"])
     is_finite = jnp.isfinite(norm) & jnp.isfinite(exact["loss"])
-    # The median is robust against weights whose gradient consists of rounding errors.
+    # The median is robust against weights whose gradients consist only of rounding errors.
     median_share = jnp.median(jnp.stack([*rounding.shares.values(), jnp.float32(_LEAST_SHARE)]))
     is_kept = plain_update.is_step_kept(
         bound,
@@ -94,7 +94,7 @@ def recompute_state(
     )
 
     def delta(path: str, g: jax.Array) -> jax.Array:
-        """Returns the rounding error of each element, which is 0 if the element is always 0."""
+        """Returns the rounding error of each element; 0 for elements that are always 0."""
         error, share = errors["grads"][path], jnp.maximum(rounding.shares[path], _LEAST_SHARE)
         from_shares = share * (jnp.abs(g) + _rms(g))
         from_nudges = error + _rms(error) + _LEAST_SHARE * jnp.abs(g)
@@ -159,7 +159,7 @@ def _gradients(
 
     Returns:
       A dict with "loss", "grads" (gradients of the chosen weights by path), "squares" (the sum of
-      squares of every weight's gradient), and "of_model" (variables that the model changes itself).
+      squares of every weight's gradient), and "of_model" (variables that the model itself changes).
     """
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)
@@ -193,7 +193,7 @@ def _gradients(
 def _gradients_and_errors(
     gradients: Callable[..., dict[str, Any]], rounding: Rounding
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the gradients and their largest change if weights are perturbed.
+    """Returns the gradients, and how much they change at most when weights are perturbed.
 
     Both are computed in a single loop, so that the gradients are compiled only once.
     """
@@ -235,10 +235,10 @@ def _update_and_tolerances(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the update and a tolerance for each element.
 
-    First one half of the gradient's elements is perturbed (up and down), and then the other half.
+    First, one half of the gradient's elements is perturbed (up and down), and then the other half.
     This separates the effect of an element's own gradient from the effect of all other elements,
     for instance in an optimizer that divides by the norm of a layer. The effect of other elements
-    is random, so its mean over the array is used.
+    is random, so the mean of this effect over the array is used.
     """
 
     def body(carry: tuple, pattern: tuple) -> tuple:

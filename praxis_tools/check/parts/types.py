@@ -127,7 +127,7 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Adds notes on the types that JAX infers to the certificate. It compares no values."""
+    """Adds notes to the certificate about the types that JAX infers; compares no values."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")
