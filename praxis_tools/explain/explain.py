@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from praxis_lite.core.task import Task
 
 
-# Takes (step, shapes of a batch, compiled step, seconds of compilation) and returns (name, value)
-# pairs.
+# Takes (step, shapes of a batch, compiled step, compilation time in seconds) and returns (name,
+# value) pairs.
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
@@ -95,8 +95,8 @@ def explain(
       print_text: Function called with each section of the text as soon as it is known, without a
         trailing newline.
       experiment: Full name of the experiment.
-      figures_of: Function that returns additional figures for a compiled step, such as predictions
-        of a plan.
+      figures_of: Function that returns additional figures for a compiled step, such as the plan's
+        predictions.
     """
     texts: list[str] = []
 
