@@ -207,7 +207,7 @@ class Certificates(Hook):
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns the first difference that any process found, as a list of at most one element."""
+        """Returns the first difference found by any process, as a list of at most one element."""
         local = json.dumps(as_json(differences[0])) if differences else ""
         texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")
@@ -235,7 +235,7 @@ class Certificates(Hook):
         certified: CertifiedStep | None = None,
         num_digests: int | None = None,
     ) -> None:
-        """Appends a line to certificates.jsonl if this is the first process."""
+        """Appends a line to certificates.jsonl, only in the first process."""
         if not self._loop.is_first:
             return
         certifier = self._certifier

@@ -259,7 +259,7 @@ class Certifier:
 
         Args:
           state: State after the step.
-          batch: Complete batch of the step.
+          batch: The step's complete batch.
           key: Random key of the run.
           step: Number of completed steps, including this step.
         """

@@ -154,7 +154,7 @@ def restored_state_differences(
 
 
 def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
-    """Returns the layer of an array in a state, or of a gradient."""
+    """Returns the layer to which an array in a state or a gradient belongs."""
     prefix = "mdl_vars/params/"
     paths = [x.path.removeprefix(prefix) for x in layout.leaves() if x.path.startswith(prefix)]
     return layer_of(leaf, paths)

@@ -52,7 +52,7 @@ def signs(index: jax.Array, salt: jax.Array, num_signs: int) -> jax.Array:
 
     Args:
       index: Position of each element in its array; see `indices`.
-      salt: Seed of the signs, uint32.
+      salt: Seed for the signs, uint32.
       num_signs: Number of signs per element, at most 4.
     """
     hashed = _mix(_mix(index ^ salt) + salt)

@@ -39,9 +39,9 @@ class Rounding:
 
     Attributes:
       shares: Maps the path of each trained weight to the relative rounding error of its gradient.
-      num_nudges: Number of runs of the entire batch with perturbed weights; 0 to use `shares`.
+      num_nudges: Number of runs on the entire batch with perturbed weights; 0 to use `shares`.
       nudge: Relative amount by which each weight is perturbed in these runs.
-      salt: Seed of the signs of perturbations, uint32.
+      salt: Seed for the signs of the perturbations, uint32.
     """
 
     shares: Mapping[str, jax.Array]
@@ -65,11 +65,12 @@ def recompute_state(
     Args:
       partitioner: Partitioner of the task on the mesh.
       old: State before the step, without padding, in device memory.
-      inputs: All rows of the batch.
+      inputs: The complete batch.
       key: Random key of the run.
       rounding: Rounding errors of the gradients.
-      actual_num_skipped: Number of skipped steps in the actual state after the step. It determines
-        whether the step is skipped if a gradient norm is within rounding errors of the limit.
+      actual_num_skipped: Number of skipped steps in the actual state after the step. This number
+        determines whether the step is skipped if a gradient norm is within rounding errors of the
+        limit.
       chosen: Paths of the arrays to return. If they include a trained weight, they must also
         include its slots and its moving average.
 
@@ -151,10 +152,10 @@ def _gradients(
     Args:
       partitioner: Partitioner of the task on the mesh.
       old: State before the step.
-      inputs: All rows of the batch.
+      inputs: The complete batch.
       key: Random key of the run.
       chosen: Paths of arrays in the state. Only the gradients of these weights are returned.
-      salt: Seed of the perturbation; see `nudge_weights`.
+      salt: Seed for the perturbation; see `nudge_weights`.
       nudge: Relative size of the perturbation.
 
     Returns:
@@ -274,7 +275,7 @@ def _update_and_tolerances(
             tolerances[path] = (
                 2.0 * own_effect[path] + of_others + _arithmetic_error(before[path], x)
             )
-        else:  # Counts must be equal. Integer arrays contain rounded floats and may be off by one.
+        else:  # Counts must be equal; other integers are rounded floats and may be off by one.
             tolerances[path] = 2.0 * own_effect[path] + (1.0 if x.ndim > 1 else 0.0)
     return exact, tolerances
 

@@ -46,7 +46,7 @@ class Rows:
       state: State at which the gradients are computed; it is not modified.
       batch: The rows, on the job's mesh.
       key: Random key of the run.
-      salt: Seed of the projections.
+      salt: Seed for the projections.
     """
 
     state: TrainState
@@ -141,8 +141,9 @@ class Rerun:
           nudge: Relative amount by which each weight is perturbed, up or down.
 
         Returns:
-          A dict with "loss" (value and weight, [2]), and with "measured" and "digests", which map
-          the path of each weight to its gradient's norm and projections, and to its digest.
+          A dict with "loss" (value and weight, [2]), "measured" (maps the path of each weight to
+          the norm and projections of its gradient) and "digests" (maps the path of each weight to
+          the digest of its gradient).
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():

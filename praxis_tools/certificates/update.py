@@ -183,9 +183,9 @@ class UpdateCheck:
 
         Args:
           state: State after the step.
-          batch: Complete batch of the step.
+          batch: The step's complete batch.
           key: Random key of the run.
-          measurements: Measurements of the gradients of a few rows.
+          measurements: Measurements of the gradients for a few rows.
           nudged: The same measurements with perturbed weights.
           salt: Seed for the signs of the perturbations.
           rounding: Relative amount by which weights are perturbed to measure rounding errors.
@@ -316,7 +316,7 @@ class UpdateCheck:
 
         Returns:
           Float32 [devices, arrays, 3] with the share of the tolerance, the difference and the
-          tolerance of the element with the largest share in each device's block.
+          tolerance for the element with the largest share in each device's block of each array.
         """
         partitioner, mesh = self._partitioner, self._partitioner.mesh
         share_by_path = {path: shares[i] for i, path in enumerate(self._trained_paths)}

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """Raised when a comparison fails, which ends the check.
+    """Raised when a comparison fails, to end the check.
 
     Attributes:
       runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
@@ -179,7 +179,7 @@ class Check:
         return on_mesh(self.job, task or self.task, shape, build)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the single-device runner whose results are compared with those of a mesh runner.
+        """Returns the single-device runner whose results are compared with results on a mesh.
 
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
         With 1F1B, it processes the rows of each microbatch in turn.

@@ -49,7 +49,7 @@ def check_on_meshes(
     """Compares an experiment on meshes with the same experiment on a single device.
 
     Args:
-      experiment: An Experiment, its class, or the config of its job.
+      experiment: An Experiment, an Experiment class, or the config of a job.
       meshes: Shapes of meshes with the job's axes, such as [(1, 4, 2), (2, 2, 2)]. Defaults to the
         experiment's own mesh, meshes that split one axis, a mesh that splits all axes, and the mesh
         with the most uneven splits.

@@ -55,7 +55,7 @@ def in_float64(
 
     Args:
       mesh: Name of the mesh of the actual run.
-      what: Kind of the leaves.
+      what: Kind of value that is compared.
       expected: Results of the expected run.
       actual: Results of the actual run.
       nudged: Results of the expected run with perturbed weights. They reveal gradients that would

@@ -21,7 +21,7 @@ _MAX_TEXT_BYTES = 2**24
 
 
 class ReportFirstCollectives(Hook):
-    """Provides the training step's first collectives to reports on stuck processes.
+    """Finds the training step's first collectives for reports on stuck processes.
 
     The compiled step is only parsed if such a report is created.
     """

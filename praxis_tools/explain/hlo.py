@@ -54,8 +54,8 @@ class Collective:
       group_size: Number of devices in a replica group; None for collective-permute.
       op_name: JAX operation, such as 'jit(step)/while/body/layer/dot_general', or ''.
       layers: (layer, bytes) for each array in the result. The layer is, for example, 'encoder/ffn'
-        or 'gradient of encoder/ffn'. Outside of layers, it is the source line, such as
-        'model.py:13', or ''.
+        or 'gradient of encoder/ffn'. Outside of layers, the source line (such as 'model.py:13') or
+        '' is used instead.
       axes: Mesh axes along which the collective runs; empty if no mesh was given.
       source: Source line, such as 'model.py:13', or ''.
       dims: Shape of each array in the result.

@@ -110,7 +110,7 @@ def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
     """Returns the layers in an op_name, one for each merged operation.
 
     A layer is, for example, 'encoder/ffn', or 'gradient of encoder/ffn' in the backward pass.
-    Outside of any scope, it is `source_line`. XLA names merged operations
+    Outside of any scope, `source_line` is used instead. XLA names merged operations
     'common/path/(first:second)'.
     """
     layers = []

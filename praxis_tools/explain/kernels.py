@@ -19,7 +19,7 @@ from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 _SPLASH_MATMULS = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}
 _FUSED_BACKWARD_MATMULS = (5, 4)  # For tokamax's dkv kernel, which also computes dq.
 _CUDNN = "__cudnn$fmha"
-_MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # JAX's, or tokamax's.
+_MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # The names in JAX and in tokamax.
 _DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}  # Supported by megablox.
 
 

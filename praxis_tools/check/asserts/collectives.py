@@ -52,7 +52,7 @@ def compiled_step(
     """Compiles a step of an experiment without reading data or running the step.
 
     Args:
-      experiment: An Experiment, its class, the config of its job, or a Partitioner.
+      experiment: An Experiment, an Experiment class, the config of a job, or a Partitioner.
       step: "train", "eval" or "decode".
       batch: Shapes and types of a global batch; required with a Partitioner.
       mesh: Number of devices along each axis, or None for the experiment's own mesh.

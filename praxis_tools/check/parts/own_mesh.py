@@ -44,7 +44,7 @@ def check_parts(check: Check, runner: TaskRunner) -> None:
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares evaluations on a mesh with evaluations on a single device.
 
-    The metrics of a batch are also compared with the means over its two halves.
+    The metrics of a batch are also compared with the means over the batch's two halves.
     """
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars

@@ -35,7 +35,7 @@ class TypeWitness:
       as_declared: Number of activations whose inferred sharding equals their sharding constraint.
       moved: Messages for all other activations with a sharding constraint, such as
         "LAYER: float32[16, 12, 32] ... to ...".
-      untyped: Maps the path of a layer to the reason why JAX cannot infer types inside it.
+      untyped: Maps the path of a layer to the reason why JAX cannot infer types inside this layer.
     """
 
     confirmed: tuple[str, ...]

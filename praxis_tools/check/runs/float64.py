@@ -69,8 +69,8 @@ def in_float64(
     """Returns a version of `function` that computes in float64 instead of narrower float types.
 
     The function is traced once with its original dtypes. All operations in the jaxpr, including
-    those in loops, branches and calls, are then executed in float64. This works for any model and
-    any optimizer. Random numbers are derived from the same bits.
+    operations in loops, branches and calls, are then executed in float64. This works for any model
+    and any optimizer. Random numbers are derived from the same bits.
 
     Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`).
 

@@ -186,7 +186,7 @@ def _is_library(build: Any) -> bool:
 
 
 def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns {name: setting}, or {position: setting} if fiddle does not know the names."""
+    """Returns {name: setting}, or {position: setting} if Fiddle cannot determine the names."""
     build = fdl.get_callable(buildable)
     # The metaclass of NNX modules hides the signature of __init__.
     defaults = {

@@ -20,7 +20,7 @@ _MAX_ITERATIONS = 128
 
 
 class LayerRecorder(Interpreter):
-    """An interpreter that runs a jaxpr with its original dtypes and records its layers.
+    """An interpreter that runs a jaxpr with its original dtypes and records layer values.
 
     For each run of consecutive operations in the same layer, the last array is recorded. In a scan,
     this array is recorded once per iteration (or as one array [iterations, ...] if there are many

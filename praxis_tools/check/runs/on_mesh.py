@@ -139,7 +139,7 @@ class TaskRunner:
             return leaves_of(jax.device_get(run(placed, batch)))
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
-        """Returns the values that `in_float64(by_layer=True)` records in a training step."""
+        """Returns the values recorded by `in_float64(by_layer=True)` in a training step."""
         run = self._program(self.partitioner.train_step, inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):

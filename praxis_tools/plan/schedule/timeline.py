@@ -50,7 +50,7 @@ class Timeline:
       seconds: Time from the first instruction to the last.
       compute_seconds: Time in matmuls and kernels.
       memory_seconds: Time in all other instructions, which are memory-bound.
-      flops: Matmul flops, including those of kernels.
+      flops: Matmul flops, including the matmul flops in kernels.
       kernel_flops: Matmul flops in attention kernels and grouped matmuls.
       recomputed_flops: Matmul flops that the backward pass recomputes (remat).
       flops_by_type: Maps XLA's name for each element type to its matmul flops.

@@ -197,7 +197,7 @@ def _bubble_share(pipeline: Pipeline, rows: int) -> float:
     if pipeline.num_microbatches:
         num_microbatches = pipeline.num_microbatches
     else:
-        assert pipeline.microbatch_size is not None  # Pipelines require one of the two.
+        assert pipeline.microbatch_size is not None  # A pipeline requires one of the settings.
         num_microbatches = -(-rows // pipeline.microbatch_size)
     schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
     if pipeline.split_backward:
