@@ -87,10 +87,10 @@ class Certifier:
     up to rounding errors.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       build: Function that takes a mesh and returns a partitioner for the same task on this mesh.
       element_spec: Shapes and types of a batch.
-      seed: Seed of the run.
+      seed: The run's random seed.
       state: A train state of the job; only its shapes are used.
 
     Attributes:
@@ -120,7 +120,7 @@ class Certifier:
         self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = partitioner.mesh.size
-        # After a rotation, no device keeps its position, but neighbors stay neighbors.
+        # After a rotation, every device has a new position, but neighbors remain neighbors.
         shift = 1 + int(np.random.default_rng(seed).integers(size - 1))
         self.order = rotated_order(range(size), size, shift)
         self.spec, self.num_rows = self._smallest_batch(element_spec)
@@ -260,7 +260,7 @@ class Certifier:
         Args:
           state: State after the step.
           batch: The step's complete batch.
-          key: Random key of the run.
+          key: The run's random key.
           step: Number of completed steps, including this step.
         """
         draw_rows = functools.partial(self.rows, state, batch, key, step)

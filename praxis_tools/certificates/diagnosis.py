@@ -164,7 +164,7 @@ class CauseSearch:
     """Searches for the cause of a difference by re-running the step on other meshes.
 
     Args:
-      certifier: Certifier of the job.
+      certifier: The job's certifier.
       certified: A certificate with differences.
     """
 

@@ -63,10 +63,10 @@ def recompute_state(
     """Recomputes arrays in the state after a step.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
       old: State before the step, without padding, in device memory.
       inputs: The complete batch.
-      key: Random key of the run.
+      key: The run's random key.
       rounding: Rounding errors of the gradients.
       actual_num_skipped: Number of skipped steps in the actual state after the step. This number
         determines whether the step is skipped if a gradient norm is within rounding errors of the
@@ -150,17 +150,17 @@ def _gradients(
     """Computes the loss and the gradients of a step, optionally with perturbed weights.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
       old: State before the step.
       inputs: The complete batch.
-      key: Random key of the run.
+      key: The run's random key.
       chosen: Paths of arrays in the state. Only the gradients of these weights are returned.
       salt: Seed for the perturbation; see `nudge_weights`.
       nudge: Relative size of the perturbation.
 
     Returns:
       A dict with "loss", "grads" (gradients of the chosen weights by path), "squares" (the sum of
-      squares of every weight's gradient), and "of_model" (variables that the model itself changes).
+      squares of every weight's gradient), and "of_model" (variables changed by the model itself).
     """
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)

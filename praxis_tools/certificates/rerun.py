@@ -45,7 +45,7 @@ class Rows:
     Attributes:
       state: State at which the gradients are computed; it is not modified.
       batch: The rows, on the job's mesh.
-      key: Random key of the run.
+      key: The run's random key.
       salt: Seed for the projections.
     """
 
@@ -136,7 +136,7 @@ class Rerun:
           mdl_vars: Padded model variables.
           scalars: Other values in the state, from `scalars_of`.
           batch: Batch with a few rows.
-          key: Random key of the run.
+          key: The run's random key.
           salts: Seeds for the projections and for the signs of the perturbations, uint32 [2].
           nudge: Relative amount by which each weight is perturbed, up or down.
 
@@ -291,7 +291,7 @@ def check_device_memory(
 ) -> None:
     """Raises OutOfMemory if a compiled function does not fit in memory alongside the train state.
 
-    Call it between steps, when only the train state is on the devices.
+    Call this function between steps, when only the train state is on the devices.
 
     Args:
       compiled: The compiled function.

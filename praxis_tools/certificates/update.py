@@ -77,7 +77,7 @@ class UpdateCheck:
     parts, and one part is compared each time a step is certified.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       element_spec: Shapes and types of a batch.
       note: Function called with a message if something cannot be compared.
       max_bytes: Limit for the slots and moving averages in a snapshot, in bytes per device. The
@@ -184,7 +184,7 @@ class UpdateCheck:
         Args:
           state: State after the step.
           batch: The step's complete batch.
-          key: Random key of the run.
+          key: The run's random key.
           measurements: Measurements of the gradients for a few rows.
           nudged: The same measurements with perturbed weights.
           salt: Seed for the signs of the perturbations.

@@ -165,5 +165,5 @@ def first_differing_layer(
 
 
 def layer_of_key(key: str) -> str:
-    """Returns the layer in a key of `LayerRecorder.records`."""
+    """Returns the layer named in a key of `LayerRecorder.records`."""
     return key.split("|", 1)[1]

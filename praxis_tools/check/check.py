@@ -57,7 +57,7 @@ class Check:
     """A running check of an experiment.
 
     Args:
-      config: Config of the job.
+      config: The job's config.
       experiment: Full name of the experiment.
       num_steps: Number of training steps on the experiment's own mesh.
       parts: Names of the parts to run, from `on_meshes.PARTS`, or None for all parts.
@@ -160,7 +160,7 @@ class Check:
 
     @functools.cached_property
     def one_device(self) -> TaskRunner:
-        """Runner of the task on a single device."""
+        """Runner for the task on a single device."""
         return self.on_one_device()
 
     def on_one_device(
@@ -182,7 +182,7 @@ class Check:
         """Returns the single-device runner whose results are compared with results on a mesh.
 
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
-        With 1F1B, it processes the rows of each microbatch in turn.
+        With 1F1B, the single device processes the rows of each microbatch in turn.
         """
         gradients = runner.partitioner.gradients
         key: int | str
@@ -310,7 +310,7 @@ class Check:
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def add_note(self, text: str) -> None:
-        """Adds a note to the certificate, unless it already contains this note."""
+        """Adds a note to the certificate, unless the certificate already contains this note."""
         if text not in self.certificate.notes:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")

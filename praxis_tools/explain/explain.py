@@ -1,4 +1,4 @@
-"""Explains the layout and the compiled steps of a job without running it."""
+"""Explains the layout and the compiled steps of a job without running the job."""
 
 import dataclasses
 import time
@@ -50,7 +50,7 @@ class Explanation:
 
     Attributes:
       experiment: Full name of the experiment.
-      mesh: Mesh of the job.
+      mesh: The job's mesh.
       layout: Shape, spec and bytes per device of each array in the train state.
       notes: Notes about the layout.
       warnings: Warnings about the layout and about matmuls that XLA may permute.
@@ -89,7 +89,7 @@ def explain(
     """Compiles the steps of a job, and explains these steps and the layout of the state.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       datasets: Maps names to the datasets for training and evaluation.
       decode_datasets: Maps names to the datasets of prompts.
       print_text: Function called with each section of the text as soon as it is known, without a
@@ -176,7 +176,7 @@ def explained_step(
     """Reads the memory, collectives and flops of a compiled step.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       step: A step of the partitioner.
       name: Name of the dataset.
       element_spec: Shapes and types of a batch.

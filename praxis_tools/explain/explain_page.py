@@ -59,7 +59,7 @@ def page(
 
     Args:
       title: Title of the page.
-      mesh: Mesh of the job.
+      mesh: The job's mesh.
       layout: Layout of the train state.
       warnings: Warnings about the layout.
       steps: Compiled steps to show.

@@ -133,7 +133,7 @@ def _unmerged(op_name: str) -> Iterator[str]:
 
 
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
-    """Returns the scopes of layers in an op name, and whether it belongs to the backward pass.
+    """Returns the layer scopes in an op name, and whether the op belongs to the backward pass.
 
     For example, ['transpose(jvp(encoder))', 'while', 'body', 'ffn'] is (['encoder', 'ffn'], True).
     """

@@ -29,7 +29,7 @@ from praxis_tools.plan.chips import Chip
 FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs asynchronously.
 _MIN_CYCLES = 1830  # The TPU compiler's estimate for its smallest instruction.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_SLICES = ("dynamic-slice", "slice", "gather")  # These read only the elements they return.
+_SLICES = ("dynamic-slice", "slice", "gather")  # These read only the returned elements.
 # Instructions that write one operand into another in place, and the index of the written operand.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
@@ -154,7 +154,7 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops and dtype of an instruction, including computations it calls."""
+    """Returns the matmul flops and dtype of an instruction, including called computations."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)

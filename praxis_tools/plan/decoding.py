@@ -2,8 +2,8 @@
 
 A compiled decoding step consists of a prefill that writes the prompts into the cache, and a loop
 that generates one token per row in each iteration. The plan reports the time of one iteration, and
-counts all work outside of the loop as time to first token. Each iteration reads all weights and the
-cache once; dividing these bytes by the memory bandwidth gives the lower bound.
+counts all work outside of the loop as time to first token. In each iteration, all weights and the
+cache are read once; the lower bound is the number of these bytes divided by the memory bandwidth.
 """
 
 import dataclasses

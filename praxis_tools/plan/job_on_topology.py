@@ -69,7 +69,7 @@ def step_specs(
 
     Args:
       job: Job with the datasets.
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       steps: Steps of the partitioner.
       batch_sizes: Batch sizes for the decode step; the result has one entry for each of these batch
         sizes. If empty, the dataset's batch size is used.

@@ -161,7 +161,7 @@ def plan_job(
         if plan.compiled is not None:
             explained = explained_step(partitioner, step, name, spec, plan.compiled)
             drawn.append(dataclasses.replace(explained, figures=figures(plan)))
-        # Drop the compiled program to free its memory.
+        # Drop the executable to free its memory.
         plans.append(dataclasses.replace(plan, compiled=None))
     if len(decoded := [plan for plan in plans if plan.step == "decode"]) > 1:
         add("\n" + decoding_table(decoded))

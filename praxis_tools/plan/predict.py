@@ -1,4 +1,4 @@
-"""Compiles a step for a topology and predicts its memory, communication and time."""
+"""Compiles a step for a topology and predicts the step's memory, communication and time."""
 
 import math
 import tempfile

@@ -1,4 +1,4 @@
-"""The plan of a step: its predicted memory and time, and their JSON format."""
+"""The plan of a step: its predicted memory and time, and the plan's JSON format."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ class StepPlan:
       topology: Name of the topology.
       num_devices: Number of devices in the mesh.
       fits: Whether the step fits in the memory of a device.
-      peak_bytes_per_device: Memory that the step needs.
+      peak_bytes_per_device: Peak memory of the step, in bytes.
       hbm_bytes_per_device: Memory available on a device.
       parameters: Number of parameters of the model.
       compile_seconds: Time to lower and compile the step.

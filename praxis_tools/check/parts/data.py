@@ -38,7 +38,7 @@ def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.nda
 
     Args:
       batch: The batch.
-      num_ids: Maps the name of an array to its number of ids, from `Task.num_ids`.
+      num_ids: Maps the name of each array of ids to the model's number of ids, from `Task.num_ids`.
 
     Returns:
       The new batch, and the names of the changed arrays, joined by commas.

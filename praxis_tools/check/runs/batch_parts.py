@@ -74,10 +74,10 @@ def _value_and_grad(
 ) -> tuple[Any, PyTree, PyTree]:
     """Computes the gradients of each part and averages them, like `accumulation.value_and_grad`.
 
-    Parts are weighted by the weight of their loss, and parts with weight 0 are ignored. Strided
-    parts are microbatches, each of which continues from the variables of the previous microbatch.
-    Each block contains the rows of one device. All blocks start from the same variables, and the
-    changes of these variables are averaged.
+    Each part is weighted by its loss weight, and parts with weight 0 are ignored. Strided parts are
+    microbatches, each of which continues from the variables of the previous microbatch. Each block
+    contains the rows of one device. All blocks start from the same variables, and the changes of
+    these variables are averaged.
     """
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)

@@ -46,7 +46,7 @@ SWITCHES = {
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
 BLOCKS = {"block", "blocks"}  # Only in names with a word in ATTENTION; otherwise blocks are layers.
-# Words about recomputation in the backward pass.
+# Words that refer to recomputation in the backward pass.
 ONLY_REMAT = {
     "remat",
     "remats",

@@ -40,7 +40,7 @@ class TaskRunner:
     """Compiles and runs the steps of a task on a mesh.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
     """
 
     def __init__(self, partitioner: Partitioner):
@@ -147,7 +147,7 @@ class TaskRunner:
             return {name: np.asarray(x) for name, x in records.items()}
 
     def traced(self, step: Step, inputs: Batch, **settings: Any) -> Float64Function:
-        """Returns a step of the partitioner that runs in float64, without compiling it."""
+        """Returns one of the partitioner's steps, converted to float64 but not compiled."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:

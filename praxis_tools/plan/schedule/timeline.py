@@ -53,7 +53,7 @@ class Timeline:
       flops: Matmul flops, including the matmul flops in kernels.
       kernel_flops: Matmul flops in attention kernels and grouped matmuls.
       recomputed_flops: Matmul flops that the backward pass recomputes (remat).
-      flops_by_type: Maps XLA's name for each element type to its matmul flops.
+      flops_by_type: Maps XLA's name for each element type to the matmul flops in this type.
       unknown_kernels: Names of kernels with unknown costs, which are counted as zero seconds.
       collectives: Maps (kind, axes, layer) to the totals for these collectives.
       host_copies: Maps (kind, axes, layer) to the totals for these copies between device and host.
