@@ -1,5 +1,5 @@
 """Certifies steps of a running job (`run.certify_every_steps`).
 
-A certificate re-runs a step on reordered devices and on a different mesh, and compares the results.
-It never changes the training state.
+To certify a step, the job re-runs it on reordered devices and on a different mesh, and compares the
+results. The training state is never changed.
 """

@@ -33,7 +33,7 @@ from praxis_tools.check.certificate import Comparison
 class NotRestored(Error):
     """Raised if a restored state differs from the saved state.
 
-    Elastic jobs restore the state again.
+    Elastic jobs then restore the state again.
     """
 
     exit_status = 4
@@ -42,8 +42,8 @@ class NotRestored(Error):
 class Certificates(Hook):
     """Certifies a step every `run.certify_every_steps` steps, and compares replicas of the state.
 
-    Digests of the state are saved with each checkpoint, and compared when the checkpoint is
-    restored, even on a different mesh.
+    Digests of the state are saved with each checkpoint and are compared when the checkpoint is
+    restored, even if it is restored on a different mesh.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -69,7 +69,7 @@ class Certificates(Hook):
             self._compute_digests.compile()
         began = time.perf_counter()
         self._digests, self._step = self._compute_digests(state), loop.first_step
-        # If its step was not certified, a checkpoint contains the digests of an earlier step.
+        # A checkpoint whose step was not certified contains the digests from an earlier step.
         if self._saved and self._saved["step"] == loop.first_step:
             differences = self._agree_on_first(
                 [
@@ -149,10 +149,10 @@ class Certificates(Hook):
         return reason
 
     def _certify(self, dispatched: DispatchedStep) -> str | None:
-        """Compares replicas, and re-runs the step if it is due.
+        """Compares replicas, and re-runs the step if it is due to be certified.
 
         Returns:
-          The reason to end training, or None.
+          The reason to stop training, or None to continue.
         """
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {dispatched.step}"):
@@ -207,7 +207,7 @@ class Certificates(Hook):
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns the first difference that any process found, as a list of at most one element."""
+        """Returns the first difference found by any process, as a list of at most one element."""
         local = json.dumps(as_json(differences[0])) if differences else ""
         texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")
@@ -235,7 +235,7 @@ class Certificates(Hook):
         certified: CertifiedStep | None = None,
         num_digests: int | None = None,
     ) -> None:
-        """Appends a line to certificates.jsonl if this is the first process."""
+        """Appends a line to certificates.jsonl, only in the first process."""
         if not self._loop.is_first:
             return
         certifier = self._certifier

@@ -47,7 +47,7 @@ _MAX_PARTS = 64  # The jaxpr of `devices_in_turn` contains a copy of the step fo
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedStep:
-    """The comparisons of a certificate, and the measurements to find the cause of a difference.
+    """The comparisons made for a step, and the measurements for finding the cause of a difference.
 
     Attributes:
       comparisons: All comparisons, in the order in which they were made.
@@ -58,7 +58,8 @@ class CertifiedStep:
       rows: The last rows that were compared.
       is_device_fault: Whether bits differed after the devices were reordered.
       draw: Index of the random sample `rows`. All earlier samples had differences.
-      draw_rows: Function that takes the index of a sample and returns random rows of the step.
+      draw_rows: Function that takes the index of a sample and returns random rows from the step's
+        batch.
       update: Comparison of the state after the step, or None if it was not compared.
     """
 
@@ -81,25 +82,25 @@ class CertifiedStep:
 class Certifier:
     """Certifies steps of a job on a mesh of several devices.
 
-    A certificate re-runs a few rows of the step with the devices in a different order, which must
-    produce the same bits, and on a different mesh, which must produce the same gradients up to
-    rounding errors.
+    To certify a step, a few rows of its batch are re-run with the devices in a different order,
+    which must produce the same bits, and on a different mesh, which must produce the same gradients
+    up to rounding errors.
 
     Args:
-      partitioner: Partitioner of the job.
-      build: Function that takes a mesh and returns the partitioner of the same task on it.
+      partitioner: The job's partitioner.
+      build: Function that takes a mesh and returns a partitioner for the same task on this mesh.
       element_spec: Shapes and types of a batch.
-      seed: Seed of the run.
+      seed: The run's random seed.
       state: A train state of the job; only its shapes are used.
 
     Attributes:
-      spec: Shapes and types of the rows that a certificate re-runs.
+      spec: Shapes and types of the rows that are re-run.
       num_rows: Number of these rows.
       reruns: Re-runs on the job's mesh, on the same mesh with reordered devices, and on a different
         mesh if one is valid.
       order: Order of the devices in the second re-run.
       is_exact: Whether all-reduces produce the same bits for any order of the devices.
-      update: Recomputes updates, or None if they cannot be traced or do not fit in memory.
+      update: Recomputes updates; None if updates cannot be traced or do not fit in memory.
       notes: Messages about what is not compared.
 
     Raises:
@@ -119,7 +120,7 @@ class Certifier:
         self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = partitioner.mesh.size
-        # After a rotation, no device keeps its position, but neighbors stay neighbors.
+        # After a rotation, every device has a new position, but neighbors remain neighbors.
         shift = 1 + int(np.random.default_rng(seed).integers(size - 1))
         self.order = rotated_order(range(size), size, shift)
         self.spec, self.num_rows = self._smallest_batch(element_spec)
@@ -142,7 +143,7 @@ class Certifier:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
-        """Returns a lowered re-run on a partitioner's mesh. Errors of the model are not caught."""
+        """Returns a lowered re-run on a partitioner's mesh. The model's errors are not caught."""
         rerun = Rerun(self.partitioner, partitioner)
         rerun.lower(self.spec, self.scalars)
         return rerun
@@ -193,7 +194,7 @@ class Certifier:
         self._compilation = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
-        # Only the training step should warn about costly resharding.
+        # Costly resharding should only cause warnings in the training step.
         with explained_warnings(lambda warning: None):
             for rerun in self.reruns:
                 rerun.compile()
@@ -204,7 +205,7 @@ class Certifier:
         """Waits for the compilation, and drops comparisons that do not fit in memory.
 
         Raises:
-          OutOfMemory: The re-run on the job's mesh does not fit.
+          OutOfMemory: The re-run on the job's mesh does not fit in memory.
         """
         self._compilation.result()
         for rerun in list(self.reruns):
@@ -214,7 +215,8 @@ class Certifier:
                 rerun.compile(),
                 rerun.mesh.local_devices,
                 f"A certificate on the mesh {rerun.name}",
-                # A different mesh needs a second copy of the weights in its own layout.
+                # A re-run on a different mesh needs a second copy of the weights in that mesh's
+                # layout.
                 0 if rerun.is_job_mesh else sum(leaf.bytes_per_device for leaf in weights),
             )
             if message := _out_of_memory_message("room for certificates", check):
@@ -253,19 +255,19 @@ class Certifier:
     ) -> CertifiedStep:
         """Compares a step with its re-runs, blocking until the devices are done.
 
-        The update is compared only if there is a snapshot of the state before the step.
+        The update is compared only if there is a snapshot of the state from before the step.
 
         Args:
           state: State after the step.
-          batch: All rows of the step.
-          key: Random key of the run.
+          batch: The step's complete batch.
+          key: The run's random key.
           step: Number of completed steps, including this step.
         """
         draw_rows = functools.partial(self.rows, state, batch, key, step)
         for draw in range(_MAX_DRAWS):
             certified = self._compare_rows(draw_rows(draw), draw, draw_rows)
-            # Rounding may change a discrete decision, such as the choice of an expert, but it is
-            # unlikely to do so for several samples of rows.
+            # Rounding may change a discrete decision, such as the choice of an expert, but this is
+            # unlikely to happen in several samples of rows.
             if certified.is_device_fault or not any_process_differs(certified.comparisons):
                 break
         if self.update is None or not self.update.has_snapshot_before(step):
@@ -309,7 +311,8 @@ class Certifier:
             x for x in comparisons if x.mesh == MOVED
         )
         if not is_device_fault and any_process_differs(comparisons):
-            # Rounding errors may exceed those of the first perturbation, so measure more of them.
+            # Rounding errors may be larger than the effect of the first perturbation, so measure
+            # more perturbations.
             patterns = range(1, 1 + _NUM_MORE_NUDGES)
             nudged += [job_rerun.measure(rows, job_rerun.rounding, pattern) for pattern in patterns]
             comparisons = compare()
@@ -360,7 +363,8 @@ def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
 def any_process(condition: bool) -> bool:
     """Returns whether a condition is true in any process.
 
-    All processes must call this function, and get the same result. Their conditions may differ: for
-    instance, a faulty device may return wrong values only to its own process.
+    All processes must call this function, and it returns the same result in all of them. The
+    condition may differ between processes: for instance, a faulty device may return wrong values
+    only to its own process.
     """
     return any(processes.exchange("certificate", "yes" if condition else ""))

@@ -47,7 +47,7 @@ _NUM_DRAWS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A difference that a certificate found.
+    """A difference found by certifying a step or a restored state.
 
     Attributes:
       cause: "device" or "program".
@@ -59,7 +59,7 @@ class Difference:
         over which replicas differ, or that must be split for the difference to appear, joined by
         "+". May be "".
       layer: Path of the first layer that differs, or "" if it is unknown.
-      leaf: Path of the array with the largest difference in this layer.
+      leaf: Path of the array in `layer` with the largest difference.
       mesh: Name of the job's mesh.
       difference: The difference in this array.
       tolerance: The allowed difference.
@@ -125,7 +125,8 @@ def restored_state_differences(
 ) -> list[Difference]:
     """Returns a difference for each array that differs from the saved array.
 
-    The devices can only be identified if the state was saved on a mesh of the same shape.
+    The devices that differ can only be identified if the state was saved on a mesh of the same
+    shape.
 
     Args:
       layout: Layout of the state.
@@ -153,7 +154,7 @@ def restored_state_differences(
 
 
 def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
-    """Returns the layer of an array in a state, or of a gradient."""
+    """Returns the layer to which an array in a state or a gradient belongs."""
     prefix = "mdl_vars/params/"
     paths = [x.path.removeprefix(prefix) for x in layout.leaves() if x.path.startswith(prefix)]
     return layer_of(leaf, paths)
@@ -163,7 +164,7 @@ class CauseSearch:
     """Searches for the cause of a difference by re-running the step on other meshes.
 
     Args:
-      certifier: Certifier of the job.
+      certifier: The job's certifier.
       certified: A certificate with differences.
     """
 
@@ -175,8 +176,8 @@ class CauseSearch:
     def find(self) -> Difference:
         """Returns the first difference in the certificate, with its cause.
 
-        All processes must call this, because the search runs steps on all devices. A process
-        without a difference returns its first comparison.
+        All processes must call this, because the search runs steps on all devices. In a process
+        without a difference, the first comparison is returned.
         """
         certified = self._certified
         if certified.update is not None:
@@ -189,7 +190,8 @@ class CauseSearch:
     def _update_difference(self, update: UpdateComparison) -> Difference:
         """Returns the difference in an update.
 
-        If it only occurs on a minority of the devices, these devices are reported as the cause.
+        If the difference only occurs on a minority of the devices, these devices are reported as
+        the cause.
         """
         worst = next(iter(update.failed), update.comparisons[-1])
         positions = update.positions.get(worst.leaf, ())
@@ -200,7 +202,7 @@ class CauseSearch:
     def _worst_difference(
         self, failed: Sequence[Comparison], layer: str, positions: Sequence[int], axes: str = ""
     ) -> Difference:
-        """Returns the largest difference, restricted to a layer if it is given.
+        """Returns the largest difference in `layer`, or in all layers if `layer` is "".
 
         Args:
           failed: The failed comparisons.
@@ -281,7 +283,7 @@ class CauseSearch:
         return self._rerun_on(reorder_devices(self._mesh, order))
 
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
-        """Returns rows whose results in a re-run differ from those on the job's mesh, or None.
+        """Returns rows for which a re-run differs from the run on the job's mesh, or None.
 
         Several samples of rows are compared, because all rows on a device may have weight 0.
         """
@@ -293,7 +295,7 @@ class CauseSearch:
 
     @functools.cached_property
     def _samples(self) -> list[tuple[Rows, Measurements, list[Measurements]]]:
-        """Samples of rows, each with its measurements for exact and for perturbed weights."""
+        """Returns samples of rows, each with measurements for exact and for perturbed weights."""
         rerun, draw_rows = self._job_rerun, self._certified.draw_rows
         samples = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [
@@ -303,7 +305,7 @@ class CauseSearch:
     def _rerun_on(self, mesh: Mesh) -> Rerun:
         return self._certifier.rerun_on(self._certifier.build(mesh))
 
-    # Program faults: meshes that split a single axis show which axis is the cause.
+    # Program faults: re-run on meshes that split a single axis to find the axis that is the cause.
 
     def _program_difference(self, failed: Sequence[Comparison]) -> Difference:
         axes, layer = self._faulty_axes(), ""
@@ -313,7 +315,7 @@ class CauseSearch:
         return self._worst_difference(failed, layer, (), "+".join(axes))
 
     def _faulty_axes(self) -> list[str]:
-        """Returns the axes that reproduce the difference when a mesh only splits that axis."""
+        """Returns each axis that reproduces the difference on a mesh that splits only this axis."""
         axes = split_axes(self._mesh.shape)
         if len(axes) == 1:
             return list(axes)
@@ -371,7 +373,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
 
 
 def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Runs a step with a recorder, and returns its `LayerRecorder.records`."""
+    """Runs a step with a layer recorder, and returns the recorder's `records`."""
     with jax.enable_x64(False):
         arguments = rerun.arguments(rows, nudge)
         closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)

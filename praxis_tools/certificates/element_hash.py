@@ -52,7 +52,7 @@ def signs(index: jax.Array, salt: jax.Array, num_signs: int) -> jax.Array:
 
     Args:
       index: Position of each element in its array; see `indices`.
-      salt: Seed of the signs, uint32.
+      salt: Seed for the signs, uint32.
       num_signs: Number of signs per element, at most 4.
     """
     hashed = _mix(_mix(index ^ salt) + salt)
@@ -66,7 +66,7 @@ def leaf_salt(salt: jax.Array, leaf_index: int) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Mixes the bits of uint32 numbers such that each depends on all input bits (MurmurHash3)."""
+    """Mixes the bits of uint32 numbers so that each bit depends on all input bits (MurmurHash3)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

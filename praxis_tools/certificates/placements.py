@@ -1,7 +1,7 @@
 """Creates the meshes on which steps are re-run, and moves arrays to them.
 
-A step is re-run on the same mesh with reordered devices, and on a different valid mesh of the same
-devices.
+A step is re-run on the same mesh with reordered devices, and on a different valid mesh with the
+same devices.
 """
 
 import itertools
@@ -25,7 +25,7 @@ COPIES = "copies"  # Axis over which everything except the rows of input batches
 
 
 def reorder_devices(mesh: Mesh, order: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same shape in which device i is device order[i] of `mesh`."""
+    """Returns a mesh of the same shape in which device i is device order[i] in `mesh`."""
     devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
     return mesh_of(devices, mesh.axis_names)
 
@@ -75,7 +75,7 @@ def reshape_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
 
 
 def other_meshes(mesh: Mesh) -> list[Mesh]:
-    """Returns other meshes of the same devices, most different first.
+    """Returns other meshes with the same devices, most different first.
 
     If the mesh has only one axis, a second axis is added, over which everything is replicated. On
     the last mesh, all arrays are replicated, so that each device computes everything.
@@ -105,13 +105,13 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 
 
 class MeshTransfer:
-    """Moves arrays to a different mesh of the same devices, and pads them for that mesh.
+    """Moves arrays to a different mesh with the same devices, and pads the arrays for that mesh.
 
     The target mesh must have either the same device order or the same shape.
 
     Args:
       source: Layout of the arrays on `mesh`.
-      mesh: Mesh that the arrays are on.
+      mesh: Mesh on which the arrays are placed.
       target: Layout of the arrays on `target_mesh`.
       target_mesh: Mesh to move the arrays to.
     """
@@ -136,7 +136,7 @@ class MeshTransfer:
         )
 
     def compile(self) -> None:
-        """Compiles the transfer ahead of the first call."""
+        """Compiles the transfer before the first call."""
         self._run = self._jitted.lower(self._abstract).compile()
 
     def __call__(self, tree: PyTree) -> PyTree:
@@ -156,7 +156,8 @@ def _with_sharding(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _block_sender(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]:
     """Returns a function that sends each block to the device at its position in `target`.
 
-    `jax.device_put` would do the same, but XLA warns about it if there are several processes.
+    `jax.device_put` would do the same, but XLA warns about such a transfer if there are several
+    processes.
     """
     position_of = {device: position for position, device in enumerate(target.devices.flat)}
     permutation = [
@@ -196,7 +197,7 @@ def row_selector(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTr
 
 
 def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer:
-    """Returns a function that moves batches with these shapes to a mesh of the same devices."""
+    """Returns a function that moves batches shaped like `batch` to a mesh with the same devices."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def layout(mesh: Mesh) -> StateLayout:
@@ -207,7 +208,7 @@ def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer
 
 
 def weight_transfer(source: Partitioner, target: Partitioner) -> MeshTransfer:
-    """Returns a function that moves weights to a partitioner's mesh of the same devices."""
+    """Returns a function that moves weights to a partitioner's mesh with the same devices."""
     return MeshTransfer(
         source.layout.select("mdl_vars"),
         source.mesh,

@@ -39,9 +39,9 @@ class Rounding:
 
     Attributes:
       shares: Maps the path of each trained weight to the relative rounding error of its gradient.
-      num_nudges: Number of runs of the entire batch with perturbed weights; 0 to use `shares`.
+      num_nudges: Number of runs on the entire batch with perturbed weights; 0 to use `shares`.
       nudge: Relative amount by which each weight is perturbed in these runs.
-      salt: Seed of the signs of perturbations, uint32.
+      salt: Seed for the signs of the perturbations, uint32.
     """
 
     shares: Mapping[str, jax.Array]
@@ -63,15 +63,16 @@ def recompute_state(
     """Recomputes arrays in the state after a step.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
       old: State before the step, without padding, in device memory.
-      inputs: All rows of the batch.
-      key: Random key of the run.
+      inputs: The complete batch.
+      key: The run's random key.
       rounding: Rounding errors of the gradients.
-      actual_num_skipped: Number of skipped steps in the actual state after the step. It determines
-        whether the step is skipped if a gradient norm is within rounding errors of the limit.
-      chosen: Paths of the arrays to return. They must include the slots and the moving average of
-        each trained weight among them.
+      actual_num_skipped: Number of skipped steps in the actual state after the step. This number
+        determines whether the step is skipped if a gradient norm is within rounding errors of the
+        limit.
+      chosen: Paths of the arrays to return. If they include a trained weight, they must also
+        include its slots and its moving average.
 
     Returns:
       (state, tolerances): Dicts that map paths to the arrays after the step, and to a tolerance for
@@ -82,7 +83,7 @@ def recompute_state(
     exact, errors = _gradients_and_errors(gradients, rounding)
     norm, norms = plain_update.grad_norms(bound, exact["squares"])
     is_finite = jnp.isfinite(norm) & jnp.isfinite(exact["loss"])
-    # The median is robust against weights whose gradient consists of rounding errors.
+    # The median is robust against weights whose gradients consist only of rounding errors.
     median_share = jnp.median(jnp.stack([*rounding.shares.values(), jnp.float32(_LEAST_SHARE)]))
     is_kept = plain_update.is_step_kept(
         bound,
@@ -94,7 +95,7 @@ def recompute_state(
     )
 
     def delta(path: str, g: jax.Array) -> jax.Array:
-        """Returns the rounding error of each element, which is 0 if the element is always 0."""
+        """Returns the rounding error of each element; 0 for elements that are always 0."""
         error, share = errors["grads"][path], jnp.maximum(rounding.shares[path], _LEAST_SHARE)
         from_shares = share * (jnp.abs(g) + _rms(g))
         from_nudges = error + _rms(error) + _LEAST_SHARE * jnp.abs(g)
@@ -149,17 +150,17 @@ def _gradients(
     """Computes the loss and the gradients of a step, optionally with perturbed weights.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
       old: State before the step.
-      inputs: All rows of the batch.
-      key: Random key of the run.
+      inputs: The complete batch.
+      key: The run's random key.
       chosen: Paths of arrays in the state. Only the gradients of these weights are returned.
-      salt: Seed of the perturbation; see `nudge_weights`.
+      salt: Seed for the perturbation; see `nudge_weights`.
       nudge: Relative size of the perturbation.
 
     Returns:
       A dict with "loss", "grads" (gradients of the chosen weights by path), "squares" (the sum of
-      squares of every weight's gradient), and "of_model" (variables that the model changes itself).
+      squares of every weight's gradient), and "of_model" (variables changed by the model itself).
     """
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)
@@ -193,7 +194,7 @@ def _gradients(
 def _gradients_and_errors(
     gradients: Callable[..., dict[str, Any]], rounding: Rounding
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the gradients and their largest change if weights are perturbed.
+    """Returns the gradients, and how much they change at most when weights are perturbed.
 
     Both are computed in a single loop, so that the gradients are compiled only once.
     """
@@ -235,10 +236,10 @@ def _update_and_tolerances(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the update and a tolerance for each element.
 
-    First one half of the gradient's elements is perturbed (up and down), and then the other half.
+    First, one half of the gradient's elements is perturbed (up and down), and then the other half.
     This separates the effect of an element's own gradient from the effect of all other elements,
     for instance in an optimizer that divides by the norm of a layer. The effect of other elements
-    is random, so its mean over the array is used.
+    is random, so the mean of this effect over the array is used.
     """
 
     def body(carry: tuple, pattern: tuple) -> tuple:
@@ -274,7 +275,7 @@ def _update_and_tolerances(
             tolerances[path] = (
                 2.0 * own_effect[path] + of_others + _arithmetic_error(before[path], x)
             )
-        else:  # Counts must be equal. Integer arrays contain rounded floats and may be off by one.
+        else:  # Counts must be equal; other integers are rounded floats and may be off by one.
             tolerances[path] = 2.0 * own_effect[path] + (1.0 if x.ndim > 1 else 0.0)
     return exact, tolerances
 

@@ -1,4 +1,4 @@
-"""Re-runs a training step with a few of its rows on any mesh, and summarizes the gradients."""
+"""Re-runs a training step on any mesh with a few rows, and summarizes the gradients."""
 
 import dataclasses
 import math
@@ -40,13 +40,13 @@ _ADVICE = "Remove run.certify_every_steps to disable certificates."
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A few rows of a step, and all other inputs that determine their gradients.
+    """A few rows from a step's batch, and all other inputs on which the gradients depend.
 
     Attributes:
       state: State at which the gradients are computed; it is not modified.
       batch: The rows, on the job's mesh.
-      key: Random key of the run.
-      salt: Seed of the projections.
+      key: The run's random key.
+      salt: Seed for the projections.
     """
 
     state: TrainState
@@ -60,8 +60,8 @@ class Measurements:
     """The loss of a step, and the norm, projections and digest of each gradient.
 
     Attributes:
-      leaves: Contains "metrics/loss/value", "metrics/loss/weight" and, for each "gradients/PATH",
-        the norm of the gradient and its projections on random signs.
+      leaves: Maps "metrics/loss/value" and "metrics/loss/weight" to numbers, and each
+        "gradients/PATH" to the norm of the gradient and its projections on random signs.
       digests: Maps each "gradients/PATH" to a digest of the gradient's bits.
     """
 
@@ -100,13 +100,13 @@ class Rerun:
 
     Args:
       job_partitioner: Partitioner on the job's mesh, which stores the weights.
-      partitioner: Partitioner on the mesh of the re-run, which may be `job_partitioner` itself.
+      partitioner: Partitioner on the mesh of the re-run; may be `job_partitioner` itself.
 
     Attributes:
       name: Name of the mesh, such as "data 4, mdl 2".
       is_job_mesh: Whether the step is re-run on the job's mesh.
       rounding: Machine epsilon of the narrowest float type in the step's matmuls and convolutions.
-        It is set by `lower`.
+        Set by `lower`.
     """
 
     def __init__(self, job_partitioner: Partitioner, partitioner: Partitioner):
@@ -135,14 +135,15 @@ class Rerun:
         Args:
           mdl_vars: Padded model variables.
           scalars: Other values in the state, from `scalars_of`.
-          batch: A few rows.
-          key: Random key of the run.
-          salts: Seeds of the projections and of the signs of nudges, uint32 [2].
+          batch: Batch with a few rows.
+          key: The run's random key.
+          salts: Seeds for the projections and for the signs of the perturbations, uint32 [2].
           nudge: Relative amount by which each weight is perturbed, up or down.
 
         Returns:
-          A dict with "loss" (value and weight, [2]), and with "measured" and "digests", which map
-          the path of each weight to its gradient's norm and projections, and to its digest.
+          A dict with "loss" (value and weight, [2]), "measured" (maps the path of each weight to
+          the norm and projections of its gradient) and "digests" (maps the path of each weight to
+          the digest of its gradient).
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
@@ -163,7 +164,7 @@ class Rerun:
         return {"loss": loss, **outputs["learner"]}
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces and lowers the step. Errors of the model are not caught.
+        """Traces and lowers the step. Errors raised by the model are not caught.
 
         Args:
           element_spec: Shapes and types of the rows.
@@ -194,7 +195,7 @@ class Rerun:
             self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
-        """Returns the compiled step. It is compiled on the first call, in any thread."""
+        """Returns the compiled step, which is compiled on the first call from any thread."""
         if isinstance(self._program, jax.stages.Lowered):
             self._program = self._program.compile()
             for transfer in (self._transfer_weights, self._transfer_batch):
@@ -203,7 +204,7 @@ class Rerun:
         return self._program
 
     def arguments(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> tuple:
-        """Returns the arguments of `function`, transferred to this mesh."""
+        """Returns the arguments for `function`, transferred to this mesh."""
         mdl_vars, batch = rows.state.mdl_vars, rows.batch
         if self._transfer_weights is not None:
             assert self._transfer_batch is not None, "call lower() first"
@@ -257,7 +258,7 @@ def compare_bits(expected: Measurements, actual: Measurements) -> list[Compariso
     comparisons = []
     for comparison in tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves):
         leaf, difference = comparison.leaf, comparison.difference
-        # Gradients can differ in some bits although their norms and projections are equal.
+        # Gradients can differ in some bits even if their norms and projections are equal.
         if (
             leaf in expected.digests
             and not difference
@@ -288,9 +289,9 @@ def compare_up_to_rounding(
 def check_device_memory(
     compiled: jax.stages.Compiled, devices: Sequence[jax.Device], program: str, copies: int = 0
 ) -> None:
-    """Raises OutOfMemory if a compiled function does not fit in addition to the train state.
+    """Raises OutOfMemory if a compiled function does not fit in memory alongside the train state.
 
-    Call it between steps, when only the train state is on the devices.
+    Call this function between steps, when only the train state is on the devices.
 
     Args:
       compiled: The compiled function.

@@ -66,7 +66,7 @@ class StateDigests:
         self._abstract = layout.abstract(mesh)
 
     def compile(self) -> None:
-        """Compiles the computation ahead of the first call."""
+        """Compiles the computation before the first call."""
         self._run = self._jitted.lower(self._abstract).compile()
 
     def __call__(self, state: PyTree) -> "Digests":
@@ -192,7 +192,7 @@ class Digests:
 
 
 def changed_keys(saved: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """Returns the keys that both sets of digests contain with different values."""
+    """Returns the keys in both sets of digests whose digests differ."""
     return [key for key, text in saved.items() if key in actual and actual[key] != text]
 
 

@@ -4,8 +4,8 @@ The state after a step is compared with two independent results:
 
 - The job's compiled step runs again from a copy of the state before the step, and must produce the
   same bits. This reveals a single wrong bit on a single device.
-- `recomputed_update` computes the same update with separate code. It must be equal up to rounding
-  errors. This reveals errors in the job's compiled step.
+- `recomputed_update` computes the same update with separate code. Both updates must be equal up to
+  rounding errors. This reveals errors in the job's compiled step.
 """
 
 import dataclasses
@@ -74,10 +74,10 @@ class UpdateCheck:
     """Recomputes updates of a running job and compares them with the actual state.
 
     If a snapshot of the entire state does not fit in the memory limit, the arrays are split into
-    parts, and consecutive certificates compare one part each.
+    parts, and one part is compared each time a step is certified.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       element_spec: Shapes and types of a batch.
       note: Function called with a message if something cannot be compared.
       max_bytes: Limit for the slots and moving averages in a snapshot, in bytes per device. The
@@ -114,16 +114,16 @@ class UpdateCheck:
 
     @property
     def _part(self) -> int:
-        """The index of the part that the next certificate compares."""
+        """The index of the part that is compared next."""
         return self._num_compared % len(self.parts)
 
     def lower(self) -> None:
-        """Traces and lowers the comparison of the next certificate's part."""
+        """Traces and lowers the comparison of the next part."""
         if self._part not in self._programs:
             self._programs[self._part] = self._lower_part(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
-        """Returns the compiled comparison. It is compiled on the first call, in any thread."""
+        """Returns the compiled comparison, which is compiled on the first call from any thread."""
         part = self._part
         if isinstance(self._programs[part], jax.stages.Lowered):
             self._programs[part] = self._programs[part].compile()
@@ -155,7 +155,7 @@ class UpdateCheck:
             )
 
     def take_snapshot(self, state: TrainState, step: int) -> None:
-        """Copies the arrays needed for recomputing, before the next step donates them."""
+        """Copies the arrays needed to recompute an update, before the next step donates them."""
         paths = self._snapshot_paths()
         self._snapshot_step = step
         self._snapshot = {path: x.copy() for path, x in leaves_with_path(state) if path in paths}
@@ -165,7 +165,7 @@ class UpdateCheck:
         self._snapshot = self._snapshot_step = None
 
     def has_snapshot_before(self, step: int) -> bool:
-        """Returns whether there is a snapshot of the state before a step."""
+        """Returns whether there is a snapshot of the state from before a step."""
         return self._snapshot_step == step - 1
 
     def compare(
@@ -179,15 +179,15 @@ class UpdateCheck:
         rounding: float,
         agree: Callable[[bool], bool],
     ) -> UpdateComparison:
-        """Compares a state with the state recomputed from the snapshot, which is then freed.
+        """Compares a state with the state recomputed from the snapshot, then frees the snapshot.
 
         Args:
           state: State after the step.
-          batch: All rows of the step.
-          key: Random key of the run.
-          measurements: Measurements of the gradients of a few rows.
+          batch: The step's complete batch.
+          key: The run's random key.
+          measurements: Measurements of the gradients for a few rows.
           nudged: The same measurements with perturbed weights.
-          salt: Seed of the signs of perturbations.
+          salt: Seed for the signs of the perturbations.
           rounding: Relative amount by which weights are perturbed to measure rounding errors.
           agree: Function that returns whether its argument is True in any process.
         """
@@ -205,8 +205,8 @@ class UpdateCheck:
 
         differences = compare_recomputed(0)
         if agree(bool((differences[..., 0] > 1).any())):
-            # The shares were estimated from a few rows. Before reporting a difference, measure the
-            # rounding errors of the entire batch.
+            # The rounding errors were estimated from a few rows. Before reporting a difference,
+            # measure them on the entire batch.
             differences = compare_recomputed(_NUDGES)
         # Report the device with the largest share of the tolerance for each array.
         comparisons, positions = [], {}
@@ -316,7 +316,7 @@ class UpdateCheck:
 
         Returns:
           Float32 [devices, arrays, 3] with the share of the tolerance, the difference and the
-          tolerance of the element with the largest share in each device's block.
+          tolerance for the element with the largest share in each device's block of each array.
         """
         partitioner, mesh = self._partitioner, self._partitioner.mesh
         share_by_path = {path: shares[i] for i, path in enumerate(self._trained_paths)}
@@ -407,7 +407,7 @@ def _split_into_parts(
     unit_of_weight = {}
     for group in groups:
         for parts_of_path in group.paths:
-            # An optimizer that reads all weights of its group updates them together.
+            # An optimizer that uses all weights in its group updates them together.
             unit = parts_of_path if group.stack_ranks is None else group.paths[0]
             unit_of_weight["/".join(parts_of_path)] = "/".join(unit)
     units: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """Checks that a job computes the same results on a mesh as on a single device.
 
-`--mode=check` and tests of your models use it. It runs the steps of a job in float64 and in the
-job's dtypes, and never accesses the job directory.
+Used by `--mode=check` and by tests of your models. The steps of a job run in float64 and in the
+job's dtypes, and the job directory is never accessed.
 """
 
 from praxis_lite.public_names import public_names

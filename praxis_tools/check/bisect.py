@@ -29,7 +29,7 @@ OF_TRAINING = (
     "padding",
     "initial state",
 )
-# Errors that a model or XLA raises on a mesh that it does not support.
+# Errors that a model or XLA raises on an unsupported mesh.
 MODEL_ERRORS = (
     ConfigError,
     jax.errors.JaxRuntimeError,
@@ -80,7 +80,7 @@ def first_difference(
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:
-    """Returns the layer that a leaf of a report or a state belongs to, or "" if there is none.
+    """Returns the layer to which a leaf in a report or a state belongs, or "" if there is none.
 
     If a weight is not in a layer, the name of the weight is returned.
 
@@ -139,7 +139,7 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
 def first_differing_layer(
     expected: Leaves, nudged: Leaves, actual: Leaves, skipped: Sequence[str] = ()
 ) -> str:
-    """Returns the first layer of a step whose values differ, or "" if no layer differs.
+    """Returns the first layer in a step whose values differ, or "" if no layer differs.
 
     Args:
       expected: Records of the expected run, from `in_float64(by_layer=True)`.
@@ -156,8 +156,8 @@ def first_differing_layer(
             continue
         rounding = np.max(np.abs(nudged[key] - x), initial=0.0)
         atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * rounding
-        # The run on a mesh may record more arrays of a layer, and in a different order. At least
-        # one of them must match.
+        # On a mesh, more arrays may be recorded for a layer, in a different order. At least one of
+        # these arrays must match.
         candidates = [y for y in actual_by_layer.get(layer, []) if y.shape == x.shape]
         if candidates and not any(np.max(np.abs(y - x)) <= atol for y in candidates):
             return layer.removeprefix(GRADIENT_OF)
@@ -165,5 +165,5 @@ def first_differing_layer(
 
 
 def layer_of_key(key: str) -> str:
-    """Returns the layer in a key of `LayerRecorder.records`."""
+    """Returns the layer named in a key of `LayerRecorder.records`."""
     return key.split("|", 1)[1]

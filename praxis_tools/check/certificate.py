@@ -19,7 +19,7 @@ class Comparison:
     Attributes:
       mesh: Name of the mesh, such as "data 4, mdl 2".
       what: The kind of value, such as "gradients".
-      leaf: Path of the weight, name of the metric, or similar.
+      leaf: For example, the path of a weight or the name of a metric.
       step: Training step, counted from 0, or None if the value does not belong to a step.
       difference: Largest absolute difference between elements; infinity if the shapes differ or if
         an element is NaN in only one of the arrays.
@@ -93,7 +93,7 @@ class Certificate:
       notes: Messages about what was not checked or cannot be exact.
       not_certified: Original sizes that --shrink reduced, such as "model_dims 4096 (32 was
         checked)".
-      first_difference: The first difference, or None if all comparisons are equal.
+      first_difference: The first difference, or None if all comparisons passed.
     """
 
     experiment: str
@@ -121,7 +121,10 @@ class Certificate:
         return self.first_difference is None and all(x.is_equal for x in self.comparisons)
 
     def rows(self) -> list[tuple[Comparison, int]]:
-        """Returns (comparison closest to its tolerance, count) for each mesh and kind."""
+        """Returns (worst comparison, number of comparisons) for each mesh and kind.
+
+        The worst comparison is the one with the largest `share`.
+        """
         groups: dict[tuple[str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
             groups.setdefault((comparison.mesh, comparison.what), []).append(comparison)
@@ -184,7 +187,7 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> dict[str, float]:
     """Returns the largest absolute difference in each leaf.
 
-    The difference of a leaf that only one of the mappings contains is infinity.
+    If only one of the mappings contains a leaf, the difference is infinity.
     """
     names = [*expected, *(name for name in actual if name not in expected)]
     return {

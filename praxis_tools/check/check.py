@@ -1,6 +1,6 @@
 """The state of a running check.
 
-It contains the runners on each mesh, cached results and the comparisons made so far.
+The state consists of the runner on each mesh, cached results and the comparisons made so far.
 """
 
 import functools
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """Raised when a comparison fails, which ends the check.
+    """Raised when a comparison fails, to end the check.
 
     Attributes:
       runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
@@ -57,7 +57,7 @@ class Check:
     """A running check of an experiment.
 
     Args:
-      config: Config of the job.
+      config: The job's config.
       experiment: Full name of the experiment.
       num_steps: Number of training steps on the experiment's own mesh.
       parts: Names of the parts to run, from `on_meshes.PARTS`, or None for all parts.
@@ -69,14 +69,14 @@ class Check:
       certificate: The comparisons made so far.
       batches: The first training batches, reduced to `num_rows` rows.
       full_batch: The first training batch with all rows, or None if batches were not reduced.
-      evaluated: Maps descriptions to evaluation batches: the first of `batches` (""), and a
-        full-size batch for each other shape that the job evaluates or trains on.
+      evaluated: Maps descriptions to evaluation batches: the first batch in `batches` (key ""), and
+        a full-size batch for each other shape that the job evaluates or trains on.
       state: State to train from, as unpadded NumPy arrays in float64.
       nudged: The same state with weights perturbed by rounding errors.
-      own_shape: Shape of the experiment's own mesh, or of the mesh checked instead of it.
+      own_shape: Shape of the experiment's own mesh, or of the mesh that is checked instead.
       num_rows: Number of rows in each of `batches`.
       meshes: Maps the shape of each checked mesh to its runner.
-      couplings: Reasons why the results of a row depend on other rows; usually empty.
+      couplings: Reasons why the results for a row depend on other rows; usually empty.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Check:
         self.nudged = nudge_state(self.state)
 
     def _full_size_batches(self) -> dict[str, Batch]:
-        """Returns batches to evaluate: the full training batch, and one of each other shape."""
+        """Returns batches to evaluate: the full training batch and one batch per other shape."""
         found: dict[str, Batch] = {}
         if self.full_batch is not None:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
@@ -149,7 +149,7 @@ class Check:
     def with_known_ids(self, batch: Batch) -> Batch:
         """Returns a batch whose ids are valid for the model.
 
-        --shrink may have reduced the model's number of ids.
+        The model may support fewer ids than the dataset contains, because of --shrink.
         """
         folded, names = data.fold_ids(batch, self.task.num_ids())
         if names:
@@ -160,7 +160,7 @@ class Check:
 
     @functools.cached_property
     def one_device(self) -> TaskRunner:
-        """Runner of the task on a single device."""
+        """Runner for the task on a single device."""
         return self.on_one_device()
 
     def on_one_device(
@@ -169,8 +169,8 @@ class Check:
         """Returns a runner on a single device.
 
         Args:
-          gradients: Strategy that computes the gradients, or None for the default.
-          task: Task to run, or None for the task of the check.
+          gradients: Strategy that computes the gradients, or None for the default strategy.
+          task: Task to run; defaults to the task being checked.
         """
         shape = (1,) * len(self.job.mesh.axis_names)
         build: Callable[..., Partitioner] = Partitioner
@@ -179,10 +179,10 @@ class Check:
         return on_mesh(self.job, task or self.task, shape, build)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the runner on a single device with which results on a mesh are compared.
+        """Returns the single-device runner whose results are compared with results on a mesh.
 
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
-        With 1F1B, it processes the rows of each micro-batch in turn.
+        With 1F1B, the single device processes the rows of each microbatch in turn.
         """
         gradients = runner.partitioner.gradients
         key: int | str
@@ -197,9 +197,9 @@ class Check:
         return self._references[key]
 
     def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
-        """Returns a runner on a mesh for the task of the check, or for the given task.
+        """Returns a runner for `task` on a mesh; `task` defaults to the task being checked.
 
-        Runners for the task of the check are cached.
+        Runners for the task being checked are cached.
         """
         if task is not None:
             return on_mesh(self.job, task, shape)
@@ -223,7 +223,7 @@ class Check:
           nudged: Whether to start from perturbed weights.
 
         Returns:
-          (reports, leaves): The report of each step, and the leaves of the last state.
+          (reports, leaves): The report for each step, and the leaves of the last state.
 
         Raises:
           ConfigError: The loss is not finite.
@@ -252,9 +252,9 @@ class Check:
         return self._trained[key]
 
     def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares a step on a full batch.
+        """Compares a step on a full batch between a mesh and a single device.
 
-        The result is empty if `batches` are full batches.
+        Returns no comparisons if `batches` already contains full batches.
         """
         full_batch = self.full_batch
         if full_batch is None:
@@ -287,7 +287,7 @@ class Check:
     def compare_training(self, runner: TaskRunner, num_steps: int) -> list[Comparison]:
         """Compares training on a mesh with training on a single device.
 
-        This compares the reports of the first and last steps, and the last state.
+        The reports for the first and last steps and the last state are compared.
         """
         reference = self.reference_of(runner)
         expected, expected_state = self.train_reference(reference, num_steps)
@@ -310,13 +310,13 @@ class Check:
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def add_note(self, text: str) -> None:
-        """Adds a note to the certificate, unless it already contains this note."""
+        """Adds a note to the certificate, unless the certificate already contains this note."""
         if text not in self.certificate.notes:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
     def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
-        """Returns `run()`. If it is not supported, adds a note and returns None."""
+        """Returns `run()`, or adds a note and returns None if the call is not supported."""
         try:
             return run()
         except (Error, TypeError, ValueError) as error:

@@ -40,7 +40,7 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
 
 
 def reduced_shape(config: MeshConfig, num_devices: int) -> Shape:
-    """Returns the shape of a mesh, halving the largest axes until there are enough devices."""
+    """Returns the shape of a mesh, halving the largest axis until there are enough devices."""
     shape = list(config.shape)
     while math.prod(shape) > num_devices:
         longest = shape.index(max(shape))
@@ -51,13 +51,14 @@ def reduced_shape(config: MeshConfig, num_devices: int) -> Shape:
 def choose_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Shape]:
     """Returns the shapes of the meshes to check, without duplicates.
 
-    These are each axis alone, all axes, the mesh with the most uneven splits, and `own`. Meshes
-    that split a single axis come first, so that a difference is found on the simplest mesh.
+    They are meshes that split one axis, a mesh that splits all axes, the mesh with the most uneven
+    splits, and `own`. Meshes that split one axis come first, so that a difference is found on the
+    simplest mesh.
 
     Args:
       own: Shape of the experiment's own mesh.
-      layout: Layout of the task's state on any mesh with these axes. Only its specs and shapes are
-        used.
+      layout: Layout of the task's state on any mesh with these axes. Only the specs and shapes in
+        the layout are used.
       num_devices: Maximum number of devices in a mesh.
     """
     num_axes = len(own)

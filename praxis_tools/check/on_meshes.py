@@ -49,16 +49,17 @@ def check_on_meshes(
     """Compares an experiment on meshes with the same experiment on a single device.
 
     Args:
-      experiment: An Experiment, its class, or the config of its job.
-      meshes: Shapes of meshes with the job's axes, such as [(1, 4, 2), (2, 2, 2)]. The default is
-        the experiment's own mesh, each axis alone, all axes, and the mesh with the most uneven
-        splits.
+      experiment: An Experiment, an Experiment class, or the config of a job.
+      meshes: Shapes of meshes with the job's axes, such as [(1, 4, 2), (2, 2, 2)]. Defaults to the
+        experiment's own mesh, meshes that split one axis, a mesh that splits all axes, and the mesh
+        with the most uneven splits.
       steps: Number of training steps on the experiment's own mesh, or on the last of `meshes`. At
         most three steps are trained on other meshes.
       parts: Names of the parts to run, from `PARTS`, such as ("training", "evaluation"), or None
         for all parts.
       print_text: Function called with a line of text for each part of the check.
-      name: Name of the experiment in the certificate. The default is the name of its class.
+      name: Name of the experiment in the certificate. Defaults to the name of the experiment's
+        class.
       packages: Packages whose functions and classes the config may reference, in addition to the
         library and the experiment's package.
 
@@ -96,7 +97,7 @@ def check_launched(
     shrink: bool = False,
     print_text: Callable[[str], None],
 ) -> Certificate:
-    """Runs `check_on_meshes` for an experiment with the settings of the command line.
+    """Runs `check_on_meshes` for an experiment with settings from the command line.
 
     Args:
       launched: The experiment and its settings.
@@ -175,7 +176,7 @@ def _check_mesh(check: Check, shape: Shape) -> None:
         return
     check.certificate.meshes[name], check.meshes[shape] = dict(runner.mesh.shape), runner
     check.add(runner, comparisons)
-    # A few steps are sufficient on other meshes, because all meshes run the same code.
+    # A few steps are sufficient on other meshes, because the code is the same on all meshes.
     num_steps = check.num_steps if is_own else min(check.num_steps, NUM_STEPS_ON_OTHER_MESHES)
     if check.includes("training") and num_steps > 1:
         check.print_progress(f"mesh {name}: {num_steps} steps")

@@ -1,7 +1,7 @@
 """A reference implementation of the weight update.
 
-It includes clipping, skipped steps, moving averages and counts, and only shares the optimizers with
-`BoundLearner.update`, so that comparing the two reveals bugs in `BoundLearner.update`.
+It includes clipping, skipped steps, moving averages and counts. Only the optimizers are shared with
+`BoundLearner.update`, so a comparison of the results reveals bugs in `BoundLearner.update`.
 """
 
 import functools
@@ -88,7 +88,7 @@ def updated_weights(
       old: State before the step, without padding and in device memory.
       grads: Maps paths of weights to gradients; missing gradients are treated as zeros.
       norms: Maps the name of each optimizer to its gradient norm, from `grad_norms`.
-      loss: Loss of the step, which some optimizers read.
+      loss: Loss of the step, which some optimizers use.
       per_layer: Function that maps a function over the layers in a group's stacked weights.
     """
     learner, params = bound.settings, old.mdl_vars["params"]

@@ -41,7 +41,8 @@ def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     """Returns a config with a smaller model, and descriptions of the reduced sizes.
 
     Dims keep their divisors among 2, 3, 4, 5, 7 and 8, so that dims that are not divisible by the
-    mesh size remain so. Equal dims stay equal, and so do products such as num_heads x dim_per_head.
+    mesh size remain so. Equal dims stay equal, as do dims that equal products such as num_heads x
+    dim_per_head.
 
     Raises:
       ConfigError: The model has no setting with a known name.
@@ -95,7 +96,7 @@ def _smaller(name: str, value: int) -> int:
 def _equally_divisible(value: int, max_value: int) -> int:
     """Returns the largest number up to `max_value` with the same divisors from FACTORS.
 
-    If there is none, the result is the least common multiple of these divisors.
+    If there is no such number, returns the least common multiple of these divisors.
     """
     if value <= max_value:
         return value

@@ -30,8 +30,8 @@ def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Compar
 def with_loss_epsilon(comparison: Comparison) -> Comparison:
     """Returns a comparison with the larger tolerance that sums over parts require.
 
-    Losses, including Pax's, divide by the sum of weights plus 1e-6. If a sum is computed in parts,
-    the 1e-6 is added more than once. The comparison must be the result of `in_float64`.
+    Losses (also in Pax) are divided by the sum of weights plus 1e-6. If a sum is computed in parts,
+    the 1e-6 is added more than once. `comparison` must be a result of `in_float64`.
     """
     why = "float64: 1e-6 x the leaf's maximum, because losses add 1e-6 to the sum of weights"
     factor = 1e-6 / RELATIVE
@@ -55,7 +55,7 @@ def in_float64(
 
     Args:
       mesh: Name of the mesh of the actual run.
-      what: Kind of the leaves.
+      what: Kind of value that is compared.
       expected: Results of the expected run.
       actual: Results of the actual run.
       nudged: Results of the expected run with perturbed weights. They reveal gradients that would

@@ -54,7 +54,7 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
     """
     sys.stderr.flush()
     stderr = os.dup(2)
-    # Use a new session, so that Ctrl-C in the terminal does not end the child.
+    # Use a new session, so that Ctrl-C in the terminal does not stop the child process.
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FILTER, _END.decode()],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Explains the layout and the compiled steps of a job without running it."""
+"""Explains the layout and the compiled steps of a job without running the job."""
 
 import dataclasses
 import time
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from praxis_lite.core.task import Task
 
 
-# Takes (step, shapes of a batch, compiled step, seconds of compilation) and returns (name, value)
-# pairs.
+# Takes (step, shapes of a batch, compiled step, compilation time in seconds) and returns (name,
+# value) pairs.
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
@@ -50,7 +50,7 @@ class Explanation:
 
     Attributes:
       experiment: Full name of the experiment.
-      mesh: Mesh of the job.
+      mesh: The job's mesh.
       layout: Shape, spec and bytes per device of each array in the train state.
       notes: Notes about the layout.
       warnings: Warnings about the layout and about matmuls that XLA may permute.
@@ -89,14 +89,14 @@ def explain(
     """Compiles the steps of a job, and explains these steps and the layout of the state.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       datasets: Maps names to the datasets for training and evaluation.
       decode_datasets: Maps names to the datasets of prompts.
       print_text: Function called with each section of the text as soon as it is known, without a
         trailing newline.
       experiment: Full name of the experiment.
-      figures_of: Function that returns additional figures for a compiled step, such as predictions
-        of a plan.
+      figures_of: Function that returns additional figures for a compiled step, such as the plan's
+        predictions.
     """
     texts: list[str] = []
 
@@ -176,7 +176,7 @@ def explained_step(
     """Reads the memory, collectives and flops of a compiled step.
 
     Args:
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       step: A step of the partitioner.
       name: Name of the dataset.
       element_spec: Shapes and types of a batch.

@@ -29,7 +29,7 @@ class ExplainedStep:
 
     Attributes:
       step: "train", "eval" or "decode".
-      dataset: Name of the dataset whose batches the step takes.
+      dataset: Name of the dataset that provides the step's batches.
       batch: Layout of a batch.
       collectives: Collectives that the step executes.
       memory: Memory per device.
@@ -59,7 +59,7 @@ def page(
 
     Args:
       title: Title of the page.
-      mesh: Mesh of the job.
+      mesh: The job's mesh.
       layout: Layout of the train state.
       warnings: Warnings about the layout.
       steps: Compiled steps to show.
@@ -77,7 +77,7 @@ def page(
         "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
         "steps": [_step(step) for step in steps],
     }
-    # Escape "<", because names can contain any text and could end the script element.
+    # Escape "<", because names can contain any text and could close the script element.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     before, after = template.split("{{document}}")
     return before.replace("{{title}}", html.escape(title)) + text + after

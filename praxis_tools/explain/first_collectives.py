@@ -21,7 +21,7 @@ _MAX_TEXT_BYTES = 2**24
 
 
 class ReportFirstCollectives(Hook):
-    """Provides the training step's first collectives to reports on stuck processes.
+    """Finds the training step's first collectives for reports on stuck processes.
 
     The compiled step is only parsed if such a report is created.
     """
@@ -36,7 +36,7 @@ class ReportFirstCollectives(Hook):
         yield
         if processes.count() > 1:
             partitioner = self._job.partitioner
-            # Compile in the training thread, so that the first step can reuse the program.
+            # Compile in the training thread, so that the first step can reuse the executable.
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
@@ -44,7 +44,7 @@ class ReportFirstCollectives(Hook):
 
 
 class FirstCollectives:
-    """Finds the first collective of a program that needs the devices of a given process.
+    """Finds the first collective in a program that involves a given process's devices.
 
     The program is parsed on the first call, which may be in any thread.
 

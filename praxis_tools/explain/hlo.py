@@ -48,14 +48,14 @@ class Collective:
       bytes: Bytes of the result on one device per execution, summed over a tuple's elements.
       dtypes: XLA's names of the distinct element types in the result ('f32', 'bf16').
       count: Number of executions in one run of the program.
-      at_least: Whether the collective is in a loop of unknown trip count, for which `count` assumes
-        one iteration.
-      at_most: Whether the collective is in a branch, which `count` assumes is taken.
+      at_least: Whether the collective is in a loop with an unknown trip count, for which `count`
+        assumes one iteration.
+      at_most: Whether the collective is in a branch that `count` assumes to be taken.
       group_size: Number of devices in a replica group; None for collective-permute.
       op_name: JAX operation, such as 'jit(step)/while/body/layer/dot_general', or ''.
       layers: (layer, bytes) for each array in the result. The layer is, for example, 'encoder/ffn'
-        or 'gradient of encoder/ffn'. Outside of layers, it is the source line, such as
-        'model.py:13', or ''.
+        or 'gradient of encoder/ffn'. Outside of layers, the source line (such as 'model.py:13') or
+        '' is used instead.
       axes: Mesh axes along which the collective runs; empty if no mesh was given.
       source: Source line, such as 'model.py:13', or ''.
       dims: Shape of each array in the result.
@@ -107,7 +107,7 @@ class MemoryPerDevice:
 def collectives(
     compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int] | None = None
 ) -> list[Collective]:
-    """Returns the collectives that one run of a program executes.
+    """Returns the collectives executed in one run of a program.
 
     An asynchronous collective (start and done) is counted once.
 
@@ -222,7 +222,8 @@ def _row(name: str, group: Sequence[Collective]) -> tuple[str, str, str]:
 def bound_sign(group: Sequence[Collective]) -> str:
     """Returns the sign to print before sums over a group of collectives.
 
-    It is '>=' for lower bounds, '<=' for upper bounds, '~' if counts are both, and '' otherwise.
+    The sign is '>=' for lower bounds, '<=' for upper bounds, '~' if counts are both, and ''
+    otherwise.
     """
     at_least, at_most = any(c.at_least for c in group), any(c.at_most for c in group)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""

@@ -26,14 +26,14 @@ _STRUCTURE = re.compile(
 )
 _FUNCTIONS = ("jit", "pjit", "pmap")  # In jit(step), "step" is a function and not a scope.
 _FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
-_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # Part of the path of other libraries.
+_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # Part of other libraries' paths.
 GRADIENT_OF = "gradient of "  # Prefix of a layer's path in the backward pass.
 
 
 def layer_of(program: Program, instruction: Instruction, computation: Computation) -> str:
     """Returns the layer of an instruction, or '' if it is unknown.
 
-    If XLA merged instructions of several layers, this returns, for example, 'several in encoder'.
+    If XLA merged instructions from several layers, this returns, for example, 'several in encoder'.
     """
     return merged_layer(layers_of(program, instruction, computation))
 
@@ -110,7 +110,7 @@ def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
     """Returns the layers in an op_name, one for each merged operation.
 
     A layer is, for example, 'encoder/ffn', or 'gradient of encoder/ffn' in the backward pass.
-    Outside of any scope, it is `source_line`. XLA names merged operations
+    Outside of any scope, `source_line` is used instead. XLA names merged operations
     'common/path/(first:second)'.
     """
     layers = []
@@ -133,7 +133,7 @@ def _unmerged(op_name: str) -> Iterator[str]:
 
 
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
-    """Returns the scopes of layers in an op name, and whether it belongs to the backward pass.
+    """Returns the layer scopes in an op name, and whether the op belongs to the backward pass.
 
     For example, ['transpose(jvp(encoder))', 'while', 'body', 'ffn'] is (['encoder', 'ffn'], True).
     """
@@ -202,9 +202,9 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 
 
 def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns the frames of the user's code and of this library, innermost first.
+    """Returns the frames from the user's code and from this library, innermost first.
 
-    This omits frames of other libraries, of the program that launched this library, and of
+    This omits frames from other libraries, from the program that launched this library, and from
     result_types.py, which calls jax.numpy on behalf of layers.
     """
     own = [

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def flops(compiled: "jax.stages.Compiled | str") -> int:
     """Returns the flops of dots and convolutions in one run of a program on one device.
 
-    A multiply-add is counted as 2 flops. All branches are assumed to be taken, and loops of unknown
-    trip count to have one iteration. Elementwise operations, dots that XLA rewrote as a multiply
-    and a sum, and custom calls other than cuBLAS are not counted.
+    A multiply-add is counted as 2 flops. All branches are assumed to be taken, and loops with
+    unknown trip counts are assumed to have one iteration. Elementwise operations, dots that XLA
+    rewrote as a multiply and a sum, and custom calls other than cuBLAS are not counted.
     """
     return sum(
         site.num_runs * matmul_flops(site.instruction, site.computation)
@@ -52,7 +52,7 @@ def _convolution_flops(
     lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int], attributes: str
 ) -> int:
     # On TPU, dots are convolutions as well, with dilated windows for batch dims. Only count
-    # elements that a window covers, but not padding or the gaps of a dilation.
+    # elements that a window covers, but not padding or the gaps between dilated elements.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None, f"convolution without dim_labels: {attributes}"
     lhs_sizes, rhs_sizes, sizes = (

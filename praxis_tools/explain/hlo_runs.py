@@ -22,7 +22,7 @@ class Site(NamedTuple):
       instruction: The instruction.
       computation: Computation that contains the instruction.
       num_runs: Number of executions of the instruction in one run of the program.
-      at_least: Whether `num_runs` assumes one iteration of a loop of unknown trip count.
+      at_least: Whether `num_runs` assumes one iteration of a loop with an unknown trip count.
       at_most: Whether `num_runs` assumes that a branch is taken.
       scope: Names of the enclosing loops, branches and calls.
       fused: Whether the instruction is inside a fusion.
@@ -38,7 +38,7 @@ class Site(NamedTuple):
 
 
 def executed(program: Program) -> Iterator[Site]:
-    """Yields all instructions that a run executes, including those in loops, calls and fusions."""
+    """Yields all instructions executed in one run, including those in loops, calls and fusions."""
     entry = program.computations[program.entry]
     return _walk(program, Site(root_of(entry), entry, 1, False, False, (), False))
 

@@ -28,7 +28,7 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of a computation."""
+    """An instruction, which is one line of a computation."""
 
     name: str
     shape: str
@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Parses the HLO text of a `Compiled`, or the text itself.
+    """Parses HLO text, or the HLO text of a `Compiled`.
 
     Raises:
       ValueError: The text is not HLO.
@@ -168,13 +168,13 @@ def arrays_of(shape: str) -> list[Array]:
 
 
 def op_name_of(instruction: Instruction) -> str:
-    """Returns the name of the JAX operation of an instruction, or an empty string."""
+    """Returns the name of an instruction's JAX operation, or an empty string."""
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return name.group(1) if name else ""
 
 
 def callees(instruction: Instruction, key: str) -> list[str]:
-    """Returns the names of the computations in an instruction's attribute."""
+    """Returns the names of the computations in an attribute of an instruction."""
     names = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
     return re.findall(r"[\w.\-]+", names.group(1)) if names else []
 

@@ -1,4 +1,4 @@
-"""Computes the matmul flops of custom kernels, which HLO text does not contain.
+"""Computes the matmul flops of custom kernels, because HLO text does not contain them.
 
 The known kernels are splash attention (JAX and tokamax), cuDNN attention, and megablox (the grouped
 matmul in JAX and tokamax).
@@ -19,7 +19,7 @@ from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 _SPLASH_MATMULS = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}
 _FUSED_BACKWARD_MATMULS = (5, 4)  # For tokamax's dkv kernel, which also computes dq.
 _CUDNN = "__cudnn$fmha"
-_MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # JAX's, or tokamax's.
+_MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # The names in JAX and in tokamax.
 _DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}  # Supported by megablox.
 
 
@@ -95,7 +95,7 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
     output = arrays_of(instruction.shape)[0]
     (num_rows, K), N = floats[0], output.dims[-1]
     tile_rows, tile_inputs, tile_outputs = tiling(num_rows, K, N, _DTYPES[output.dtype])
-    # Rows [R, K] by [L, K, N], or by [R, N] to [L, K, N]: the array of rank 3 has the experts.
+    # Rows [R, K] by [L, K, N], or by [R, N] to [L, K, N]: the array of rank 3 has the experts dim.
     num_experts = next(dims[0] for dims in (*floats, output.dims) if len(dims) == 3)
     row_tiles = math.ceil(num_rows / tile_rows) + num_experts - 1
     input_tiles, output_tiles = math.ceil(K / tile_inputs), math.ceil(N / tile_outputs)

@@ -1,4 +1,4 @@
-"""Predicts whether a step fits on a pod and how long it takes, without the pod's devices.
+"""Predicts a step's memory and time on a pod, without the pod's devices.
 
-Predictions are derived from layouts and compiled programs. Only --measure runs steps.
+Predictions are derived from layouts and compiled programs. Steps are only run with --measure.
 """

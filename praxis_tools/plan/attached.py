@@ -35,8 +35,8 @@ def figures_on_attached_devices(
 ) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
     """Returns a function that predicts a step's time and memory on the attached devices.
 
-    The returned function produces the (name, value) pairs that --mode=explain shows, or an empty
-    list if `CHIPS` does not contain the devices.
+    That function returns the (name, value) pairs shown by --mode=explain, or an empty list if
+    `CHIPS` does not contain the devices.
     """
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 

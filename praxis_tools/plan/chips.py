@@ -52,7 +52,7 @@ device_description_str: "{self.description}"
 """
 
 
-# Maps an element type to the type that the matmul units convert it to.
+# Maps an element type to the type to which the matmul units convert it.
 _UNITS = {
     "s4": "s8",
     "u4": "s8",
@@ -71,7 +71,7 @@ class Chip:
     Attributes:
       name: Name in topologies, such as "v5e" in "v5e:16x16".
       flops: Peak flops per second of matmuls, by element type.
-      hbm_bytes: Memory available to programs, excluding what the runtime reserves.
+      hbm_bytes: Memory available to programs, excluding memory reserved by the runtime.
       hbm_bandwidth: Memory bandwidth in bytes per second.
       link_bandwidth: Bandwidth of one link in one direction, in bytes per second. Each torus dim
         has two links. If `torus_dims` is 0, this is the bandwidth from a device to all other
@@ -86,7 +86,8 @@ class Chip:
       mxu: Number of rows and columns of a matmul unit (systolic array); None if unknown.
       torus_dims: Number of torus dims of the interconnect within a slice (ICI); 0 if every pair of
         devices in a node is connected (NVLink).
-      wraps_at: A torus dim has wraparound links if its size is a multiple of this; see `wraps`.
+      wraps_at: A torus dim has wraparound links if its size is a multiple of this number; see
+        `wraps`.
       cuda: Compilation target of a GPU.
     """
 
@@ -120,7 +121,7 @@ class Chip:
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 
     def narrow_type_notes(self, flops: Mapping[str, int]) -> list[str]:
-        """Returns notes on the share of int8 and float8 matmuls and their peak rates.
+        """Returns notes on the share of int8 and float8 matmuls and on their peak rates.
 
         Args:
           flops: Matmul flops of a program, by element type.
@@ -175,7 +176,7 @@ _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, an
 # - link_bandwidth: 0.9 of the vendor's figure for the chip's interconnect, divided by the number of
 #   links and directions.
 # - hbm_bytes: available memory, as reported by libtpu 0.0.51 when a program does not fit.
-# - clock: peak / (matmul units x 2 x their size); it reproduces the compiler's cycles.
+# - clock: peak / (matmul units x 2 x their size); this reproduces the compiler's cycles.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

@@ -1,8 +1,8 @@
 """Cost model for instructions on a chip: matmuls, memory accesses and kernels.
 
 The TPU compiler annotates most instructions with estimated cycles, which the model divides by a
-fitted efficiency. It uses a roofline estimate for instructions without cycles, and the time of the
-matmuls for attention kernels. Collectives are modeled in schedule/collective_cost.py.
+fitted efficiency. The model uses a roofline estimate for instructions without cycles, and the time
+of the matmuls for attention kernels. Collectives are modeled in schedule/collective_cost.py.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from praxis_tools.plan.chips import Chip
 FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs asynchronously.
 _MIN_CYCLES = 1830  # The TPU compiler's estimate for its smallest instruction.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_SLICES = ("dynamic-slice", "slice", "gather")  # These read only the elements they return.
+_SLICES = ("dynamic-slice", "slice", "gather")  # These read only the returned elements.
 # Instructions that write one operand into another in place, and the index of the written operand.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
@@ -66,7 +66,8 @@ class Efficiencies:
         chip's matmul units (`Chip.mxu_utilization`).
       grouped: Fraction of peak flops that an expert's grouped matmul reaches within its tiles. This
         is not fitted, but set to the value for the compiler's large matmuls.
-      matmul: Fraction of peak flops that a matmul reaches if the compiler gives no cycles for it.
+      matmul: Fraction of peak flops that a matmul reaches if the compiler does not estimate its
+        cycles.
       hbm: Maximum fraction of the HBM bandwidth that any instruction reaches; infinity disables
         the limit.
       link: Fraction of a link's bandwidth, relative to `Chip.link_bandwidth`, which is already 0.9
@@ -79,7 +80,7 @@ class Efficiencies:
       waiting: Relative increase in step time for each doubling of the number of slices, because all
         slices wait for the slowest one.
       step_seconds: Constant overhead of every step.
-      spread: Relative error within which four out of five predictions stayed.
+      spread: Relative error that four out of five predictions did not exceed.
     """
 
     # Fitted by `benchmarks/plan_published.py --fit`, except that `matmul` and `nodes` are guesses:
@@ -153,7 +154,7 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops and dtype of an instruction, including computations it calls."""
+    """Returns the matmul flops and dtype of an instruction, including called computations."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)
@@ -186,8 +187,8 @@ def bytes_moved(
       instruction: An instruction of `computation`.
       computation: A computation of `program`.
       program: The compiled program.
-      size: Function that returns the bytes to count for a shape. The default counts all memory
-        spaces.
+      size: Function that returns the bytes to count for a shape. Defaults to the bytes in all
+        memory spaces.
     """
     if instruction.opcode in _FREE:
         return 0

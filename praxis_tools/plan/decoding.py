@@ -2,8 +2,8 @@
 
 A compiled decoding step consists of a prefill that writes the prompts into the cache, and a loop
 that generates one token per row in each iteration. The plan reports the time of one iteration, and
-counts all work outside of the loop as time to first token. Each iteration reads all weights and the
-cache once; dividing these bytes by the memory bandwidth gives the lower bound.
+counts all work outside of the loop as time to first token. In each iteration, all weights and the
+cache are read once; the lower bound is the number of these bytes divided by the memory bandwidth.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _PROMPTS = {"ids", "prefix_lengths", "weights"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Predictions for an entire decoding step, in addition to those for one iteration.
+    """Predictions for an entire decoding step, in addition to the predictions for one iteration.
 
     Attributes:
       batch_size: Number of prompts.
@@ -100,8 +100,8 @@ def predict_decoding(
 def token_loop_body(program: Program) -> str | None:
     """Returns the body of the loop over generated tokens, or None if there is no such loop.
 
-    The loop stops early once all rows have ended, so its trip count is unknown. If the program has
-    several loops of unknown length, the largest one is returned.
+    The loop stops early once all rows are complete, so its trip count is unknown. If the program
+    has several loops with unknown trip counts, the largest one is returned.
     """
     bodies = [
         callees(instruction, "body")[0]
@@ -135,7 +135,7 @@ def _embedding_tables(partitioner: Partitioner) -> Iterator[str]:
 def cache_bytes(partitioner: Partitioner, num_rows: int, length: int) -> int:
     """Returns the bytes per device of a KV cache for `num_rows` rows of `length` tokens.
 
-    This compiles a program that creates a cache, because the compiler chooses its sharding.
+    This compiles a program that creates a cache, because the compiler chooses the cache's sharding.
     """
     step: StepOfWeights = partitioner.decode_step
     empty = partitioner.with_mdl_vars(

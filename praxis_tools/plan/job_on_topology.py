@@ -17,7 +17,7 @@ from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.plan.topology import Topology
 
 # On chips with SparseCores, compile embedding lookups and scatters for the TensorCore: the compiler
-# gives no cycles for SparseCore instructions, so their cost would be counted as zero.
+# estimates no cycles for SparseCore instructions, so their cost would be counted as zero.
 _NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
 _NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
@@ -69,10 +69,10 @@ def step_specs(
 
     Args:
       job: Job with the datasets.
-      partitioner: Partitioner of the job.
+      partitioner: The job's partitioner.
       steps: Steps of the partitioner.
-      batch_sizes: Batch sizes for the decode step, which has one entry in the result for each of
-        them. If empty, the dataset's batch size is used.
+      batch_sizes: Batch sizes for the decode step; the result has one entry for each of these batch
+        sizes. If empty, the dataset's batch size is used.
 
     Returns:
       A list of (step, dataset name, shapes and types of a batch).

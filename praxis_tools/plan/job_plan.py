@@ -36,12 +36,12 @@ class Plan:
 
     Attributes:
       experiment: Full name of the experiment.
-      topology: Devices that the steps were planned for.
+      topology: Devices for which the steps were planned.
       mesh: Mesh of these devices.
       layout: Shape, spec and bytes per device of each array in the train state.
       warnings: Warnings about the layout, such as large replicated weights.
       steps: Plan of each step, in the requested order.
-      drawn: Data for the HTML page, for each step that compiled.
+      drawn: Data for the HTML page, for each step that compiled successfully.
       text: Output of --mode=plan.
     """
 
@@ -116,7 +116,7 @@ def plan_job(
 ) -> Plan:
     """Compiles the steps of a job for a topology and returns their plan.
 
-    Steps that do not fit are also part of the plan; see `Plan.require_fit`.
+    Steps that do not fit in memory are also included in the plan; see `Plan.require_fit`.
 
     Args:
       job: The job to plan.
@@ -127,7 +127,7 @@ def plan_job(
       experiment: Full name of the experiment.
       batch_sizes: Numbers of prompts for which the "decode" step is planned. If empty, the batch
         size of the job's first decode dataset is used.
-      residuals: Path of a file with residuals that correct the step times, or None for no
+      residuals: Path of a file with residuals used to correct the step times, or None for no
         correction.
       expert_load: See `StepPlan.expert_load`.
 
@@ -161,7 +161,7 @@ def plan_job(
         if plan.compiled is not None:
             explained = explained_step(partitioner, step, name, spec, plan.compiled)
             drawn.append(dataclasses.replace(explained, figures=figures(plan)))
-        # Drop the compiled program to free its memory.
+        # Drop the executable to free its memory.
         plans.append(dataclasses.replace(plan, compiled=None))
     if len(decoded := [plan for plan in plans if plan.step == "decode"]) > 1:
         add("\n" + decoding_table(decoded))

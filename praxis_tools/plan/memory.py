@@ -1,4 +1,4 @@
-"""Breaks down the memory of a step, and gives advice on steps that do not fit."""
+"""Breaks down the memory used by a step, and gives advice if the step does not fit in memory."""
 
 import dataclasses
 import math
@@ -104,13 +104,13 @@ def memory_breakdown(
 
 
 def stacked_array_bytes(text: str) -> tuple[int, int]:
-    """Returns the bytes of arrays that loops over layers fill, one entry per iteration.
+    """Returns the bytes of arrays filled by loops over layers, one entry per iteration.
 
     Args:
       text: HLO text of a compiled training step.
 
     Returns:
-      (gradients, activations): Bytes that backward loops fill, and bytes that forward loops fill.
+      (gradients, activations): Bytes filled by backward loops, and bytes filled by forward loops.
     """
     program = parse(text)
     entry = program.computations[program.entry]
@@ -162,7 +162,7 @@ def parse_out_of_memory(error: Exception) -> tuple[int, str] | None:
 
 
 def memory_advice(memory: Memory | None, layout: StateLayout, available: int) -> str:
-    """Returns advice on how to make a step fit, starting with its largest use of memory.
+    """Returns advice on how to make a step fit, starting with the largest use of memory.
 
     Args:
       memory: Memory of the step; None if the compiler ran out of memory.

@@ -20,7 +20,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def figures(plan: StepPlan) -> list[tuple[str, str]]:
-    """Returns the time and memory of a step's plan as (name, value) pairs."""
+    """Returns the planned time and memory of a step as (name, value) pairs."""
     share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"

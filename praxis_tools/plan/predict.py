@@ -1,4 +1,4 @@
-"""Compiles a step for a topology and predicts its memory, communication and time."""
+"""Compiles a step for a topology and predicts the step's memory, communication and time."""
 
 import math
 import tempfile
@@ -43,7 +43,7 @@ def plan_step(
       topology: Devices to compile for.
 
     Raises:
-      ConfigError: The task or a layer found an invalid setting while the step was traced.
+      ConfigError: The task or a layer rejected a setting while the step was being traced.
     """
     chip, start = topology.chip, time.monotonic()
     lowered = patch_matmuls(step.lower(element_spec), partitioner.mesh)
@@ -137,7 +137,7 @@ def predicted_fields(
 
     Args:
       text: HLO text of the compiled program.
-      topology: Devices that the program was compiled for.
+      topology: Devices for which the program was compiled.
       mesh: Positions of the mesh's devices in the topology.
       num_units: Number of tokens (or rows) in a global batch.
       efficiencies: Fractions of the chip's peak rates that programs reach.
@@ -209,7 +209,7 @@ def num_parameters(layout: StateLayout) -> int:
 
 
 def num_units(element_spec: PyTree) -> int:
-    """Returns the number of tokens in a batch, or its number of rows if it has no `weights`."""
+    """Returns the number of tokens in a batch, or the number of rows if there are no `weights`."""
     weights = _weights(element_spec)
     return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
 
@@ -232,10 +232,11 @@ class _CompiledWithText:
 
 
 def compile_with_text(lowered: Any, topology: Topology) -> Any:
-    """Compiles a step such that `as_text` of the result works.
+    """Compiles a step so that the `as_text` method of the result works.
 
     For programs with collectives on SparseCores (TPU7x), `Compiled.as_text` fails because XLA
-    cannot parse its own output. Their text is read from the compiler's dump instead.
+    cannot parse its own output. The text of these programs is read from the compiler's dump
+    instead.
     """
     if topology.chip.name not in PLANNING_OPTIONS:
         with current_metadata():

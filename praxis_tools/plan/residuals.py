@@ -92,16 +92,15 @@ def apply_residuals(
 ) -> StepPlan:
     """Corrects a plan by the median ratio of measured to predicted time.
 
-    The median is over the residuals of the same step, or if there are none, over the residuals of
-    other steps of the same kind on the same chip. If there are none of these either, the plan is
-    returned unchanged.
+    The median is taken over the residuals for the same step or, if there are none, for other steps
+    of the same kind on the same chip. If these are also missing, the plan is returned unchanged.
 
     Args:
       plan: The plan of a step.
-      chip: Name of the chip that was planned for.
+      chip: Name of the chip for which the step was planned.
       axis_sizes: Number of devices along each mesh axis.
       file: The file that contains the residuals; only used in the plan's text.
-      residuals: The residuals of earlier runs.
+      residuals: The residuals from earlier runs.
     """
     if plan.step_seconds is None:
         return plan

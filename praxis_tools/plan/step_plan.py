@@ -1,4 +1,4 @@
-"""The plan of a step: its predicted memory and time, and their JSON format."""
+"""The plan of a step: its predicted memory and time, and the plan's JSON format."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ EXPERT_LOAD = 2.0  # Default of --expert_load: peak load relative to even expert
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A step time corrected with the residuals of earlier runs.
+    """A step time corrected with the residuals from earlier runs.
 
     Attributes:
       seconds: Corrected time of the step.
@@ -56,7 +56,7 @@ class StepPlan:
       topology: Name of the topology.
       num_devices: Number of devices in the mesh.
       fits: Whether the step fits in the memory of a device.
-      peak_bytes_per_device: Memory that the step needs.
+      peak_bytes_per_device: Peak memory of the step, in bytes.
       hbm_bytes_per_device: Memory available on a device.
       parameters: Number of parameters of the model.
       compile_seconds: Time to lower and compile the step.
@@ -69,8 +69,8 @@ class StepPlan:
       network_seconds: Time of all collectives, including overlap with compute.
       exposed_seconds: Time during which the device waits for collectives.
       host_bytes: Bytes copied to and from host memory.
-      host_seconds: Time of these copies, including overlap with compute.
-      host_exposed_seconds: Time during which the device waits for these copies.
+      host_seconds: Time of copies to and from host memory, including overlap with compute.
+      host_exposed_seconds: Time during which the device waits for copies to and from host memory.
       flops_per_device: Matmul flops.
       recomputed_flops: Matmul flops added by remat, included in `flops_per_device`.
       mfu: Model flops utilization, which excludes `recomputed_flops`.
@@ -81,12 +81,12 @@ class StepPlan:
         pipeline. `compute_seconds` includes the matmuls of idle stages.
       timeline: Collectives by kind, axes and layer, and the time of each instruction.
       decoding: Time to first token and memory-bound limit of a decoding step.
-      why_not: What to change if the step does not fit, else "".
-      notes: Messages about unknown kernels and about costs that were modelled instead of compiled.
+      why_not: Advice if the step does not fit in memory, else "".
+      notes: Messages about unknown kernels and about costs that were modeled instead of compiled.
       expert_turn_seconds: Time of one round of all-to-alls between experts; None if the step has no
         such rounds. `step_seconds` includes one round, which is sufficient for even loads.
       expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
-        sends to another device's experts, divided by the number if all loads were even.
+        sends to another device's experts, divided by this number for even loads.
       correction: Correction based on measured steps, or None if there are no residuals.
       compiled: The compiled step.
     """
@@ -141,7 +141,7 @@ class StepPlan:
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON record that --json writes.
 
-        Future versions may add keys, but never remove or rename them.
+        Future versions may add keys, but will never remove or rename existing keys.
         """
         nested = ("memory", "decoding", "correction")
         record = {

@@ -174,7 +174,7 @@ class PhysicalMesh:
         """Returns whether links connect the devices of a group in a ring.
 
         Devices in a plane always form a ring. Devices along a single torus dim form a ring if they
-        span the dim and it has wraparound links.
+        span the dim and the dim has wraparound links.
         """
         coords = self._coords_of_first(groups)
         if coords is None:
@@ -241,7 +241,7 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
-    # Without `wrap`, libtpu assumes that there are no wraparound links, and compiles other
+    # Without `wrap`, libtpu assumes that there are no wraparound links, and compiles different
     # collectives than for a pod.
     options: dict[str, Any] = {"wrap": (*chip.wraps(dims), False, False)[:3]}
     if chip.name == "v4":
@@ -254,7 +254,7 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{chip.name}:{'x'.join(map(str, dims))}", **options
         ).devices
-    except Exception as error:  # libtpu's message lists the shapes it accepts.
+    except Exception as error:  # libtpu's message lists the accepted shapes.
         message = str(error).splitlines()[0][:200]
         raise _unknown(name, f"libtpu does not accept it ({message})") from error
 

@@ -71,7 +71,7 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
 
 
 def _submessages(message: bytes, field: int) -> list[bytes]:
-    """Returns the values of a repeated field of messages or strings."""
+    """Returns the values of a repeated field that contains messages or strings."""
     return [
         value for number, value in _fields(message) if number == field and isinstance(value, bytes)
     ]

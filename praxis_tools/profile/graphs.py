@@ -95,7 +95,7 @@ class Schedule:
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
     def _scores(self, kernel: str) -> np.ndarray:
-        """Returns the score of a kernel as the first kernel of each instruction."""
+        """Returns a kernel's score for being the first kernel of each instruction."""
         named = self._named(kernel)
         if named is None:
             return self._library_scores(kernel)
@@ -141,7 +141,7 @@ def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tupl
 
 
 def _library_score(kernel: str, instruction: Instruction) -> int:
-    """Returns the score of a library kernel or copy as an instruction's first kernel."""
+    """Returns the score of a library kernel or copy for being an instruction's first kernel."""
     kind = instruction.opcode.removesuffix("-start")
     is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
     if is_copy or kind == "copy":
@@ -160,11 +160,12 @@ def _library_score(kernel: str, instruction: Instruction) -> int:
 
 
 def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
-    """Aligns kernels with instructions, in order, such that the total score is maximal.
+    """Aligns kernels with instructions, in order, so that the total score is maximal.
 
     Skip this on a first read. The sequence alignment uses dynamic programming: `best[i]` is the
     best score of the kernels so far if the last kernel belongs to instruction i. A kernel either
-    continues the current instruction, or starts a later instruction and skips those in between.
+    continues the current instruction, or starts a later instruction and skips the instructions in
+    between.
 
     Args:
       scores: Yields, for each kernel, its score for each instruction.

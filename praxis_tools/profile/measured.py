@@ -60,11 +60,13 @@ class Measured:
       facts: Metadata of the profile.
       num_devices: Number of traced devices.
       step_seconds: Time from the first to the last instruction of a step. If the trace does not
-        distinguish steps, this is the time of all steps divided by their number.
+        distinguish steps, this is the time of all steps divided by the number of steps.
       idle_seconds: Time within the step during which none of its instructions ran.
       other_seconds: Maps the names of other programs, which run between steps, to their seconds.
-      layers: Maps "encoder/ffn" or "gradient of encoder/ffn" to its time, excluding collectives.
-      collectives: Maps (kind, axes, layer) to its time, including the wait for other devices.
+      layers: Maps each layer, such as "encoder/ffn" or "gradient of encoder/ffn", to its time,
+        excluding collectives.
+      collectives: Maps (kind, axes, layer) to the time of these collectives, including the wait for
+        other devices.
       predicted_seconds: Predicted seconds of the step, or None for unknown chips.
       topology: Devices used for the prediction, or None for unknown chips.
       flops_per_device: Matmul flops per step on each device.
@@ -98,7 +100,7 @@ class Measured:
 
 
 def measure(folder: Path) -> Measured:
-    """Reads the measured times of a profile from its files.
+    """Reads measured times from the files of a profile.
 
     Raises:
       ConfigError: A file is missing or damaged, or the trace does not contain the step.
@@ -174,7 +176,7 @@ def _rows(
     timeline: Timeline,
     is_predicted: bool,
 ) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
-    """Returns the rows of layers and the rows of collectives, in descending order of seconds."""
+    """Returns the rows for layers and the rows for collectives, in descending order of seconds."""
     on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
     # Fusions of a matmul and a collective are treated as matmuls.
     transfers = {
@@ -194,7 +196,7 @@ def _rows(
         elif site is None:
             row = layer_rows[NOT_NAMED]
         elif _kind(site[0]) in hlo.KINDS:
-            # The collective is in a branch that the plan did not choose.
+            # The collective is in a branch that the plan assumes not to be taken.
             row = collective_rows[_kind(site[0]), (), _layer(program, *site)]
         else:
             row = layer_rows[_layer(program, *site)]
@@ -208,7 +210,7 @@ def _rows(
                 row.predicted = (row.predicted or 0.0) + seconds
         for transfer in timeline.collectives.values():
             # On GPU, collectives run in a separate stream, so the trace contains their total time.
-            # On other devices, it only contains the time during which the device waits.
+            # On other devices, the trace only contains the time during which the device waits.
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
             row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds
     return _sorted(layer_rows), _sorted(collective_rows)

@@ -23,8 +23,8 @@ class PeakMemory:
       outputs: Size of the outputs that are not stored in donated arguments.
       temporaries: Size of all temporaries.
       layers: Maps each layer to the total size of its buffers, for the largest temporary buffers.
-      used: Maximum memory used on any device of the first process since its start, including state
-        initialization and evaluations; None if the platform does not report it.
+      used: Maximum memory used on any device of the first process since the process started,
+        including state initialization and evaluations; None if the platform does not report it.
     """
 
     peak: int

@@ -19,7 +19,8 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
     Args:
       measured: The measured times.
       memory: The breakdown of the peak memory.
-      max_rows: Maximum number of rows for each of layers, collectives, arrays and temporaries.
+      max_rows: Maximum number of rows in each of the tables of layers, collectives, arrays and
+        temporaries.
     """
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"

@@ -69,7 +69,7 @@ class ProfileTables(Hook):
     """Prints the tables of each new profile and writes them to its folder.
 
     The hook also appends the measured and predicted seconds of the step to the job's residuals
-    file, which corrects later plans.
+    file, which is used to correct later plans.
     """
 
     every, waits = None, False
@@ -85,7 +85,7 @@ class ProfileTables(Hook):
             if measured.residual is not None:
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
-        except Exception as error:  # A failed profile must not end the run.
+        except Exception as error:  # A failed profile must not stop the run.
             self._note(f"note: the tables of the profile could not be created: {error}")
             return
         self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

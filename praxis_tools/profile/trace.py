@@ -30,9 +30,9 @@ class Event(NamedTuple):
     """One execution of an instruction on a device, with times in nanoseconds.
 
     Attributes:
-      run: Identifies the run of the program, or None if the trace does not distinguish runs.
+      run: ID of the run of the program, or None if the trace does not distinguish runs.
       kernel: Name of the kernel, on GPU.
-      launch: Identifies the launch of the kernel's graph, on GPU.
+      launch: ID of the launch of the kernel's graph, on GPU.
     """
 
     device: int
@@ -68,7 +68,7 @@ class Trace:
       run_seconds: Time from the first to the last instruction of each run of the program on a
         device; empty if the trace does not distinguish runs.
       span_seconds: Time from the first to the last instruction of all runs, summed over devices.
-      busy_seconds: Time with at least one running instruction, summed over devices.
+      busy_seconds: Time during which at least one instruction was running, summed over devices.
       other_seconds: Maps the name of each other program to the time of its instructions, summed
         over devices.
     """
@@ -139,7 +139,7 @@ def _instructions(
 
 
 def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) -> Trace:
-    """Sums the times of the events in a program, and those of all other programs."""
+    """Sums the times of the events in a program, and the times of all other programs."""
     ops: dict[str, OpTime] = collections.defaultdict(OpTime)
     kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     other_seconds: dict[str, float] = collections.defaultdict(float)
@@ -197,7 +197,7 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
         if device and _OPS in lines and _MODULES in lines:
             yield from _tpu_events(int(device[1]), lines[_OPS], lines[_MODULES])
             continue
-        # The other lines of a GPU repeat the events in its streams.
+        # A GPU's other lines repeat the events in its streams.
         streams = [line for name, line in lines.items() if name.startswith("Stream ")]
         for line in streams if device and streams else plane.lines:
             for event in line.events:

@@ -26,13 +26,13 @@ _RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gathe
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step and its collectives, to pass to `assert_collectives`.
+    """A compiled step and its collectives, for `assert_collectives`.
 
     Attributes:
       name: "train", "eval" or "decode".
       collectives: The collectives that one step executes, with their mesh axes.
       layout: Layout of the train state.
-      compiled: The compiled program, or None if the collectives were parsed from HLO text.
+      compiled: The executable, or None if the collectives were parsed from HLO text.
     """
 
     name: str
@@ -52,7 +52,7 @@ def compiled_step(
     """Compiles a step of an experiment without reading data or running the step.
 
     Args:
-      experiment: An Experiment, its class, the config of its job, or a Partitioner.
+      experiment: An Experiment, an Experiment class, the config of a job, or a Partitioner.
       step: "train", "eval" or "decode".
       batch: Shapes and types of a global batch; required with a Partitioner.
       mesh: Number of devices along each axis, or None for the experiment's own mesh.
@@ -108,9 +108,9 @@ def assert_collectives(
       step: The compiled step.
       max_bytes: Limit for the total size of all collectives.
       max_bytes_over: Maps a mesh axis to the limit for the total size of all collectives along this
-        axis, including collectives along several axes.
+        axis, including collectives that run along several axes.
       no_gather_in_backward_of: Paths of layers whose backward pass must not contain all-gathers,
-        such as "transformer/blocks/ff_layer". A path includes all layers inside it.
+        such as "transformer/blocks/ff_layer". A path includes all layers inside that layer.
       no_gather_of_whole_weights: Whether to forbid all-gathers of an entire weight or of an entire
         layer in a stacked weight.
       max_resharding_bytes: Limit for each execution of a collective that reshards an array other

@@ -13,14 +13,15 @@ from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
-# (build, call, x): `build(rngs=...)` returns a layer and `call(layer, x, key)` returns its outputs.
+# (build, call, x): `build(rngs=...)` returns a layer and `call(layer, x, key)` returns the layer's
+# outputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
 
 
 def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
     """Returns random variables for a model, with positive variances.
 
-    NumPy draws the values, so that no init function is compiled.
+    The values are drawn with NumPy, so that no init function is compiled.
 
     Args:
       model: Model that determines the shapes.
@@ -38,8 +39,8 @@ def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
 def revealing(outputs: jax.Array) -> jax.Array:
     """Returns a scalar loss whose gradient is nonzero even in the padding of uneven shards.
 
-    Use it to test that padding does not contribute to gradients. A loss that multiplies the outputs
-    by an array of weights has zero gradients in the padding, which would hide such a bug.
+    Use this loss to test that padding does not contribute to gradients. A loss that multiplies the
+    outputs by an array of weights has zero gradients in the padding, which would hide such a bug.
     """
     weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
     return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))

@@ -13,7 +13,7 @@ from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, report
 from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.check.tolerances import kind_of
 
-# Relative tolerance for float32 arithmetic. It lies between the rounding errors of float32 (2^-24)
+# Relative tolerance for float32 arithmetic. It is between the rounding errors of float32 (2^-24)
 # and bfloat16 (2^-9), so that sums in bfloat16 exceed it.
 FLOAT32_ERROR = 2.0**-11
 FLOAT32_ROUNDING = 2.0**-24
@@ -52,7 +52,7 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _float32_rounding(
     check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
-    """Returns the change of each float64 leaf if weights are perturbed by float32 rounding."""
+    """Returns the change in each float64 leaf when weights are perturbed by float32 rounding."""
     rounding: dict[str, float] = {}
     for pattern in patterns:
         state = nudge_state(check.state, FLOAT32_ROUNDING, pattern)
@@ -81,7 +81,7 @@ def _check_float32_precision(
     Args:
       expected: Results in float64.
       one_device: Results in the experiment's dtypes.
-      rounding: Known rounding error of each leaf. It is large for differences between large
+      rounding: Known rounding error of each leaf. The error is large for differences between large
         numbers, such as a reward before training, and for ReLUs with inputs close to 0.
     """
     gradients = [largest(x) for leaf, x in expected.items() if kind_of(leaf) == "gradients"]

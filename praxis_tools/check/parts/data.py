@@ -14,8 +14,8 @@ from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.runs.on_mesh import Batch, structs
 from praxis_tools.check.tolerances import exact
 
-# Candidate batch sizes. The first sizes are small, divisible by 4 micro-batches, and not divisible
-# by 8 devices, so that batches need padding rows.
+# Candidate batch sizes. The first sizes are small, divisible by 4 (for microbatches), and not
+# divisible by 8 (the number of devices), so that batches need padding rows.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 
@@ -34,11 +34,11 @@ def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
 
 
 def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
-    """Replaces ids that exceed the model's number of ids by their remainder.
+    """Replaces ids beyond the model's number of ids by their remainders modulo this number.
 
     Args:
       batch: The batch.
-      num_ids: Maps the name of an array to its number of ids, from `Task.num_ids`.
+      num_ids: Maps the name of each array of ids to the model's number of ids, from `Task.num_ids`.
 
     Returns:
       The new batch, and the names of the changed arrays, joined by commas.
@@ -75,7 +75,7 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
 def compare_repeated(job: Job) -> list[Comparison]:
     """Checks that datasets return the same batches each time they are read.
 
-    Each dataset is read twice, from a later batch, and in blocks of rows.
+    Each dataset is read twice from the start, once from a later batch, and once in blocks of rows.
     """
     comparisons = []
     for root in ("datasets", "decode_datasets"):

@@ -27,10 +27,10 @@ from praxis_tools.check.runs.states import restack, restack_like
 
 
 def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with the same step after switching remat in all layers.
+    """Compares a step with the same step after toggling remat in all layers.
 
-    Both steps use dropout, because recomputation must draw the same masks. It also must not update
-    variables twice.
+    Both steps use dropout, because recomputation must draw the same masks. Recomputation also must
+    not update variables twice.
     """
     task = switch_remat(check.task)
     if task is None:
@@ -42,7 +42,7 @@ def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with the same step after switching `unroll` in all stacks."""
+    """Compares a step with the same step after toggling `unroll` in all stacks."""
     config = config_variants.toggle_unroll(check.config)
     if config is None:
         check.add_note("unrolled: not checked, because no layer's config has this setting.")
@@ -80,10 +80,10 @@ def _compare_step(
 
 
 def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares training, evaluation and decoding after switching each implementation setting.
+    """Compares training, evaluation and decoding before and after changing each setting.
 
-    Remat settings do not change random numbers, so steps that switch them use dropout, and their
-    states are compared as well.
+    Remat settings do not change random numbers, so dropout is enabled when they are changed, and
+    the states after the step are compared as well.
     """
 
     @functools.cache

@@ -44,7 +44,7 @@ def check_parts(check: Check, runner: TaskRunner) -> None:
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares evaluations on a mesh with evaluations on a single device.
 
-    The metrics of a batch are also compared with the means over its two halves.
+    The metrics of a batch are also compared with the means over the batch's two halves.
     """
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
@@ -160,9 +160,9 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
 
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares steps with 1, 2 and 4 micro-batches.
+    """Compares steps with 1, 2 and 4 microbatches.
 
-    Dropout is disabled, because its masks depend on the micro-batch.
+    Dropout is disabled, because its masks depend on the microbatch.
     """
     batch, reference = check.batches[0], check.one_device
     own_number = check.job.task.learner.gradient_accumulation_steps
@@ -199,7 +199,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
 
 
 def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the decoded outputs of the first batch of each decode dataset."""
+    """Compares the decoded outputs for the first batch in each decode dataset."""
     reference, mdl_vars = check.one_device, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
         batch = check.with_known_ids(data.first_batches(pipeline, 1)[0])
@@ -214,7 +214,7 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def equal_results(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the two results of a function in `properties`, which must be equal."""
+    """Compares the two results returned by a function in `properties`; they must be equal."""
     batch = check.batches[0]
     function = None if check.couplings else properties.FUNCTIONS[what](check.task, batch)
     if function is None:

@@ -26,7 +26,7 @@ EXPECTED = "expected"  # Key of the reference result.
 
 
 def couplings(task: Task) -> list[str]:
-    """Returns the reasons why results of a row depend on other rows, as declared by the task.
+    """Returns the reasons why results for a row depend on other rows, as declared by the task.
 
     Batch statistics are recognized by `nnx.BatchStat` and Linen's collection "batch_stats".
     """
@@ -48,8 +48,8 @@ def couplings(task: Task) -> list[str]:
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function that computes logits both in one forward pass and token by token.
 
-    The function takes (mdl_vars, inputs). The result is None if the model is not a causal language
-    model with a cache.
+    The function takes (mdl_vars, inputs). Returns None if the model is not a causal language model
+    with a cache.
     """
     if not _has_cache(task, batch):
         return None
@@ -78,8 +78,8 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function that computes logits both in one forward pass and after ragged prompts.
 
     The function takes (mdl_vars, inputs). It prefills prompts of different lengths in two chunks,
-    and continues them token by token. The result is None if the model is not a causal language
-    model with a cache.
+    and continues them token by token. Returns None if the model is not a causal language model with
+    a cache.
 
     Raises:
       ConfigError: The model's cache does not support prompts of different lengths.
@@ -121,10 +121,10 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
 
 def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function that computes the loss of both packed and separate segments.
+    """Returns a function that computes the loss for both packed and separate segments.
 
-    The function takes (mdl_vars, inputs). The result is None if the model is not a causal language
-    model, or if its `compute_loss` does not take segments.
+    The function takes (mdl_vars, inputs). Returns None if the model is not a causal language model,
+    or if its `compute_loss` does not take segments.
     """
     model = task.model.abstract_module()
     ids = batch.get("ids")
@@ -141,7 +141,7 @@ def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
     def compute_losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         names = ("ids", "labels")
         separate = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
-        # Weigh each token differently, so that swapped tokens change the loss.
+        # Weight each token differently, so that swapped tokens change the loss.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
         separate["weights"] = weights.astype(jnp.float32)
         packed = {

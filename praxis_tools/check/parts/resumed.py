@@ -1,6 +1,6 @@
-"""Checks that the results of a job are bitwise equal after it was stopped and resumed.
+"""Checks that the results of a job are bitwise equal after the job is stopped and resumed.
 
-It also checks that the train step donates the state, makes no host transfers and compiles once.
+The train step must also donate the state, make no host transfers and be compiled only once.
 """
 
 import contextlib

@@ -167,7 +167,8 @@ def _compare_regrouped_rows(
       check: The running check.
       prefix: Prefix for the kind of each comparison.
       batches: Batches with equal numbers of rows.
-      full_batch: Batch with more rows to compare with its parts, or None to skip this comparison.
+      full_batch: Batch with more rows, which is compared with its parts; None to skip this
+        comparison.
       run: Function that takes (batch, whether weights are perturbed) and returns a report.
 
     Yields:

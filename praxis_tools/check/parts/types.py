@@ -35,7 +35,7 @@ class TypeWitness:
       as_declared: Number of activations whose inferred sharding equals their sharding constraint.
       moved: Messages for all other activations with a sharding constraint, such as
         "LAYER: float32[16, 12, 32] ... to ...".
-      untyped: Maps the path of a layer to the reason why JAX cannot infer types inside it.
+      untyped: Maps the path of a layer to the reason why JAX cannot infer types inside this layer.
     """
 
     confirmed: tuple[str, ...]
@@ -127,7 +127,7 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Adds notes on the types that JAX infers to the certificate. It compares no values."""
+    """Adds notes to the certificate about the types that JAX infers; compares no values."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")

@@ -1,7 +1,7 @@
-"""Computes gradients for one part of a batch after another on a single device.
+"""Computes gradients on a single device, one part of the batch after another.
 
 This is the reference for steps whose results depend on how the batch is divided into parts. The
-parts are either the rows of each device (ExplicitCollectives) or micro-batches.
+parts are either the rows of each device (ExplicitCollectives) or microbatches.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ PyTree = Any
 
 
 def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None) -> Gradients:
-    """Returns a strategy for a single device that processes N micro-batches one after another.
+    """Returns a strategy for a single device that processes N microbatches one after another.
 
-    Micro-batch r consists of the rows r, r + N, r + 2 N, ... Gradients are averaged with the
+    Microbatch r consists of the rows r, r + N, r + 2 N, ... Gradients are averaged with the
     weights of "loss".
 
     Args:
@@ -48,7 +48,7 @@ def devices_in_turn(num_parts: int) -> Gradients:
     """Returns a strategy for a single device that processes the rows of N devices in turn.
 
     Part d is the d-th block of rows, padded with copies of the first row with weight 0. Its random
-    key is the key of the step folded with d. ExplicitCollectives produces the same results on N
+    key is the step's key with d folded in. ExplicitCollectives produces the same results on N
     devices.
     """
 
@@ -74,9 +74,9 @@ def _value_and_grad(
 ) -> tuple[Any, PyTree, PyTree]:
     """Computes the gradients of each part and averages them, like `accumulation.value_and_grad`.
 
-    Parts are weighted by the weight of their loss, and parts with weight 0 are ignored. Strided
-    parts are micro-batches, each of which continues from the variables of the previous one. Blocks
-    are the rows of one device each. All blocks start from the same variables, and the changes of
+    Each part is weighted by its loss weight, and parts with weight 0 are ignored. Strided parts are
+    microbatches, each of which continues from the variables of the previous microbatch. Each block
+    contains the rows of one device. All blocks start from the same variables, and the changes of
     these variables are averaged.
     """
     del inputs_split_mapping, lay_out  # There is only one device.
@@ -104,7 +104,7 @@ def _value_and_grad(
         scale = lambda x, counts=counts, weight=weight: jnp.where(counts, x * weight, 0.0)  # noqa: E731
         grads = jax.tree.map(scale, grads)
         grad_sums = grads if grad_sums is None else jax.tree.map(jnp.add, grad_sums, grads)
-        if is_strided:  # Each micro-batch continues from the variables of the previous one.
+        if is_strided:  # Each microbatch continues from the previous microbatch's variables.
             state = jax.tree.map(lambda n, o, c=counts: jnp.where(c, n, o), new, state)
         else:  # All devices start from the same variables.
             change = jax.tree.map(functools.partial(_change, counts, weight), new, non_trainable)

@@ -17,7 +17,7 @@ def toggle_unroll(config: "fdl.Config") -> "fdl.Config | None":
     """Returns a config in which scanned stacks are unrolled and unrolled stacks are scanned.
 
     This includes stacks that a layer builds by default, such as `stacked_transformer_tpl=Repeat`.
-    The result is None if the config has no stacks.
+    Returns None if the config has no stacks.
     """
     config, has_stack = copy.deepcopy(config), False
     for buildable in list(buildables(config.task)):

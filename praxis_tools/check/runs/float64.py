@@ -69,15 +69,15 @@ def in_float64(
     """Returns a version of `function` that computes in float64 instead of narrower float types.
 
     The function is traced once with its original dtypes. All operations in the jaxpr, including
-    those in loops, branches and calls, are then executed in float64. This works for any model and
-    any optimizer. Random numbers are derived from the same bits.
+    operations in loops, branches and calls, are then executed in float64. This works for any model
+    and any optimizer. Random numbers are derived from the same bits.
 
     Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`).
 
     Args:
       function: The function to convert.
-      *args: Arrays or ShapeDtypeStructs, in the types that `function` expects.
-      without_randomness: Whether to set all random bits to 0, so that dropout keeps everything.
+      *args: Arrays or ShapeDtypeStructs, with the types that `function` expects.
+      without_randomness: Whether to set all random bits to 0, so that dropout keeps all elements.
       by_layer: Whether to return (outputs, `LayerRecorder.records`), where each recorded array is
         summarized by its `fingerprint`.
     """
@@ -127,7 +127,7 @@ class Float64Run(LayerRecorder):
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name == "reduce_precision":  # Skip it, because it rounds to a narrower type.
+        if name == "reduce_precision":  # Skip this operation, because it rounds to a narrower type.
             return operands
         if eqn.primitive in _SCATTERS:
             return [_scatter(eqn, operands)]

@@ -1,8 +1,8 @@
-"""Finds and switches implementation settings, which must not affect a model's results.
+"""Finds and changes implementation settings, which must not affect a model's results.
 
 Examples are remat, attention kernels and chunk sizes. In the configs of custom models, these
-settings are recognized by their names. In NNX models, remat is switched by setting attributes of
-the layers.
+settings are recognized by their names. In NNX models, remat is toggled by setting attributes of the
+layers.
 """
 
 import collections.abc
@@ -46,7 +46,7 @@ SWITCHES = {
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
 BLOCKS = {"block", "blocks"}  # Only in names with a word in ATTENTION; otherwise blocks are layers.
-# Words about recomputation in the backward pass.
+# Words that refer to recomputation in the backward pass.
 ONLY_REMAT = {
     "remat",
     "remats",
@@ -94,10 +94,10 @@ class ImplementationSetting:
     """A setting that must not affect a model's results.
 
     Attributes:
-      name: Name of the setting. All settings with this name in a task's config are switched
+      name: Name of the setting. All settings with this name in a task's config are changed
         together.
       value: Value in the experiment.
-      alternatives: Values to switch to. The first value that the model accepts is used.
+      alternatives: Values to try. The first value that the model accepts is used.
     """
 
     name: str
@@ -155,7 +155,7 @@ def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: An
 
 
 def _with_templates(config: "fdl.Config") -> "fdl.Config":
-    """Returns a copy in which classes and functions with such settings are an fdl.Partial."""
+    """Returns a copy in which each class or function with such settings is an fdl.Partial."""
 
     def to_partial(value: Any, state: daglish.State) -> Any:
         if isinstance(value, functools.partial) and _is_template(value.func):
@@ -186,7 +186,7 @@ def _is_library(build: Any) -> bool:
 
 
 def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns {name: setting}, or {position: setting} if fiddle does not know the names."""
+    """Returns {name: setting}, or {position: setting} if Fiddle cannot determine the names."""
     build = fdl.get_callable(buildable)
     # The metaclass of NNX modules hides the signature of __init__.
     defaults = {
@@ -313,11 +313,11 @@ def _type_hints(build: Any) -> dict[str, Any]:
 
 
 def switch_remat(task: Task) -> Task | None:
-    """Returns a task in which remat is switched in all layers.
+    """Returns a task in which remat is toggled in all layers.
 
-    This sets attributes of layers whose name refers to remat and whose value is a bool or one of
-    the library's checkpoint policies. The result is None if there are no such attributes or if the
-    model does not use NNX.
+    An attribute of a layer is toggled if its name refers to remat and its value is a bool or one of
+    the library's checkpoint policies. Returns None if there are no such attributes or if the model
+    does not use NNX.
     """
     model, module = task.model, task.model.abstract_module()
     if not isinstance(model, NnxModel) or module is None:
@@ -331,7 +331,7 @@ def switch_remat(task: Task) -> Task | None:
 
 @dataclasses.dataclass(frozen=True)
 class _SwitchedBuild:
-    """Calls `build` and switches remat in the modules it returns."""
+    """Calls `build` and toggles remat in the returned modules."""
 
     build: Callable[..., nnx.Module]
 
@@ -344,7 +344,7 @@ class _SwitchedBuild:
 
 
 def _switched_attributes(layer: nnx.Module) -> dict[str, Any]:
-    """Returns the attributes of a layer that control remat, with their switched values.
+    """Returns a layer's remat attributes, with their toggled values.
 
     This includes class attributes and dataclasses with fields that control remat.
     """
@@ -369,5 +369,5 @@ def _switched_attributes(layer: nnx.Module) -> dict[str, Any]:
         if new is not value:
             switched[name] = new
     if getattr(layer, "split_backward", False) and switched:
-        switched["split_backward"] = False  # It recomputes everything, regardless of the policy.
+        switched["split_backward"] = False  # This recomputes everything, regardless of the policy.
     return switched

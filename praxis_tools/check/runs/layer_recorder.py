@@ -20,12 +20,12 @@ _MAX_ITERATIONS = 128
 
 
 class LayerRecorder(Interpreter):
-    """An interpreter that runs a jaxpr with its original dtypes and records its layers.
+    """An interpreter that runs a jaxpr with its original dtypes and records layer values.
 
     For each run of consecutive operations in the same layer, the last array is recorded. In a scan,
-    it is recorded once per iteration (or as one array [iterations, ...] if there are many), and in
-    a shard_map once per device. Operations outside of named layers are recorded under the user's
-    source line. While loops and branches are not recorded.
+    this array is recorded once per iteration (or as one array [iterations, ...] if there are many
+    iterations), and in a shard_map, once per device. Operations outside of named layers are
+    recorded under the user's source line. While loops and branches are not recorded.
 
     Args:
       summary: Function that reduces an array to a few numbers to record, or None to record nothing.

@@ -32,7 +32,7 @@ from praxis_tools.check.runs.float64 import (
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
-# Value of the padding in a step's inputs. It is nonzero, so that reading it affects the results.
+# Padding value in a step's inputs. It is nonzero, so that results change if padding is read.
 PADDING_VALUE = 3.0
 
 
@@ -40,7 +40,7 @@ class TaskRunner:
     """Compiles and runs the steps of a task on a mesh.
 
     Args:
-      partitioner: Partitioner of the task on the mesh.
+      partitioner: The task's partitioner on the mesh.
     """
 
     def __init__(self, partitioner: Partitioner):
@@ -97,7 +97,7 @@ class TaskRunner:
     ) -> Leaves:
         """Evaluates a batch and returns its metrics and the outputs of real rows.
 
-        The keys are those of `train` for metrics, and "examples/NAME" for outputs.
+        Metrics have the same keys as in `train`, and outputs have the keys "examples/NAME".
         """
         step = self.partitioner.eval_examples
         metrics, examples, is_real = self._run_on_weights(
@@ -139,7 +139,7 @@ class TaskRunner:
             return leaves_of(jax.device_get(run(placed, batch)))
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
-        """Returns the values that `in_float64(by_layer=True)` records in a training step."""
+        """Returns the values recorded by `in_float64(by_layer=True)` in a training step."""
         run = self._program(self.partitioner.train_step, inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
@@ -147,7 +147,7 @@ class TaskRunner:
             return {name: np.asarray(x) for name, x in records.items()}
 
     def traced(self, step: Step, inputs: Batch, **settings: Any) -> Float64Function:
-        """Returns a step of the partitioner that runs in float64, without compiling it."""
+        """Returns one of the partitioner's steps, converted to float64 but not compiled."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
@@ -204,7 +204,7 @@ def _pad_and_place(tree: PyTree, structs: PyTree, padding: float) -> PyTree:
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """Returns options that reduce the compile time on CPU by a third."""
+    """Returns compiler options that reduce the compile time on CPU by a third."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
@@ -215,7 +215,7 @@ def structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def unpad(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
-    """Removes the padding of NumPy arrays.
+    """Removes the padding from NumPy arrays.
 
     Args:
       layout: Layout of the tree.
@@ -247,7 +247,7 @@ def on_mesh(
     build: Any = None,
     axis_types: str | Sequence[str] | None = None,
 ) -> TaskRunner:
-    """Returns a runner of a task on a mesh with the job's axes.
+    """Returns a runner for a task on a mesh with the job's axes.
 
     Args:
       job: Job that determines the axes of the mesh.
@@ -282,7 +282,7 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
         bound = bind(weight_specs, axis_sizes)
         return _ReportingLearner(**vars(bound) | {"settings": learner})
 
-    # Patch the copy, because the learner may be of any subclass.
+    # Patch the copy, because the learner may be an instance of any subclass.
     learner.bind = bind_reporting  # type: ignore[method-assign]
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches

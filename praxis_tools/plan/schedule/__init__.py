@@ -1,1 +1,1 @@
-"""Simulates when each instruction of a compiled program runs and which transfers it waits for."""
+"""Simulates when each instruction in a compiled program runs and which transfers it waits for."""

@@ -12,7 +12,7 @@ from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import Efficiencies, bytes_of
 from praxis_tools.plan.topology import PhysicalMesh
 
-# In these collectives, all devices of a chip receive the same result or add to the same sum, so the
+# In these collectives, all devices on a chip receive the same result or add to the same sum, so the
 # data crosses each of the chip's links only once.
 _SHARED_BY_CHIP = ("all-gather", "all-reduce", "reduce-scatter")
 
@@ -26,9 +26,10 @@ class CollectiveSpec:
       operand_bytes: Bytes of the operands on one device.
       group_size: Number of devices in each replica group.
       axes: Mesh axes along which the collective runs.
-      num_links: Number of links that carry data at the same time, counting one per direction.
+      num_links: Number of links that carry data at the same time, counting each direction
+        separately.
       devices_per_chip: Number of devices in a group that share a chip and its links.
-      is_ring: Whether the links form rings. If they form lines, half of them are idle.
+      is_ring: Whether the links form rings. If the links form lines, half of the links are idle.
       crosses: Whether the collective leaves its slice (TPU) or node (GPU).
     """
 
@@ -63,7 +64,7 @@ class CollectiveSpec:
 
 
 def collective_seconds(spec: CollectiveSpec, chip: Chip, efficiencies: Efficiencies) -> float:
-    """Returns the seconds of a collective on idle links: bytes / bandwidth + latency per hop."""
+    """Returns a collective's time on idle links in seconds: bytes / bandwidth + latency per hop."""
     if spec.group_size <= 1 and spec.kind != "collective-permute":
         return 0.0
     if spec.crosses:
@@ -98,7 +99,7 @@ def collective_spec(
     """Extracts the cost-relevant properties of a collective from its HLO instruction.
 
     Args:
-      instruction: The collective, or the `send` of a transfer between slices.
+      instruction: The collective, or the `send` instruction of a transfer between slices.
       computation: Computation that contains the instruction.
       program: Program that contains the computation.
       chip: Chip for which the program was compiled.
@@ -160,7 +161,8 @@ def _links(
     if colors := re.search(r"UniDirection\w*\{colors:(\d+)", attributes):
         return int(colors.group(1)), True
     if rings := attributes.count('"phase_rings":'):
-        # A SparseCore lists one ring per direction. "_MESH" marks a dim without wraparound links.
+        # For a SparseCore, one ring is listed per direction. "_MESH" marks a dim without wraparound
+        # links.
         return rings, "_MESH" not in attributes
     num_dims = _num_torus_dims(attributes)
     return 2 * num_dims, num_dims > 1 or mesh.is_ring(groups)

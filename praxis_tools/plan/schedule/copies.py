@@ -25,7 +25,8 @@ class HostCopy(NamedTuple):
 def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | None:
     """Returns the host copy that an instruction performs or starts, or None for other instructions.
 
-    Host copies copy either an entire array or a slice of it, such as one layer of a stack.
+    A host copy transfers either an entire array or a slice of an array, such as one layer in a
+    stack.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
@@ -48,7 +49,7 @@ def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | 
 
 
 def bytes_in_hbm(shape: str) -> int:
-    """Returns the bytes of the arrays in HBM, whose layouts have no memory space."""
+    """Returns the bytes of the arrays in HBM, whose layouts specify no memory space."""
     return sum(
         sum(array.bytes for array in arrays_of(text))
         for text in _ARRAY.findall(shape)
@@ -74,7 +75,7 @@ class HbmTraffic:
         self._done_at_bytes: dict[str, float] = {}
 
     def start(self, copy: Instruction) -> None:
-        """Starts a copy. A copy from HBM to HBM both reads and writes its bytes there."""
+        """Starts a copy. A copy from HBM to HBM uses bandwidth for both the read and the write."""
         source_and_target = _ARRAY.findall(copy.shape)[:2]
         size = min(sum(array.bytes for array in arrays_of(text)) for text in source_and_target)
         self._started_bytes += size * sum(bytes_in_hbm(text) > 0 for text in source_and_target)

@@ -28,7 +28,7 @@ class NestedCollective(NamedTuple):
 
 
 class NestedTransfers:
-    """Finds the transfers inside the fusions and asynchronous calls of a program."""
+    """Finds the transfers inside the fusions and asynchronous calls in a program."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -58,7 +58,7 @@ class NestedTransfers:
                     yield from self._collectives(callee)
 
     def in_async_call(self, call: Instruction) -> tuple[Instruction, Computation] | None:
-        """Returns the collective of an asynchronous call (GPU, SparseCore), or None.
+        """Returns the collective in an asynchronous call (GPU, SparseCore), or None.
 
         On a SparseCore, the collective is one level deeper, inside a custom call.
         """
@@ -74,7 +74,7 @@ class NestedTransfers:
         return None
 
     def host_copy_in_async_call(self, call: Instruction) -> HostCopy | None:
-        """Returns the host copy of an asynchronous call, or None."""
+        """Returns the host copy in an asynchronous call, or None."""
         computations = [self._program.computations[name] for name in callees(call, "calls")]
         copies = (host_copy(root_of(computation), computation) for computation in computations)
         return next(filter(None, copies), None)

@@ -3,8 +3,8 @@
 Instructions run one after another, in the order of the compiled program. Transfers run in the
 background on four resources: the links within a slice, the network between slices, and the host
 link in each direction. Each resource carries one transfer at a time. A transfer overlaps with all
-instructions between its start and its end instruction. If it has not finished by then, the device
-waits; this waiting time is called exposed.
+instructions between its start and its end instruction. If the transfer has not finished by then,
+the device waits; this waiting time is called exposed.
 
 Start reading at `_ComputationRun`, which advances the clock and has one method per kind of
 instruction. `_Scheduler` adds the costs to the timeline. The cost model is in costs.py
@@ -106,7 +106,7 @@ class _Scheduler:
         return _ComputationRun(self, name, count).seconds()
 
     def seconds_off_timeline(self, name: str) -> float:
-        """Returns the seconds per run of a computation, without adding it to the timeline."""
+        """Returns the seconds per run of a computation, without adding them to the timeline."""
         return _Scheduler(
             self.program,
             self.chip,
@@ -149,7 +149,7 @@ class _Scheduler:
         """Adds `count` times the matmul flops of an instruction to the timeline.
 
         Returns:
-          The flops per execution. For a fusion, they include all fused instructions.
+          The flops per execution; for a fusion, the flops of all fused instructions.
         """
         if instruction.opcode in FUSIONS:
             fused = self.program.computations[callees(instruction, "calls")[0]]
@@ -186,7 +186,7 @@ class _Scheduler:
 
         Returns:
           (resource, seconds, transfer): The resource that the collective occupies, the seconds per
-          execution, and its entry in the timeline.
+          execution, and the collective's entry in the timeline.
         """
         spec = collective_spec(
             instruction,
@@ -231,7 +231,7 @@ class _Scheduler:
         outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns the layer of an instruction, or a layer near the outer instruction if unknown."""
+        """Returns an instruction's layer or, if unknown, a layer near the outer instruction."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer)
@@ -272,8 +272,8 @@ class _ComputationRun:
         self._now = 0.0
         # Maps each resource to the time at which it becomes free.
         self._free_at: dict[str, float] = collections.defaultdict(float)
-        # Maps each transfer in flight to the time at which it ends and its entry in the timeline.
-        # The key is the name of the start instruction, or the chain of a fused collective.
+        # Maps each transfer in flight to its end time and its entry in the timeline. The key is the
+        # name of the start instruction, or the chain of a fused collective.
         self._in_flight: dict[str, tuple[float, Transfer]] = {}
         # A SparseCore's async-start has no operands; the collective starts at the async-update
         # that passes the data.
@@ -286,7 +286,7 @@ class _ComputationRun:
         }
 
     def seconds(self) -> float:
-        """Simulates all instructions and returns the time at which the last one ends."""
+        """Simulates all instructions and returns the time at which the last instruction ends."""
         for instruction in self._computation.values():
             self._run(instruction)
         return self._now
@@ -294,8 +294,8 @@ class _ComputationRun:
     def _run(self, instruction: Instruction) -> None:
         """Simulates one instruction.
 
-        Skip the cases on a first read. Each one either runs another computation, starts a transfer,
-        waits for a transfer, or (the last case) computes.
+        Skip the cases on a first read. Each case either runs another computation, starts a
+        transfer, waits for a transfer, or (the last case) computes.
         """
         opcode, nested = instruction.opcode, self._scheduler.nested
         is_async = opcode.endswith("-start") or opcode in ("send", "recv")
@@ -343,8 +343,8 @@ class _ComputationRun:
         program, count = self._scheduler.program, self._count
         trips = trip_count(program, self._computation, loop)
         if trips is None and is_extra_exchange(program, loop):
-            # This loop does not run if the expert loads are even. The plan reports the time that
-            # each round would add separately.
+            # This loop does not run if the expert loads are even. The plan separately reports the
+            # time that each round would add.
             self._scheduler.timeline.expert_turn_seconds += (
                 self._scheduler.seconds_off_timeline(body) * count
             )

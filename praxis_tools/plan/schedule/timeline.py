@@ -50,17 +50,17 @@ class Timeline:
       seconds: Time from the first instruction to the last.
       compute_seconds: Time in matmuls and kernels.
       memory_seconds: Time in all other instructions, which are memory-bound.
-      flops: Matmul flops, including those of kernels.
+      flops: Matmul flops, including the matmul flops in kernels.
       kernel_flops: Matmul flops in attention kernels and grouped matmuls.
       recomputed_flops: Matmul flops that the backward pass recomputes (remat).
-      flops_by_type: Maps XLA's name for each element type to its matmul flops.
-      unknown_kernels: Names of kernels of unknown cost, which are counted as zero seconds.
-      collectives: Maps (kind, axes, layer) to the totals of its collectives.
-      host_copies: Maps (kind, axes, layer) to the totals of its copies between device and host.
+      flops_by_type: Maps XLA's name for each element type to the matmul flops in this type.
+      unknown_kernels: Names of kernels with unknown costs, which are counted as zero seconds.
+      collectives: Maps (kind, axes, layer) to the totals for these collectives.
+      host_copies: Maps (kind, axes, layer) to the totals for these copies between device and host.
       expert_turn_seconds: Time of one extra round of all-to-alls between experts, which is only
         needed if loads are uneven (`layers/moe/exchange.py`). It is not included in `seconds`, and
         is 0 if the program has no such rounds.
-      instruction_seconds: Time of each instruction that is not a transfer, by its name.
+      instruction_seconds: Time of each instruction that is not a transfer, by name.
     """
 
     seconds: float = 0.0

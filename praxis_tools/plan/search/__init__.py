@@ -1,4 +1,4 @@
 """Searches for the fastest layout of an experiment on a topology.
 
-Candidates are ranked by formulas, and the best ones are compiled and planned. No step is run.
+Candidates are ranked by formulas, and the best candidates are compiled and planned. No step is run.
 """

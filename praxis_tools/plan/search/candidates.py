@@ -1,4 +1,4 @@
-"""Enumerates candidate layouts: meshes, sharding presets, remat, micro-batches and pipelines."""
+"""Enumerates candidate layouts: meshes, sharding presets, remat, microbatches and pipelines."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from praxis_tools.plan.search.formulas import POLICIES, Layout, Shape, peak_byte
 from praxis_tools.plan.topology import Topology
 
 AXES = ("replica", "data", "mdl")
-# Maps each candidate preset to the dim of activations that it splits over `mdl`.
+# Maps each candidate preset to the dim of activations that is split over `mdl`.
 _PRESETS = {
     "fsdp": "rows",
     "replicated": "rows",
@@ -54,7 +54,7 @@ class Candidate:
 
 
 def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
-    """Yields all valid combinations of mesh, preset, remat policy and number of micro-batches.
+    """Yields all valid combinations of mesh, preset, remat policy and number of microbatches.
 
     If the experiment has a pipeline, yields pipeline schedules on the experiment's mesh instead.
     """
@@ -105,7 +105,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
 def _pipelines(
     config: "fdl.Config", shape: Shape, topology: Topology, paths: Sequence[str]
 ) -> Iterator[Candidate]:
-    """Yields pipeline schedules on the experiment's mesh, keeping its weight splits."""
+    """Yields pipeline schedules on the experiment's mesh, with unchanged weight splits."""
     (path,) = paths_of(config.task, "num_microbatches", "task")
     stack = path.removesuffix(".num_microbatches")
     pipeline = config
@@ -140,7 +140,7 @@ def _pipelines(
 
 
 def diversify(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Reorders candidates so that the first ones differ in preset and remat policy.
+    """Reorders candidates so that the first candidates differ in preset and remat policy.
 
     The best candidate for each (preset, policy) comes first, then the second best candidate for
     each, and so on.

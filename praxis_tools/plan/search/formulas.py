@@ -88,7 +88,7 @@ class Layout:
 
 
 def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
-    """Estimates the seconds of a train step.
+    """Estimates the time of a train step in seconds.
 
     Weight transfers overlap with matmuls, so only the slower of the two is counted. Activation
     transfers do not overlap, because matmuls wait for them.
@@ -131,7 +131,7 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _tokens_per_device(shape: Shape, layout: Layout) -> float:
-    """Returns the number of tokens per device in a micro-batch, including padding rows."""
+    """Returns the number of tokens per device in a microbatch, including padding rows."""
     mdl_over_rows = layout.mdl if layout.mdl_splits == "rows" else 1
     devices = layout.replica * layout.data * mdl_over_rows
     rows = math.ceil(shape.rows / layout.micro_batches / devices)
@@ -177,8 +177,8 @@ def bubble_share(model: Any, rows: int) -> float | None:
       rows: Number of rows in a global batch.
 
     Returns:
-      The largest fraction of all pipelines in the model, or None if the model has no pipeline or is
-      not an NNX module.
+      The largest fraction among all pipelines in the model, or None if the model has no pipeline or
+      is not an NNX module.
     """
     module = model.abstract_module()
     if module is None:
@@ -197,7 +197,7 @@ def _bubble_share(pipeline: Pipeline, rows: int) -> float:
     if pipeline.num_microbatches:
         num_microbatches = pipeline.num_microbatches
     else:
-        assert pipeline.microbatch_size is not None  # Pipelines require one of the two.
+        assert pipeline.microbatch_size is not None  # A pipeline requires one of the settings.
         num_microbatches = -(-rows // pipeline.microbatch_size)
     schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
     if pipeline.split_backward:

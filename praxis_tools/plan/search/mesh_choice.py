@@ -43,8 +43,8 @@ class _Candidate:
       keeps_slices: Whether the mesh has as many slices as the set of devices.
       seconds: Estimated time of a train step.
       bytes: Estimated peak memory per device.
-      distance: Distance to the mesh of the experiment: the sum over all axes of
-        |log(size / size in the experiment)|.
+      distance: Distance to the experiment's mesh: the sum over all axes of |log(size / size in the
+        experiment)|.
     """
 
     mesh: MeshConfig
@@ -55,16 +55,16 @@ class _Candidate:
 
 
 def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
-    """Chooses a mesh for these devices, with the same axis names as the mesh of the job.
+    """Chooses a mesh for these devices, with the same axis names as the job's mesh.
 
     Every factorization of the number of devices over the axes is a candidate. Candidates are valid
     if they are compatible with the task and the data, and if the state fits in memory. The fastest
-    valid candidate is returned, or if several are equally fast, the one closest to the mesh of the
-    job. Step times are estimated by formulas, so nothing is compiled.
+    valid candidate is returned, or if several are equally fast, the candidate closest to the job's
+    mesh. Step times are estimated by formulas, so nothing is compiled.
 
     Raises:
-      ConfigError: No candidate is valid. If the state does not fit on any of them, the message
-        contains the number of devices needed.
+      ConfigError: No candidate is valid. If the state does not fit in memory on any candidate mesh,
+        the message contains the number of devices needed.
     """
     topology = attached_topology(devices)
     chip = _DEFAULT_CHIP if topology is None else topology.chip
@@ -173,7 +173,8 @@ def _mesh(
 ) -> MeshConfig:
     """Returns `config` with new axis sizes.
 
-    Slices remain along the same axis if its new size is divisible by the number of slices.
+    The new mesh keeps slices on the same mesh axis (`dcn_mesh_shape`) if the new size of that axis
+    is divisible by the number of slices.
     """
     shape, dcn, own_dcn = list(sizes), None, config.dcn_mesh_shape
     if num_slices > 1 and own_dcn is not None:
@@ -191,7 +192,7 @@ def _mesh(
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    """Returns the sum of absolute log ratios of `sizes` and the axis sizes of `config`.
+    """Returns the sum of absolute log ratios between `sizes` and the axis sizes in `config`.
 
     A size of -1 is treated as 1.
     """

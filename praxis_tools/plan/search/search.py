@@ -1,7 +1,7 @@
-"""Finds the fastest mesh, preset, remat policy and number of micro-batches for a topology.
+"""Finds the fastest mesh, preset, remat policy and number of microbatches for a topology.
 
-Formulas rank all candidates and discard those that cannot fit. The best candidates are compiled and
-planned until the time limit is reached.
+All candidates are ranked by formulas, and candidates that cannot fit in memory are discarded. The
+best candidates are compiled and planned until the time limit is reached.
 """
 
 import dataclasses
@@ -58,9 +58,9 @@ def search(
     Writes all plans, a plot and an experiment class with the best layout to `plan_search/`.
 
     Args:
-      launched: Experiment and settings to search layouts for.
-      packages: Packages of the experiments, as for --packages.
-      topology: Devices to search layouts for.
+      launched: Experiment and settings for which to search layouts.
+      packages: Packages that contain the experiments, as in --packages.
+      topology: Devices for which to search layouts.
       minutes: Time limit for compiling candidates.
       file: Path of a JSON file to write with the best plan.
 
@@ -122,7 +122,7 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
 
     Raises:
       ConfigError: The mesh does not have the axes that the presets require, or the model's config
-        has no sizes.
+        does not specify the model's sizes.
     """
     is_pipelined = next(paths_of(config.task, "num_microbatches", "task"), None) is not None
     if tuple(config.mesh.axis_names) != AXES and not is_pipelined:

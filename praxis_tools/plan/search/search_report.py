@@ -92,7 +92,7 @@ def experiment_source(
     Args:
       experiment: Full name of the experiment class.
       topology: Topology of the search.
-      settings: Values of --set, including those of the best candidate.
+      settings: Values of --set, including the best candidate's values.
       best: The best candidate and its plan.
     """
     module, _, base = experiment.rpartition(".")
