@@ -33,10 +33,11 @@ def use_compilation_cache() -> None:
 
 @contextlib.contextmanager
 def current_metadata() -> Iterator[None]:
-    """Makes programs that are compiled in the context contain the current names and source lines.
+    """Ensures that programs compiled in this context contain the current names and source lines.
 
     By default, the key of JAX's persistent cache does not depend on the layer names and the source
-    lines in a program, so a cached program may contain those of an older version of the code.
+    lines in a program, so a cached program may contain names and lines from an older version of the
+    code.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     previous = getattr(jax.config, name)

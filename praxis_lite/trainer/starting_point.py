@@ -87,7 +87,7 @@ class StartingPoints:
         return StartingPoint(source.step, begun(partitioner, key, source, _print_line))
 
     def resumed(self, saved: SavedState) -> StartingPoint:
-        """Restores a saved state. Raises ConfigError if it was trained on different data."""
+        """Restores a saved state. Raises ConfigError if the job's training data has changed."""
         run, data = self._job.run, saved.latest_data()
         accepted = check_resumable(data, self._job.datasets[TRAIN], run.accept_changed_data)
         for line in [*accepted, *check_same_seed(data, run)]:
