@@ -33,7 +33,7 @@ __all__ = (
 # Arrays below this size cause no warning.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
-# Longer decisions are numbered in the table and written below it.
+# Decisions longer than this are shown as numbers in the table and written below the table.
 MAX_DECISION_CHARS = 30
 _ON_HOST = " on the host"
 

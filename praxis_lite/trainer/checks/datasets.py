@@ -1,4 +1,4 @@
-"""Checks a job's datasets against its task and its mesh, before a step is compiled."""
+"""Checks a job's datasets against the job's task and mesh, before a step is compiled."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ __all__ = ("check_reads", "step_for")
 
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
-    """Checks the datasets in a field of a job against its task and its mesh.
+    """Checks the datasets in one of a job's fields against the job's task and mesh.
 
     Args:
       job: The job, as built from its config.

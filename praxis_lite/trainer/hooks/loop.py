@@ -41,13 +41,13 @@ class Loop:
       consensus: Makes all processes stop, save and profile at the same step.
       hooks: All hooks, in the order in which they are called.
       stops: Whether any process has received a request to stop; the same in all processes.
-      reason: The reason why a hook ends training, or None.
-      proposed_end: The reason for which the first process wants to end training, before the other
-        processes agree, or None.
-      results: Metrics of the newest step's evaluation by dataset, or None if the step was not
+      reason: The reason why a hook has ended training, or None.
+      proposed_end: The first process's reason for ending training, to which the other processes
+        have not yet agreed, or None.
+      results: Metrics by dataset from the newest step's evaluation, or None if the step was not
         evaluated.
       spike: The loss spike to roll back from, or None.
-      saved_at: `time.monotonic` at the start of the newest save.
+      saved_at: Value of `time.monotonic()` at the start of the newest save.
       profile_steps: Number of steps in a requested profile that has not started, or 0 if there is
         no request; the same in all processes.
       has_profile_request: Whether this process received a request for a profile to which the other
@@ -120,13 +120,13 @@ class Loop:
         return self.stops
 
     def report_evaluation(self, step: int, results: Results) -> None:
-        """Stores the results of an evaluation and calls `after_evaluation` of all hooks."""
+        """Stores the results of an evaluation and calls every hook's `after_evaluation`."""
         self.results = results
         for hook in self._evaluation_hooks:
             self.end(hook.after_evaluation(step, results))
 
     def report_profile(self, folder: Path) -> None:
-        """Calls `after_profile` of all hooks. Only the first process calls this method."""
+        """Calls every hook's `after_profile`. Only the first process calls this method."""
         for hook in self.hooks:
             hook.after_profile(folder)
 

@@ -13,7 +13,7 @@ _TOO_LATE = "the requested profile is not recorded: no step is left to profile"
 
 
 class ProfileBegins(Hook):
-    """Starts a profile after the previous step was evaluated and saved.
+    """Starts a profile after the preceding step has been evaluated and saved.
 
     This is the last hook of a job. It profiles the steps in `run.profile.steps` that remain in this
     launch, and steps that are requested while the job runs.
@@ -57,7 +57,7 @@ class ProfileBegins(Hook):
             self._loop.note(_TOO_LATE)
 
     def _configured_after(self, step: int) -> range | None:
-        """Returns the configured range that contains `step + 1`, from that step on, or None."""
+        """Returns the configured range that contains `step + 1`, cut to start there, or None."""
         if self._profiler.steps:
             return None
         for steps in self._ranges:

@@ -20,7 +20,8 @@ __all__ = ("data_to_save",)
 class Saves(Hook):
     """Saves checkpoints every N steps or seconds and at the end, and retries failed saves.
 
-    It runs after all hooks whose values it saves, so that the values belong to the same step.
+    This hook runs after all hooks whose values it saves, so that the values belong to the same
+    step.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -30,7 +31,7 @@ class Saves(Hook):
         self._loop = loop
         if loop.results is not None and self._job.run.checkpoints.best is not None:
             # The interrupted evaluation of this step has been repeated. Save the step again,
-            # because the results decide whether it is among the best checkpoints.
+            # because the results determine whether the checkpoint is among the best.
             loop.stop.step_ended()
             self.save(loop.first_step, state, is_last=True)
         loop.saved_at = time.monotonic()

@@ -100,7 +100,7 @@ def _without_weight(metrics: StepMetrics) -> str | None:
 
 
 def _check_learning_rates(line: Mapping[str, Any]) -> None:
-    """Checks that finite learning rates are in range; steps with other rates were skipped."""
+    """Checks that finite learning rates are in range; steps with non-finite rates were skipped."""
     for name, value in line.items():
         is_rate = name.startswith("learning_rate") and math.isfinite(value)
         if is_rate and not 0 <= value <= MAX_LEARNING_RATE:

@@ -49,9 +49,9 @@ class Trackers(contextlib.AbstractContextManager):
         self._ending: Ending = "finished"
 
     def resume_from(self, step: int) -> None:
-        """Notifies the trackers that training continues after `step`, for a launch or roll-back.
+        """Notifies the trackers that training resumes after `step`, in a new launch or a roll-back.
 
-        The lines of later steps have been moved to the files of lost lines. The newest recorded
+        The lines for later steps have been moved to the files of lost lines. The newest recorded
         step is read from these files.
         """
         if self._threads:
@@ -92,7 +92,7 @@ class Trackers(contextlib.AbstractContextManager):
                         thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
             self._note(f"note: no decoded samples are sent to trackers: {error}")
-        # If there is no picture, `draw_loss_curve` has reported the reason.
+        # If there is no image, `draw_loss_curve` has already reported the reason.
         with contextlib.suppress(OSError):
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
@@ -121,7 +121,7 @@ class Trackers(contextlib.AbstractContextManager):
 
 
 def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
-    """Returns the newest step among the lost lines of a file, or 0 if there are none."""
+    """Returns the newest step among the lost lines from a file, or 0 if there are none."""
     try:
         return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
     except ConfigError as error:
@@ -158,7 +158,7 @@ def open_trackers(
       job: The job on its mesh.
       launched: The config of the launch.
       first_step: Number of steps completed before this launch.
-      note: Prints a line.
+      note: Function that prints a line.
     """
     trackers = {name: tracker for name, tracker in job.run.trackers.items() if tracker is not None}
     threads = []
@@ -177,7 +177,7 @@ def open_trackers(
 def tracked_run(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> TrackedRun:
-    """Describes a run for its trackers; raises ConfigError if its id cannot be written."""
+    """Describes a run for its trackers; raises ConfigError if the run's id cannot be written."""
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
     facts = {
@@ -204,7 +204,7 @@ def tracked_run(
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id in run_id.json in a folder; the first launch creates this file.
+    """Returns the id from run_id.json in a folder; the first launch creates this file.
 
     Raises:
       ConfigError: The file cannot be read or written.

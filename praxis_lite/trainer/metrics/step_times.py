@@ -5,8 +5,8 @@ measures all of them except device_time.
 
 - step_time: from the end of the previous step to the end of this step. A step ends when the loop
   reads its metrics. Excludes compilation, evaluations, saves, and hooks that wait.
-- input_time: how long the loop waited for the step's batch.
-- dispatch_time: duration of the call of the compiled step.
+- input_time: time that the loop waited for the step's batch.
+- dispatch_time: duration of the call to the compiled step.
 - device_time: duration of the step on the devices (`DeviceClock`).
 - evaluation_time, save_time: duration of the evaluation and the save between the previous step and
   this step, or 0 if there was none. A step's line is written before the step is evaluated and
