@@ -84,8 +84,8 @@ class _IndexTracker:
     """Tracks the leaves of a batch through a jaxpr, as long as their values are unchanged.
 
     Each value in the jaxpr has a label. The label is the name of a leaf; a `_Shifted` leaf; a tuple
-    of names for concatenated indices into several dims; an int n for an iota, which counts along a
-    dim from 0 to below n; or None for any other value.
+    of names for concatenated indices into several dims; an int n for an iota with n values along a
+    dim; or None for any other value.
 
     Attributes:
       sizes: Size of the smallest dim that each leaf indexes, by name of the leaf.

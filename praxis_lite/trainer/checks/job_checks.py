@@ -59,7 +59,7 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
-    """Raises ConfigError if there are too few training batches, or an evaluation never ends."""
+    """Raises ConfigError if there are too few training batches, or evaluation data is endless."""
     for name, pipeline in datasets.items():
         num_batches = pipeline.num_batches
         if name == TRAIN and num_batches is not None and num_batches < run.num_train_steps:
@@ -186,7 +186,7 @@ def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
-    """Raises ConfigError if averaged weights must be evaluated but the learner does not average."""
+    """Raises ConfigError if the run evaluates averaged weights but the learner has no averages."""
     opt_states = partitioner.layout.shapes.opt_states
     for use_ema in (run.evaluation.use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)

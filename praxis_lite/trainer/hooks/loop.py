@@ -89,7 +89,7 @@ class Loop:
         self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
-        """Compiles the training step in the contexts of all hooks, and returns the duration."""
+        """Compiles the training step in the contexts of all hooks; returns the seconds taken."""
         start, train = time.perf_counter(), self.job.datasets[TRAIN]
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.phase(COMPILE))
