@@ -3,7 +3,7 @@
 `python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer with and without a capacity,
 and a dense feed-forward layer with the same active flops (two experts per token, so twice the
 hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the collectives
-of each layer and direction. It also prints the time relative to the dense layer, measured
+in each layer and direction. It also prints the time relative to the dense layer, measured
 alternately in a single run.
 """
 

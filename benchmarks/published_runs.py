@@ -1,7 +1,7 @@
 """Rebuilds published training runs (shared/published/steps.jsonl) with this library's layers.
 
-`partitioner_of(run)` returns the run's model on its mesh, to compile for its TPUs. `why_not(run)`
-returns the reason that a run cannot be rebuilt. Differences from the published runs:
+`partitioner_of(run)` returns the run's model on its mesh, ready to be compiled for the run's TPUs.
+`why_not(run)` returns the reason why a run cannot be rebuilt. Differences from the published runs:
 
 - MaxText's norms of values are omitted.
 - Llama 4: experts are gated by a softmax, and their outputs instead of their inputs are weighted;
@@ -54,7 +54,7 @@ _HOST_OFFLOAD = {
 }
 # Flags in the recipes for TPU7x (AI-Hypercomputer/tpu-recipes, training/ironwood), with which
 # SparseCores run all collectives. Rows refer to "the recipe" or to some of the flags. Two recipes
-# (Llama in fp8, and Qwen 3) rely on the compiler's defaults at the time for most of them.
+# (Llama in fp8, and Qwen 3) rely on the compiler's defaults at the time for most of the flags.
 _SPARSE_CORES = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
     "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
@@ -73,12 +73,13 @@ _SPARSE_CORES = {
 }
 
 
-# Runs with MaxText's fsdp_shard_on_exp: devices store entire experts and gather all of a layer's.
+# Runs with MaxText's fsdp_shard_on_exp: devices store entire experts, and gather all experts of a
+# layer.
 _KEEP_WHOLE_EXPERTS = ("recipes-tpu7x-deepseek3-671b-bf16-4x4x8",)
 
 
 def why_not(run: Run) -> str:
-    """Returns the reason that a run cannot be rebuilt, or ''."""
+    """Returns the reason why a run cannot be rebuilt, or ''."""
     if run["kind"] != "measured":
         return "estimated, not measured"
     if not run["chip"].startswith(("v", "tpu")):

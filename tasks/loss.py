@@ -106,7 +106,7 @@ class LossTask(Task):
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the means of `compute_loss`, and the arrays that have a value for each weight."""
+        """Returns the means from `compute_loss`, and the arrays with a value for each weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
