@@ -185,19 +185,19 @@ def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
-    """Formats the metrics of an evaluation as a line of text."""
+    """Formats an evaluation's metrics as a line of text."""
     text = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
     return f"step {step}  {dataset}: {text or 'no metrics, because every row has weight 0'}"
 
 
 def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
-    """Returns a pipeline over the rows of all batches, with the batch size of the largest batch.
+    """Returns a pipeline over the rows in all batches, with the batch size of the largest batch.
 
     Args:
       data: A batch, which is a dict of NumPy arrays, or an iterable of batches.
 
     Raises:
-      ConfigError: There are no batches, or their keys or shapes differ.
+      ConfigError: There are no batches, or the batches have different keys or shapes.
     """
     batches = [data] if isinstance(data, Mapping) else list(data)
     for batch in batches:

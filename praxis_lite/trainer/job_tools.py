@@ -1,4 +1,4 @@
-"""The extension points of a training job."""
+"""Extension points for training jobs."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ class SavedState(Protocol):
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns the state on `mesh`, which may differ from the mesh on which it was saved."""
+        """Returns the state on `mesh`, which may differ from the mesh when the state was saved."""
         ...
 
 

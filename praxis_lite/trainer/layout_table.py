@@ -224,7 +224,7 @@ _EMA = "averaged weights (EMA)"
 
 
 def kind_of(leaf: LeafLayout) -> str:
-    """Returns the category of a leaf of a state, as used for the keys of `bytes_per_device`."""
+    """Returns the category of a state's leaf: a key of the dict from `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
@@ -256,7 +256,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def split_text(split: Sequence[DimSplit]) -> str:
-    """Formats the mesh axes of each dim of a spec or a mapping as "(replica+data, -)"."""
+    """Formats the mesh axes of each dim in a spec or a mapping as "(replica+data, -)"."""
     entries = [
         "+".join(map(str, entry))
         if isinstance(entry, Sequence) and not isinstance(entry, str)

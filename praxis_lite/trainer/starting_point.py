@@ -99,7 +99,7 @@ class StartingPoints:
     ) -> StartingPoint:
         """Restores the newest checkpoint before a loss spike, or a new state if there is none.
 
-        An earlier launch may have saved checkpoints of the spike's step and of later steps; these
+        An earlier launch may have saved checkpoints for the spike's step and for later steps; these
         checkpoints are set aside.
 
         Args:

@@ -32,11 +32,11 @@ class PendingStep:
       step: The step's number.
       batch_index: Index of the step's batch in the training data.
       outputs: The step's outputs, packed for one transfer per dtype.
-      inputs: This process's rows of the batch, on the host.
+      inputs: This process's rows in the batch, on the host.
       first_row: Index of this process's first row in the batch.
       input_time: Seconds that the loop waited for the batch.
       dispatch_time: Duration of the call to the compiled step, in seconds.
-      device_span: The time span of the step on the devices.
+      device_span: The time span during which the step runs on the devices.
     """
 
     step: int

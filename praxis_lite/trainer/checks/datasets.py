@@ -71,11 +71,11 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
 
 
 def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
-    """Returns the train, eval or decode step for the batches of a dataset.
+    """Returns the train, eval or decode step for a dataset's batches.
 
     Args:
       partitioner: The job's task on its mesh.
-      root: The field of the job that contains the dataset: "datasets" or "decode_datasets".
+      root: The job's field that contains the dataset: "datasets" or "decode_datasets".
       name: Name of the dataset. In "datasets", all datasets except "train" are for evaluation.
     """
     if root == "decode_datasets":
@@ -105,7 +105,7 @@ def _check_first_batch(
     num_ids: Mapping[str, int],
     name: str,
 ) -> None:
-    """Checks the size and the ids of this process's rows of the first batch.
+    """Checks the size and the ids of this process's rows in the first batch.
 
     Later batches are checked just before the steps that use them.
     """

@@ -49,7 +49,7 @@ class PromptDecoder:
       partitioner: The task on its mesh.
       mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
       step: The checkpoint's step.
-      seed: Seed for sampling; the step and the index of the batch are folded in.
+      seed: Seed for sampling; the step and the batch index are folded in.
       batchings: Compiled functions for continuous batching. Decoders for different checkpoints may
         share these functions.
       first_batch: Index of the pipeline's first batch, used for random keys. Nonzero if the
@@ -66,7 +66,7 @@ class PromptDecoder:
     def records(
         self, name: str, pipeline: InputPipeline, on_tokens: OnTokens | None = None
     ) -> list[dict[str, Any]]:
-        """Decodes all prompts of a dataset.
+        """Decodes all prompts in a dataset.
 
         Args:
           name: Name of the dataset.

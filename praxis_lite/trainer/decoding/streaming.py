@@ -15,7 +15,8 @@ class ContinuationPrinter:
     """Prints continuations as they are decoded, in the order of their prompts.
 
     Args:
-      titles: Title of each prompt, printed before its continuation if there are several prompts.
+      titles: Title of each prompt, printed before the prompt's continuation if there are several
+        prompts.
       prompts: Token ids of each prompt.
       tokenizer: The task's tokenizer.
       decoder: The task's decoder.

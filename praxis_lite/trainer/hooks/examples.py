@@ -114,7 +114,7 @@ class Examples(Hook):
         self._steps, self._batches = [], []
 
     def _write(self, step: int, text: str) -> None:
-        """Appends a line and syncs it to disk, so that it survives a crash of the host."""
+        """Appends a line and syncs it to disk, so that the line survives a host crash."""
         assert self._lines is not None, "`before_training` was called."
         self._lines.add(step, text)
         with contextlib.suppress(OSError):

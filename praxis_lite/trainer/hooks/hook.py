@@ -42,14 +42,14 @@ class DispatchedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of a step on the host, available while the next step runs.
+    """A step's metrics on the host, available while the next step runs.
 
     Attributes:
       step: The step's number.
       line: The step's line of metrics.jsonl: "loss", "grad_norm", "step_time" and others by name.
       weight: Weight of the loss: the number of tokens or examples in the batch.
       batch_index: Index of the batch in the training data.
-      inputs: This process's rows of the batch, as NumPy arrays.
+      inputs: This process's rows in the batch, as NumPy arrays.
       first_row: Index of this process's first row in the batch.
     """
 
@@ -131,7 +131,7 @@ class Hook(contextlib.AbstractContextManager):
         return {}
 
     def after_metrics(self, metrics: StepMetrics, /) -> None:
-        """Called with the metrics of every step, one step late."""
+        """Called with every step's metrics, one step late."""
 
     def after_evaluation(
         self, step: int, results: Mapping[str, Mapping[str, float]], /
@@ -156,7 +156,7 @@ class Hook(contextlib.AbstractContextManager):
         """Frees the hook's resources, however training ended."""
 
 
-# The arguments of each method that a subclass may override.
+# The arguments to each method that a subclass may override.
 METHODS = {
     name: tuple(inspect.signature(method).parameters)[1:]
     for name, method in vars(Hook).items()

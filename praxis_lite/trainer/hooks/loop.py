@@ -26,7 +26,7 @@ Results = Mapping[str, Mapping[str, float]]
 class Loop:
     """The state of the training loop that is visible to hooks.
 
-    It never stores the TrainState, because each step donates it.
+    The TrainState is never stored here, because it is donated to the next step.
 
     Attributes:
       job: The job on its mesh, with its datasets, settings and files.
@@ -34,7 +34,7 @@ class Loop:
       is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
       skipped_batches: Indices of training batches that are skipped after loss spikes.
       note: Prints a line above the progress line.
-      is_first: Whether this is the process that writes the job's files.
+      is_first: Whether this process writes the job's files.
       checkpoints: The job's checkpoints.
       stop: The requests to stop this process.
       watchdog: Reports steps that take too long.

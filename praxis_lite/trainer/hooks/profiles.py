@@ -15,7 +15,7 @@ _TOO_LATE = "the requested profile is not recorded: no step is left to profile"
 class ProfileBegins(Hook):
     """Starts a profile after the preceding step has been evaluated and saved.
 
-    This is the last hook of a job. It profiles the steps in `run.profile.steps` that remain in this
+    This is a job's last hook. It profiles the steps in `run.profile.steps` that remain in this
     launch, and steps that are requested while the job runs.
     """
 
@@ -69,8 +69,8 @@ class ProfileBegins(Hook):
 class ProfileEnds(Hook):
     """Ends a profile after its last step, before that step is evaluated or saved.
 
-    This is the first hook of a job. If the job receives a request to stop, the profile is
-    discarded, because the remaining time is needed for the checkpoint.
+    This is a job's first hook. If the job receives a request to stop, the profile is discarded,
+    because the remaining time is needed for the checkpoint.
     """
 
     every = None

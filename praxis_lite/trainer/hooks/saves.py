@@ -47,7 +47,7 @@ class Saves(Hook):
         self.save(dispatched.step, dispatched.state, is_last=dispatched.is_last)
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Starts a save of the state, the data position and the values of other hooks."""
+        """Starts to save the state, the data position and the values from other hooks."""
         loop = self._loop
         data = data_to_save(step, loop)
         loop.saved_at = time.monotonic()
@@ -69,7 +69,7 @@ class Saves(Hook):
 
 
 def data_to_save(step: int, loop: Loop) -> dict[str, object]:
-    """Returns the JSON data to save with a state: data position, seed and values of hooks."""
+    """Returns the JSON data to save with a state: data position, seed and values from hooks."""
     position = DataPosition.of_step(step, loop.skipped_batches)
     data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
     if hooks := _hook_values(loop):

@@ -92,7 +92,7 @@ class SkippedSteps(Hook):
 
 
 def _without_weight(metrics: StepMetrics) -> str | None:
-    """Returns a message if the weights of all of this process's rows are 0, else None."""
+    """Returns a message if all of this process's rows have weight 0, else None."""
     weights = metrics.inputs.get("weights") if isinstance(metrics.inputs, Mapping) else None
     if weights is None or not np.size(weights) or np.any(np.asarray(weights) != 0):
         return None

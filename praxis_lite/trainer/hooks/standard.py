@@ -1,4 +1,4 @@
-"""Assembles the hooks of a job, in the order in which they are called."""
+"""Assembles a job's hooks, in the order in which they are called."""
 
 from collections.abc import Callable, Sequence
 

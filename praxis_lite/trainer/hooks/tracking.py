@@ -1,4 +1,4 @@
-"""The trackers of a job, such as TensorBoard, and the hook that sends them metrics."""
+"""A job's trackers, such as TensorBoard, and the hook that sends metrics to trackers."""
 
 import contextlib
 import json
@@ -36,9 +36,9 @@ NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each of which runs in a separate thread.
+    """A job's trackers, each of which runs in a separate thread.
 
-    The threads start when training starts. Exiting the context stops them, and waits at most
+    The threads start when training starts. Exiting the context stops the threads and waits at most
     END_SECONDS.
     """
 
@@ -63,14 +63,14 @@ class Trackers(contextlib.AbstractContextManager):
                 thread.start()
 
     def log_step(self, step: int, line: Mapping[str, Any]) -> None:
-        """Sends the metrics of a step to the trackers."""
+        """Sends a step's metrics to the trackers."""
         if any(thread.is_due(step) for thread in self._threads):
             numbers = numbers_of(line)
             for thread in self._threads:
                 thread.log_step(step, numbers)
 
     def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Sends the metrics of an evaluation, by dataset, to the trackers."""
+        """Sends an evaluation's metrics, by dataset, to the trackers."""
         for thread in self._threads:
             thread.log_evaluation(step, results)
 
@@ -99,7 +99,7 @@ class Trackers(contextlib.AbstractContextManager):
                 thread.image(step, "loss_curve", png)
 
     def forward_notes(self, note: Callable[[str], None]) -> None:
-        """Passes the queued notes of all trackers to `note`."""
+        """Passes the queued notes from all trackers to `note`."""
         for thread in self._threads:
             while thread.notes:
                 note(thread.notes.popleft())
@@ -152,7 +152,7 @@ class Tracking(Hook):
 def open_trackers(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> Trackers:
-    """Returns the trackers of a job. Only the first process has trackers.
+    """Returns a job's trackers. Only the first process has trackers.
 
     Args:
       job: The job on its mesh.

@@ -11,7 +11,7 @@ import jax
 
 
 class DeviceSpan:
-    """The time span of a step on the devices.
+    """The time span during which a step runs on the devices.
 
     Args:
       dispatch_start: Time of the step's dispatch according to `now`.

@@ -77,7 +77,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     Attributes:
       newest_kept: Newest step among the lines that are kept, or 0 if there are none.
-      lost_steps: First and last step of the lines that were moved, or None if no line was moved.
+      lost_steps: First and last step among the lines that were moved, or None if no line was moved.
       lost_path: The file to which lines are moved.
 
     Raises:
@@ -204,7 +204,7 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
     """Locks the file's folder, so that no other process truncates the file or appends to it.
 
     `JsonLinesWriter.write` takes no lock, because it appends complete lines. On file systems
-    without locks this does nothing.
+    without locks, this function does nothing.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -333,7 +333,7 @@ def is_step(value: object) -> bool:
 
 
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, or [] if it does not exist."""
+    """Returns the parsed lines of a file, or [] if the file does not exist."""
     return read_json_lines(path) if path.exists() else []
 
 

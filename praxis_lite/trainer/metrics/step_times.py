@@ -1,4 +1,4 @@
-"""Names and definitions of the times of a step in metrics.jsonl.
+"""Names and definitions of a step's times in metrics.jsonl.
 
 All times are in seconds, measured in the process that writes the file. `trainer/step_metrics.py`
 measures all of them except device_time.
