@@ -57,7 +57,7 @@ def loss(params, inputs, key):
 
 
 def partitioner_of(mib: int) -> Partitioner:
-    """Returns a Partitioner for a model with a state of `mib` MiB; a third of it is weights."""
+    """Returns a Partitioner for a model with a state of `mib` MiB, a third of which is weights."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
         LossTask,

@@ -1,4 +1,4 @@
-"""Measures how the host time of a step grows with its number of metrics.
+"""Measures how a step's host time grows with the number of metrics.
 
 `python benchmarks/growth_metrics.py` trains a job with a trivial step and 25 to 400 metrics. It
 prints the CPU time of the training thread per step: for the call to the step, the metrics that are

@@ -1,4 +1,4 @@
-"""Measures how the time to set up a model grows with its number of weights.
+"""Measures how the time to set up a model grows with the model's number of weights.
 
 `python benchmarks/growth_weights.py` prints the CPU seconds that a job needs before its first step,
 and the exponents of their growth (`growth`), for models with many small layers. The measured stages

@@ -1,4 +1,4 @@
-"""Measures the memory needed to load a Hugging Face model, in addition to its weights.
+"""Measures the memory needed to load a Hugging Face model, in addition to the weights.
 
 `python benchmarks/huggingface_memory.py` writes a Llama with random bfloat16 weights, and loads it
 onto eight simulated devices (replica 1, data 4, mdl 2) using the preset fsdp+tensor. It prints the

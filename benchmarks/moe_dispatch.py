@@ -67,7 +67,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 def compiled_layer(
     build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool
 ) -> tuple[Any, Any]:
-    """Compiles the loss of a layer, or its gradients; returns the executable and its arguments."""
+    """Compiles a layer's loss or the loss's gradients; returns the executable and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:

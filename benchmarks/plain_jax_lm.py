@@ -127,7 +127,7 @@ def _block(x: jax.Array, layer: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 def loss(
     params: PyTree, batch: dict[str, jax.Array], dtype: Any = jnp.float32
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
+    """Returns the weighted mean cross-entropy in nats, and metrics that include this loss."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
     # Gather from rows that are replicated over the batch axes, because other shardings conflict.

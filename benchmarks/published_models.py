@@ -68,7 +68,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
 
 
 class _Kind(NamedTuple):
-    """Settings in which the blocks of a model differ, named as in its publication."""
+    """Settings that differ between a model's blocks, named as in the model's publication."""
 
     window: int | None = None
     has_positions: bool = True

@@ -4,7 +4,7 @@
 `why_not(run)` returns the reason why a run cannot be rebuilt. Differences from the published runs:
 
 - MaxText's norms of values are omitted.
-- Llama 4: experts are gated by a softmax, and their outputs instead of their inputs are weighted;
+- Llama 4: experts are gated by a softmax, and expert outputs are weighted instead of expert inputs;
   queries in layers without positions have no temperature. GPT-OSS: attention has no sinks (one
   number per head). Gemma 4: the dense branch has no separate norms, and layers have no scale.
 - Attention always uses JAX's splash kernel. For fused backward kernels, the matmuls of the original
@@ -36,7 +36,7 @@ from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
 _RECIPES = {"int8": "int8", "fp8_full": "float8_per_tensor"}
 # Published runs let an instruction use 96 of v6e's 128 MiB of VMEM. Above 64 MiB, the compiler
 # takes three times as long to find windows: 48 s instead of 18 s for a matmul and its gradient.
-# With 64 MiB, they need 9% fewer cycles than with 48 MiB.
+# With 64 MiB, the matmul and its gradient need 9% fewer cycles than with 48 MiB.
 _FAST_MEMORY, _MOST_FAST_MEMORY = "xla_tpu_scoped_vmem_limit_kib", 65536
 # MaxText's HOST_OFFLOAD_FLAGS (benchmarks/xla_flags_library.py).
 _HOST_OFFLOAD = {

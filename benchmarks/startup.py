@@ -27,7 +27,7 @@ IMPORTS = {
         "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }
-# Stops the job when the metrics of its first step have reached the host.
+# Stops the job when the first step's metrics have reached the host.
 UNTIL_FIRST_STEP = """
 import os, sys
 from praxis_lite.trainer.metrics.progress import ProgressLine

@@ -108,7 +108,7 @@ def trained_positions(settings: DecoderSettings) -> int | None:
 
 
 def questions(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields conversations that ask about Python, with answers from its language reference."""
+    """Yields conversations about Python, with answers from Python's language reference."""
     for line in about_python():
         yield {"messages": line["messages"]}
 

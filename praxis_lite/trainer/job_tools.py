@@ -35,7 +35,7 @@ class SavedState(Protocol):
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns the state on `mesh`, which may differ from the mesh when the state was saved."""
+        """Returns the state on `mesh`. The state may have been saved on a different mesh."""
         ...
 
 

@@ -286,7 +286,7 @@ def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, di
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
-    """Parses the line at an offset. Raises ConfigError with its line number if it is invalid."""
+    """Parses the line at an offset. Raises ConfigError with the line number if invalid."""
     try:
         return _parse_line(text)
     except _PARSE_ERRORS as error:

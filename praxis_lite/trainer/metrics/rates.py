@@ -20,7 +20,7 @@ _WINDOW_STEPS = 50  # Speeds are means over this many steps.
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """The schedule of an operation that interrupts the steps, such as evaluations or saves.
+    """The schedule of an operation that interrupts the steps, such as an evaluation or a save.
 
     A pause always follows the last step.
 
