@@ -99,7 +99,7 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """Classifies digits; batches are padded to be divisible by devices and microbatches."""
+    """Classifies digits; batches are padded to split evenly over devices and microbatches."""
 
     def task(self):
         task = super().task()

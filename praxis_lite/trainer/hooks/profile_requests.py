@@ -30,7 +30,7 @@ class ProfileRequests:
         self._polls_file = processes.is_first()
 
     def take(self) -> int:
-        """Returns the number of steps requested since the last call, or 0 without a new request."""
+        """Returns the number of steps requested since the last call, or 0 if there was none."""
         has_signal, self._stop.profile_requested = self._stop.profile_requested, False
         now = time.monotonic()
         if self._polls_file and now - self._polled_at >= _POLL_SECONDS:
