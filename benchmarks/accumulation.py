@@ -1,8 +1,8 @@
-"""Compares the time and memory of gradient accumulation with a step on the full batch.
+"""Compares the time and memory of gradient accumulation with those of a full-batch step.
 
 `python benchmarks/accumulation.py` prints the median step times, measured alternately in a single
-run, and the temporary memory, matmul flops and collective bytes of the compiled steps. It compares
-several ways to shard the state over the data axis, with all-reduces that the compiler inserts and
+run, and the temporary memory, matmul flops and collective bytes of the compiled steps. Several ways
+to shard the state over the data axis are compared, with all-reduces inserted by the compiler and
 with explicit collectives.
 """
 

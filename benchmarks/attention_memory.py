@@ -1,8 +1,8 @@
 """Compares the memory of attention over 16k tokens, forward and backward, with a formula.
 
 `python benchmarks/attention_memory.py` compiles attention and its gradients with respect to the
-queries, keys and values. Without running the executable, it reads its exact temporary memory, which
-excludes arguments and results.
+queries, keys and values. The exact temporary memory, which excludes arguments and results, is read
+from the executable without running it.
 """
 
 import argparse

@@ -3,8 +3,9 @@
 `python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
 certificate every few steps. As in a job, this includes a copy of the state, from which the update
 is recomputed, and digests of the state. The script prints the median cost of a certificate relative
-to 500 steps, in wall time and in CPU time; other programs on the machine do not affect the CPU
-time. Compilation is reported separately, because it happens only once, in a background thread.
+to 500 steps, in wall time and in CPU time; the CPU time is not affected by other processes on the
+machine. The compile time is reported separately, because compilation happens only once, in a
+background thread.
 """
 
 import argparse

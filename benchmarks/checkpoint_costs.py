@@ -57,7 +57,7 @@ def loss(params, inputs, key):
 
 
 def partitioner_of(mib: int) -> Partitioner:
-    """Returns a Partitioner for a model with a state of `mib` MiB; a third of it are weights."""
+    """Returns a Partitioner for a model with a state of `mib` MiB, a third of which is weights."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
         LossTask,
@@ -69,7 +69,7 @@ def partitioner_of(mib: int) -> Partitioner:
 
 
 def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
-    """Prints how much a background save slows down the steps."""
+    """Prints by how much a background save slows down the steps."""
     key = partitioner.key(0)
     x = np.random.default_rng(0).normal(size=(BATCH, DIMS)).astype(np.float32)
     batch = partitioner.global_batch({"x": x, "weights": np.ones(BATCH, np.float32)}, BATCH)

@@ -3,8 +3,8 @@
     pip install libtpu==0.0.51
     python benchmarks/decode_pods.py --row v5e:2x4 v5p:2x2x1 --batch 1 32    # [--layers N]
 
-For each row, the script compiles the complete `Partitioner.decode_step` with bfloat16 weights that
-are sharded over all chips by features (`megatron`), prompts of 128 tokens and 128 new tokens. It
+For each row, the script compiles the complete `Partitioner.decode_step` for prompts of 128 tokens
+and 128 new tokens, with bfloat16 weights whose features are sharded over all chips (`megatron`). It
 prints the plan's table, which compares the time per token with the time to read the weights and the
 cache.
 """
@@ -74,7 +74,7 @@ def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partition
 
 
 def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
-    """Returns a plan for each batch size; can also print the most expensive instructions."""
+    """Returns a plan for each batch size; optionally prints the most expensive instructions."""
     topology = topology_of(name)
     partitioner = partitioner_of(options, topology)
     plans = []

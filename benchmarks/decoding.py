@@ -1,11 +1,12 @@
-"""Compares the decoding speed of a Hugging Face Llama here and in transformers.
+"""Compares the decoding speed of a Hugging Face Llama in this library and in transformers.
 
 `python benchmarks/decoding.py --peer_python=PYTHON`, where PYTHON is an interpreter with torch and
 transformers, writes a Llama with 12 layers and 134 M random weights. It continues prompts of 32
 tokens greedily, with `huggingface.load(directory).generate` (ours) and with transformers'
 `AutoModelForCausalLM.generate`, in `--dtype`. Our weights are stored in `--weights_dtype`,
 optionally with `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` shards our
-model over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set its size.
+model over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set the model's
+size.
 
 Tokens per second exclude the first token, whose time includes the prefill. As a reference for the
 memory bandwidth, the script also multiplies matrices of the same sizes by one row, and prints the
@@ -115,7 +116,7 @@ def write_llama(directory: Path, setup: Setup) -> None:
 
 
 def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
-    """Returns our `generate`, and the bandwidth in bytes/s of multiplying separate matrices."""
+    """Returns our `generate`, and the bandwidth in bytes/s when multiplying separate matrices."""
     import jax
     import jax.numpy as jnp
 
@@ -190,7 +191,7 @@ def work(directory: str, kind: str, setup: Setup) -> None:
 
 
 class Worker:
-    """A process that generates on a subset of the cores."""
+    """A process that generates tokens on a subset of the cores."""
 
     def __init__(self, python: str, kind: str, directory: str, setup: Setup, num_threads: int):
         cores = sorted(os.sched_getaffinity(0))[:num_threads]
@@ -210,7 +211,7 @@ class Worker:
     def generate(
         self, prompts: list[list[int]], num_new: int, **settings: int
     ) -> tuple[float, list[list[int]]]:
-        """Returns the elapsed seconds and the new tokens of each prompt."""
+        """Returns the elapsed seconds and the tokens generated for each prompt."""
         print(json.dumps([prompts, num_new, settings]), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         return answer["seconds"], answer["ids"]

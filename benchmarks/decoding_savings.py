@@ -1,9 +1,9 @@
 """Measures the time that speculation and prefix caching save, with the model of `decoding.py`.
 
 `python benchmarks/decoding_savings.py` alternates between decoding with and without each feature.
-For speculation (`num_speculative_tokens`), it generates 129 tokens after prompts that repeat eight
+For speculation (`num_speculative_tokens`), it generates 129 tokens for prompts that repeat eight
 tokens. For prefix caching (`num_cached_prefixes`), it measures the time to the first token for
-prompts of 512 tokens that differ only in 64 tokens.
+prompts of 512 tokens of which only 64 differ.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_NEW, NUM_LONG, NUM_OWN = 129, 512, 64
 
 
 def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
-    """Prints the times of repetitive prompts without and with speculation."""
+    """Prints the times for repetitive prompts, without and with speculation."""
     rng = np.random.default_rng(batch)
     prompts = np.tile(rng.integers(3, VOCAB, (batch, NUM_PROMPT // 4)), (1, 4)).tolist()
     rate, tokens = {0: 0.0, num_drafts: 0.0}, {}
@@ -49,7 +49,7 @@ def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
 
 
 def measure_shared(worker: Worker, batch: int) -> None:
-    """Prints the times of prompts with a common prefix, without and with prefix caching."""
+    """Prints the times for prompts with a common prefix, without and with prefix caching."""
     prompts = np.random.default_rng(batch).integers(3, VOCAB, (batch, NUM_LONG))
     num_same = NUM_LONG - NUM_OWN
     prompts[:, :num_same] = prompts[0, :num_same]

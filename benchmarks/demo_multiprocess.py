@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str], count: int) -> None:
-    """Runs main.py in `count` processes, and prints the first one's output without gloo's lines."""
+    """Runs main.py in `count` processes; prints the first process's output without Gloo's lines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"

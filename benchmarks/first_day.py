@@ -251,7 +251,7 @@ def main() -> None:
 
 
 def shown(row: Row) -> str:
-    """Returns the text of the second cell of a row."""
+    """Returns the text in the second cell of a row."""
     lines = row.how.splitlines()
     text = "<br>".join(f"`{line.strip()}`" for line in lines)
     return text.replace("|", "\\|")

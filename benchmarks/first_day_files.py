@@ -58,7 +58,7 @@ def _texts(folder: Path) -> None:
 
 
 def _own_model(folder: Path) -> None:
-    """Writes the package of docs/your_own_model.md, with an additional model that produces NaNs."""
+    """Writes the package in docs/your_own_model.md, with an additional model that produces NaNs."""
     page = (ROOT / "docs/your_own_model.md").read_text("utf-8")
     (folder / "mymodel").mkdir()
     (folder / "mymodel/__init__.py").touch()
@@ -70,7 +70,7 @@ def _own_model(folder: Path) -> None:
 
 
 def _chats_and_model(folder: Path) -> None:
-    """Runs the cells of docs/notebooks/finetuning.ipynb that create chats.jsonl and llama/."""
+    """Runs the cells in docs/notebooks/finetuning.ipynb that create chats.jsonl and llama/."""
     notebook = json.loads((ROOT / "docs/notebooks/finetuning.ipynb").read_text("utf-8"))
     code = ["".join(x["source"]) for x in notebook["cells"] if x["cell_type"] == "code"]
     made = next(number for number, source in enumerate(code) if "model.safetensors" in source)

@@ -21,8 +21,9 @@ def report(
     Args:
       name: Name of the measurement, printed on each line.
       sizes: Three or more sizes, each twice the previous size.
-      work: Function that does the measured work once for a given size. If it returns a float, this
-        value is used instead of the CPU seconds of the call. Prepare its inputs beforehand.
+      work: Function that does the measured work once for a given size. If `work` returns a float,
+        this value is used instead of the CPU seconds of the call. Prepare the inputs of `work`
+        beforehand.
       repeats: Number of runs per size. The fastest run is used, because other load only adds time.
 
     Returns:

@@ -1,7 +1,8 @@
-"""Measures how the CPU time of `generate` grows with the number of calls with changing settings.
+"""Measures how the CPU time of `generate` grows with the number of calls that change settings.
 
-`python benchmarks/growth_generate.py` trains a model for one step, and calls it with settings that
-were used before. It prints the cost of these calls relative to calls with constant settings.
+`python benchmarks/growth_generate.py` trains a model for one step, and calls `generate` repeatedly
+with the same changed settings. It prints the cost of these calls relative to calls with the default
+settings.
 """
 
 import sys
@@ -25,12 +26,12 @@ SETTINGS = (
 
 
 def main() -> int:
-    """Returns the exit status: 1 if the cost of calls grows faster than their number."""
+    """Returns the exit status: 1 if the total cost grows faster than the number of calls."""
     with tempfile.TemporaryDirectory() as folder:
         model = praxis_lite.train("lm.PyDocs", f"{folder}/job", settings=SETTINGS)
         calls = {
             "plain": {},
-            # With Greedy, no row of this model ends early, so each call runs 4 steps.
+            # With greedy decoding, no row ends early in this model, so each call runs 4 steps.
             "changed": {"min_decode_steps": 3},
             "changed, with a list": {"stop_strings": ["none of these"]},
         }

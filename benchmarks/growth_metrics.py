@@ -1,9 +1,9 @@
-"""Measures how the host time of a step grows with its number of metrics.
+"""Measures how a step's host time grows with the number of metrics.
 
 `python benchmarks/growth_metrics.py` trains a job with a trivial step and 25 to 400 metrics. It
-prints the CPU time of the training thread per step: the call of the step, the metrics that are read
-one step late, metrics.jsonl, TensorBoard and the progress line. Then it prints the CPU time per
-evaluation batch. The goal is 1 ms per step with 50 metrics.
+prints the CPU time of the training thread per step: for the call to the step, the metrics that are
+read one step late, metrics.jsonl, TensorBoard and the progress line. It also prints the CPU time
+per evaluation batch. The goal is 1 ms per step with 50 metrics.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def loss(params: Any, inputs: Any, key: Any, num_metrics: int) -> Any:
 
 
 class WithMetrics(Experiment):
-    """A job with one matmul and a given number of metrics besides the loss."""
+    """A job with one matmul, and a given number of metrics in addition to the loss."""
 
     num_metrics = 50
 
@@ -126,7 +126,7 @@ def seconds_of_a_step(num_metrics: int) -> float:
 
 @functools.cache
 def evaluator_of(num_metrics: int) -> tuple[Evaluator, Any]:
-    """Returns an evaluator over PER_TURN batches, and the weights."""
+    """Returns an evaluator for PER_TURN batches, and the weights."""
     with tempfile.TemporaryDirectory() as folder:
         job, _ = job_of(num_metrics, Path(folder))
     partitioner = job.partitioner

@@ -2,8 +2,9 @@
 
     python -m benchmarks.growth_metrics_log
 
-A launch that resumes three steps before the last step moves the lines of these steps to a different
-file, searches for the previous losses, and plots the loss curve. The goal is a constant cost.
+When a job resumes three steps before the last step, it moves the lines for these steps to a
+different file, searches for the previous losses, and plots the loss curve. The goal is a constant
+cost.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""Measures how the time to set up a model grows with its number of weights.
+"""Measures how the time to set up a model grows with the model's number of weights.
 
-`python benchmarks/growth_weights.py` prints the CPU seconds of a job's work before its first step,
-and their exponents (`growth`), for models with many small layers. The measured stages are creating
-the `Partitioner`, and tracing and lowering the initialization, the train step and the evaluation;
-for one model, also the layout, saving and restoring. XLA's compile time is excluded.
-`--largest=5000` checks the goal of 20 s for a `Partitioner` with 5,000 weights.
+`python benchmarks/growth_weights.py` prints the CPU seconds that a job needs before its first step,
+and the exponents of their growth (`growth`), for models with many small layers. The measured stages
+are creating the `Partitioner`, and tracing and lowering the initialization, the train step and the
+evaluation; for one model, computing the layout, saving and restoring are also measured. XLA's
+compile time is excluded. `--largest=5000` checks the goal of 20 s for a `Partitioner` with 5,000
+weights.
 """
 
 import argparse
@@ -162,7 +163,8 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
 
     def alone(work: Callable[[int], object]) -> Callable[[int], object]:
         def call(size: int) -> None:
-            # Otherwise Python's garbage collector would traverse objects of the previous sizes.
+            # Otherwise Python's garbage collector would traverse objects left over from the
+            # previous sizes.
             gc.freeze()
             work(size)
 

@@ -1,10 +1,10 @@
-"""Measures how much memory the loading of a Hugging Face model needs besides its weights.
+"""Measures the memory needed to load a Hugging Face model, in addition to the weights.
 
 `python benchmarks/huggingface_memory.py` writes a Llama with random bfloat16 weights, and loads it
-onto eight simulated devices (replica 1, data 4, mdl 2) with the preset fsdp+tensor. It prints the
+onto eight simulated devices (replica 1, data 4, mdl 2) using the preset fsdp+tensor. It prints the
 peak memory minus the memory before loading and the float32 state, relative to the largest shard.
-The state is in host memory, because the devices are simulated. File pages, which the system can
-drop at any time, are not counted (RssAnon in Linux).
+The state is in host memory, because the devices are simulated. Pages of mapped files, which the
+system can drop at any time, are not counted (RssAnon in Linux).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compares the speed of input pipelines with FromGrain, with Grain alone, and with tf.data.
+"""Compares the speed of input pipelines that use FromGrain, Grain alone, and tf.data.
 
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 

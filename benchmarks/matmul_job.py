@@ -1,4 +1,4 @@
-"""A job that only computes matmuls; their number sets the step time (for run_overhead.py)."""
+"""A job that only computes matmuls, whose number sets the step time (for run_overhead.py)."""
 
 import fiddle as fdl
 import jax

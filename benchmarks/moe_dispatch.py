@@ -3,7 +3,7 @@
 `python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer with and without a capacity,
 and a dense feed-forward layer with the same active flops (two experts per token, so twice the
 hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the collectives
-of each layer and direction. It also prints the time relative to the dense layer, measured
+in each layer and direction. It also prints the time relative to the dense layer, measured
 alternately in a single run.
 """
 
@@ -67,7 +67,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 def compiled_layer(
     build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool
 ) -> tuple[Any, Any]:
-    """Compiles the loss of a layer, or its gradients; returns the executable and its arguments."""
+    """Compiles a layer's loss or the loss's gradients; returns the executable and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Measures the host time of a train step for a Flax NNX model with 100 weights.
 
-`python benchmarks/nnx_host_time.py` prints the median time until the call of a step returns. It
-alternates in a single run between the `Partitioner`, `nnx.jit` as in Flax's guides, and `jax.jit`
+`python benchmarks/nnx_host_time.py` prints the median time until the call to a step returns. In a
+single run, it alternates between the `Partitioner`, `nnx.jit` as in Flax's guides, and `jax.jit`
 over a flat list of the same arrays, once for the Partitioner's step and once for a hand-written
 step.
 """
@@ -121,7 +121,7 @@ def through_nnx_jit(batch: Any) -> Callable[[], Any]:
 
 
 def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> dict[str, float]:
-    """Returns the median seconds until the call of each step function returns."""
+    """Returns the median seconds until the call to each step function returns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(num_steps):
         # Rotate the order, so that no step always runs after the same step.

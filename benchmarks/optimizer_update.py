@@ -87,7 +87,7 @@ class Update:
 
 
 def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
-    """Runs the learner's update and optax's in turns for `num_steps` steps, and returns both."""
+    """Alternates the learner's update and optax's update for `num_steps` steps; returns both."""
     specs = weight_specs(is_stacked)
     params, grads = random_tree(specs, 1), jax.tree.map(jnp.asarray, random_tree(specs, 2))
     learner = Learner(optax.adamw, LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM)

@@ -1,9 +1,9 @@
 """Compares peer saves with saves to disk: time that training waits, and total time.
 
-`python benchmarks/peer_saves.py` also prints the time of a restore from each, for a model with
---millions of parameters and Adam's slots. Two processes on this machine simulate two hosts, which
-communicate over the loopback interface. Checkpoints are written to a temporary directory
-(TMPDIR).
+`python benchmarks/peer_saves.py` also prints the time to restore from peers and from disk, for a
+model with --millions of parameters and Adam's slots. Two processes on this machine simulate two
+hosts, which communicate over the loopback interface. Checkpoints are written to a temporary
+directory (TMPDIR).
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Compares formulas for pipeline bubbles with compiled and measured train steps.
 
-For each schedule, `python benchmarks/pipeline_bubbles.py` prints the ticks of its loops according
-to the formula and in the compiled step, the fraction of bubbles, the collective-permutes in the
-loops, the temporary memory per device, and the median step time. The time is relative to a Repeat
-on the same mesh, which also shards its batch over the stage axis. Simulated devices share the
-cores, so even idle stages slow down the others. Bubbles alone would multiply the step time by
+For each schedule, `python benchmarks/pipeline_bubbles.py` prints the numbers of ticks in its loops
+according to the formula and in the compiled step, the fraction of bubbles, the collective-permutes
+in the loops, the temporary memory per device, and the median step time. The time is relative to a
+Repeat on the same mesh, which also shards its batch over the stage axis. Simulated devices share
+the cores, so even idle stages slow down the others. Bubbles alone would multiply the step time by
 1 / (1 - fraction).
 """
 
@@ -67,7 +67,7 @@ SCHEDULES = {
         num_microbatches=32, one_forward=True, split_backward=True
     ),
 }
-# Times of ticks: forward; recomputed forward and input gradients; weight gradients.
+# Times per tick: forward; recomputed forward and input gradients; weight gradients.
 TIMES = 1.0, 2.0, 1.0
 
 

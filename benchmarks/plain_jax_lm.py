@@ -1,7 +1,8 @@
 """A sharded decoder-only language model in plain JAX and optax: the baseline of the benchmarks.
 
 It does not use praxis_lite. As usual in JAX, dims must be divisible by the mesh axes over which
-they are sharded. `python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
+they are sharded. `python benchmarks/plain_jax_lm.py` trains for 20 steps on eight simulated
+devices.
 """
 
 import os
@@ -39,7 +40,7 @@ class Config:
 
 
 def _weights(cfg: Config, make: Callable[[tuple, tuple, int | None], Any]) -> dict[str, Any]:
-    # make(shape, split, fan in; None for a norm's scale) per weight; layers are stacked.
+    # make(shape, split, fan-in; None for a norm's scale) per weight; layers are stacked.
     D, F, H, K = cfg.model_dims, cfg.hidden_dims, cfg.num_heads, cfg.dims_per_head
 
     def stacked(shape: tuple, split: tuple, fan_in: int | None = None) -> Any:
@@ -126,7 +127,7 @@ def _block(x: jax.Array, layer: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 def loss(
     params: PyTree, batch: dict[str, jax.Array], dtype: Any = jnp.float32
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
+    """Returns the weighted mean cross-entropy in nats, and metrics that include this loss."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
     # Gather from rows that are replicated over the batch axes, because other shardings conflict.
@@ -182,7 +183,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
 
 
 def main() -> None:
-    """Trains 20 steps on one batch of random tokens; prints the losses and the time per step."""
+    """Trains for 20 steps on a batch of random tokens; prints the losses and the time per step."""
     # Without these flags, two collectives may deadlock (jax 0.10).
     os.environ["NPROC"] = "32"
     os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"

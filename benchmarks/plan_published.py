@@ -6,8 +6,9 @@
 
 Each published run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its
 TPUs, which takes one to seven minutes. Compiled steps are cached in --cache, so that an interrupted
-call can be resumed. The model families are divided into two halves: efficiencies are fitted on one
-half and evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
+run of this script can be resumed. The model families are divided into two halves: efficiencies are
+fitted on one half and evaluated on the other. Runs that cannot be rebuilt are listed with the
+reason.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from praxis_tools.plan.memory import parse_out_of_memory
 from praxis_tools.plan.predict import compile_with_text, predicted_fields
 from praxis_tools.plan.topology import Topology, physical_mesh, topology_of
 
-# Families whose runs the efficiencies are fitted on; all others are held out.
+# Model families whose runs are used to fit the efficiencies; all other families are held out.
 FITTED_FAMILIES = (
     "maxtext-22b",
     "maxtext-16b",
@@ -57,7 +58,7 @@ _FREE = {
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
     """Compiles a run in a subprocess; returns `text` and `peak`, or `too_large`, or `failed`.
 
-    Runs with the same step, such as superseded figures, are compiled only once.
+    Runs with the same step, such as runs with superseded results, are compiled only once.
     """
     kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
     if not kept.exists():

@@ -1,4 +1,4 @@
-"""The rows of pod_scale.py: models, meshes and results of other frameworks."""
+"""The rows in pod_scale.py: models, meshes and results from other frameworks."""
 
 import argparse
 import json

@@ -9,8 +9,9 @@
 
 Each row is a model on a mesh, built with the public API. For each row, the script prints the peak
 memory, the compiler's cycle estimate and the duration of the simulated schedule
-(praxis_tools/plan/schedule/). It also prints their ratios to MaxText and to the best hand-written
-step in plain JAX, both compiled in the same way. `--top` lists the most expensive instructions.
+(praxis_tools/plan/schedule/). It also prints the ratios of these values to those for MaxText and
+for the best hand-written step in plain JAX, both compiled in the same way. `--top` lists the most
+expensive instructions.
 """
 
 import argparse
@@ -44,8 +45,8 @@ from praxis_tools.plan.schedule.schedule import schedule
 from praxis_tools.plan.schedule.timeline import Timeline
 from praxis_tools.plan.topology import PhysicalMesh, topology_of
 
-# The seconds of other libraries are based on the compiler's cycles, the full link bandwidth and no
-# latency. Pallas kernels, for which the compiler gives no cycles, are counted as zero.
+# The seconds for other libraries are based on the compiler's cycles, the full link bandwidth and no
+# latency. Pallas kernels, for which the compiler reports no cycles, are counted as zero.
 AS_THE_PEERS = Efficiencies(
     cycles=1.0,
     link=1.0,
@@ -154,7 +155,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
 
 
 def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
-    """Returns the seconds of each JAX operation in a timeline."""
+    """Returns the seconds spent in each JAX operation in a timeline."""
     instructions = {
         name: instruction
         for computation in parse(text).computations.values()

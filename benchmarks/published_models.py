@@ -68,7 +68,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
 
 
 class _Kind(NamedTuple):
-    """Settings in which the blocks of a model differ, named as in its publication."""
+    """Settings that differ between a model's blocks, named as in the model's publication."""
 
     window: int | None = None
     has_positions: bool = True
@@ -80,7 +80,7 @@ def _pattern(model: dict[str, Any]) -> list[_Kind]:
     """Returns the repeating pattern of a model's blocks, excluding dense blocks at the start."""
     window = model.get("sliding_window")
     if every := model.get("nope_every_n_layers"):
-        # Attention chunks are as long as the sequences, so they mask nothing.
+        # Attention chunks are as long as the sequences, so no position is masked.
         return [
             _Kind(
                 has_positions=(index + 1) % every > 0,
@@ -153,7 +153,7 @@ class DenseFirst(BaseLayer):
         self.rest = repeat_tpl(block, num_layers - num_first, rngs=rngs)
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the caches of both kinds of blocks."""
+        """Returns the caches for both kinds of blocks."""
         return self.first.init_cache(*args, **kwargs), self.rest.init_cache(*args, **kwargs)
 
     def __call__(

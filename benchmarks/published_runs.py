@@ -1,10 +1,10 @@
 """Rebuilds published training runs (shared/published/steps.jsonl) with this library's layers.
 
-`partitioner_of(run)` returns the run's model on its mesh, to compile for its TPUs. `why_not(run)`
-returns the reason that a run cannot be rebuilt. Differences from the published runs:
+`partitioner_of(run)` returns the run's model on its mesh, ready to be compiled for the run's TPUs.
+`why_not(run)` returns the reason why a run cannot be rebuilt. Differences from the published runs:
 
 - MaxText's norms of values are omitted.
-- Llama 4: experts are gated by a softmax, and their outputs instead of their inputs are weighted;
+- Llama 4: experts are gated by a softmax, and expert outputs are weighted instead of expert inputs;
   queries in layers without positions have no temperature. GPT-OSS: attention has no sinks (one
   number per head). Gemma 4: the dense branch has no separate norms, and layers have no scale.
 - Attention always uses JAX's splash kernel. For fused backward kernels, the matmuls of the original
@@ -36,7 +36,7 @@ from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
 _RECIPES = {"int8": "int8", "fp8_full": "float8_per_tensor"}
 # Published runs let an instruction use 96 of v6e's 128 MiB of VMEM. Above 64 MiB, the compiler
 # takes three times as long to find windows: 48 s instead of 18 s for a matmul and its gradient.
-# With 64 MiB, they need 9% fewer cycles than with 48 MiB.
+# With 64 MiB, the matmul and its gradient need 9% fewer cycles than with 48 MiB.
 _FAST_MEMORY, _MOST_FAST_MEMORY = "xla_tpu_scoped_vmem_limit_kib", 65536
 # MaxText's HOST_OFFLOAD_FLAGS (benchmarks/xla_flags_library.py).
 _HOST_OFFLOAD = {
@@ -54,7 +54,7 @@ _HOST_OFFLOAD = {
 }
 # Flags in the recipes for TPU7x (AI-Hypercomputer/tpu-recipes, training/ironwood), with which
 # SparseCores run all collectives. Rows refer to "the recipe" or to some of the flags. Two recipes
-# (Llama in fp8, and Qwen 3) rely on the compiler's defaults at the time for most of them.
+# (Llama in fp8, and Qwen 3) rely on the compiler's defaults at the time for most of the flags.
 _SPARSE_CORES = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
     "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
@@ -73,12 +73,13 @@ _SPARSE_CORES = {
 }
 
 
-# Runs with MaxText's fsdp_shard_on_exp: devices store entire experts and gather all of a layer's.
+# Runs with MaxText's fsdp_shard_on_exp: devices store entire experts, and gather all experts of a
+# layer.
 _KEEP_WHOLE_EXPERTS = ("recipes-tpu7x-deepseek3-671b-bf16-4x4x8",)
 
 
 def why_not(run: Run) -> str:
-    """Returns the reason that a run cannot be rebuilt, or ''."""
+    """Returns the reason why a run cannot be rebuilt, or ''."""
     if run["kind"] != "measured":
         return "estimated, not measured"
     if not run["chip"].startswith(("v", "tpu")):

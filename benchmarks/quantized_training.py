@@ -1,4 +1,4 @@
-"""Compares the loss of lm.PyDocs with each quantization recipe to its loss in bfloat16.
+"""Compares the loss of lm.PyDocs under each quantization recipe with the loss in bfloat16.
 
     python benchmarks/quantized_training.py [--steps 120] [--whole] [--settings PATH=VALUE ...]
 

@@ -1,4 +1,4 @@
-"""Measures the time to generate a report of long jobs, and the size of its page.
+"""Measures the time to generate a report on long jobs, and the size of the report's page.
 
 The script writes five jobs of 100,000 steps with the metrics of a language model. Then it
 alternates between `--mode=report --html` for all jobs, in a separate process, and `json.loads` of
@@ -68,7 +68,7 @@ def written(folder: Path, seed: int, num_steps: int) -> Path:
 
 
 def main() -> None:
-    """Prints the seconds, their ratio to json.loads, and the bytes of the page."""
+    """Prints the seconds, the ratio to the time of json.loads, and the page's size in bytes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_jobs", type=int, default=5)
     parser.add_argument("--num_steps", type=int, default=100_000)

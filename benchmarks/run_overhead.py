@@ -6,7 +6,7 @@ checkpoints. Every 20 steps, the job pauses while a bare loop runs 20 steps of t
 step on a separate state. The loop creates the batch, calls the step, and reads the metrics one step
 late. The script prints the ratio of the step times: the median over all turns, and the median over
 the 10% of turns with the least other load. It also prints the CPU time of the training thread,
-which is hidden as long as it is shorter than the step.
+which is hidden as long as this time is shorter than the step.
 
 The simulated device is bound to one core, and all other threads of the process to the other cores,
 because the host of an accelerator does not compute the model either. --shared_cores disables this.
@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-os.environ["NPROC"] = "1"  # Number of threads in XLA's pool for running computations.
+os.environ["NPROC"] = "1"  # Number of threads in XLA's computation pool.
 
 from praxis_lite.core import simulate_devices  # noqa: E402
 

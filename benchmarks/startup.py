@@ -2,7 +2,7 @@
 
 `python benchmarks/startup.py` prints CPU seconds (user and system time of the complete process, the
 minimum of several runs) and ratios measured in a single run. The job is lm.Synthetic with two
-layers on eight simulated devices, launched like by `main.py`. A cold start has an empty compilation
+layers on eight simulated devices, launched as in `main.py`. A cold start has an empty compilation
 cache, and a warm start reuses its cache. A finished job has already completed all its steps. Plain
 JAX is plain_jax_lm.py up to its first step, with a warm cache. Python's bytecode is cached as in an
 installed package, even if PYTHONDONTWRITEBYTECODE is set.
@@ -27,7 +27,7 @@ IMPORTS = {
         "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }
-# Stops the job when the metrics of its first step have reached the host.
+# Stops the job when the first step's metrics have reached the host.
 UNTIL_FIRST_STEP = """
 import os, sys
 from praxis_lite.trainer.metrics.progress import ProgressLine

@@ -2,8 +2,8 @@
 
 `python benchmarks/step_overhead.py` alternates between the two steps in a single run. It prints
 ratios of the median step time, the host time per step, and the matmul flops, collective bytes and
-temporary memory of the compiled steps. A second table compares a model of uneven sizes with the
-next even sizes.
+temporary memory of the compiled steps. A second table compares a model with uneven sizes to a model
+with the next even sizes.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        # As in the other model, shard nothing over `mdl` between sublayers.
+        # As in the plain JAX model, shard nothing over `mdl` between sublayers.
         model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
@@ -88,7 +88,7 @@ def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
 
 
 def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
-    """Converts the weights of `plain_jax_lm` to the library's tree, so that both start equally."""
+    """Converts the weights of `plain_jax_lm` to the library's tree, for equal initial weights."""
     layers = plain["layers"]
     attention = {name: {"w": layers[name]} for name in ("query", "key", "value", "post")}
     feed_forward = {

@@ -26,7 +26,7 @@ NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_t
 
 
 def all_trackers(folder: Path) -> dict[str, Tracker]:
-    """Returns a tracker of each kind, with databases in the folder."""
+    """Returns a tracker of each kind, with its database, if any, in the folder."""
     return {
         "tensorboard": TensorBoard(),
         "wandb": WeightsAndBiases(project="overhead"),

@@ -3,9 +3,10 @@
     python examples/minimal.py
 
 It runs anywhere in seconds, on simulated devices. No dim of the model or the batch is divisible by
-the axes of the 4 x 2 mesh, so arrays are stored with padding, which the code below never sees.
-After 100 steps, training stops and resumes from its checkpoint on a 3 x 2 mesh. Finally, the script
-checks that uninterrupted training on one device has the same losses and weights.
+the axis sizes of the 4 x 2 mesh, so arrays are stored with padding, which the code below does not
+have to handle. After 100 steps, training stops and resumes from its checkpoint on a 3 x 2 mesh.
+Finally, the script checks that uninterrupted training on one device produces the same losses and
+weights.
 """
 
 import tempfile
@@ -67,7 +68,7 @@ class Wave(BaseLayer):
 
 
 class Regression(Task):
-    """Trains a model on the mean squared error to `y`."""
+    """Trains a model on the mean squared error between its predictions and `y`."""
 
     def compute_loss(self, model, inputs, key):
         error = model(inputs["points"]) - inputs["y"]
@@ -97,7 +98,7 @@ def partitioner_on(*mesh_shape: int) -> Partitioner:
 def train(
     partitioner: Partitioner, folder: str, num_steps: int = NUM_STEPS
 ) -> tuple[dict[int, float], dict[str, np.ndarray]]:
-    """Trains up to `num_steps`, resuming from the latest checkpoint in the folder if it exists.
+    """Trains up to `num_steps`, resuming from the latest checkpoint in the folder, if any.
 
     Returns:
       (losses, weights): The loss of each new step, by step, and the unpadded weights, by path.
@@ -106,7 +107,7 @@ def train(
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         if checkpoints.latest_step() is None:
             state = partitioner.init(key)
-        else:  # Arrays are resharded and padded if the checkpoint is from another mesh.
+        else:  # Arrays are resharded and padded if the checkpoint was saved on another mesh.
             state = checkpoints.restore(partitioner.layout, partitioner.mesh).state
         for step in range(int(state.step), num_steps):
             inputs = partitioner.global_batch(batch(step))

@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
 
 def random_rows():
-    """Returns the notebook's random inputs [128, 784] and labels [128]."""
+    """Returns random inputs [128, 784] and labels [128], as in the notebook."""
     _, inputs, labels = jax.random.split(jax.random.key(42), 3)
     return {
         "inputs": np.asarray(jax.random.normal(inputs, (128, 784))),
@@ -61,7 +61,7 @@ def loss(model, inputs, key):
 
 @register
 class NotebookDp(Experiment):
-    """Data parallelism on 8 devices, with a single all-reduce for four micro-batches."""
+    """Data parallelism on 8 devices, with a single all-reduce for four microbatches."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(8,), axis_names=("data",))
@@ -99,7 +99,7 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """Classifies digits; batches are padded to split over devices and micro-batches."""
+    """Classifies digits; batches are padded to split evenly over devices and microbatches."""
 
     def task(self):
         task = super().task()

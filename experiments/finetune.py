@@ -1,4 +1,4 @@
-"""Fine-tuning: language models that start from another job's checkpoint, on different text."""
+"""Fine-tuning: language models that start from another job's checkpoint, with new text."""
 
 import sysconfig
 

@@ -56,8 +56,8 @@ class CausalLm(lm.PyDocs):
     """Fine-tunes the model in --set HF_DIR=DIRECTORY on text, or trains a new tiny Llama.
 
     To train the architecture in HF_DIR from scratch, add run.init_from_huggingface=None. The
-    default learning rate is meant for fine-tuning. If corpus.tokenizer is not set, the tokenizer of
-    the model is used, if it has one.
+    default learning rate is meant for fine-tuning. If corpus.tokenizer is not set, the model's
+    tokenizer is used if there is one.
     """
 
     HF_DIR: str | None = None
@@ -108,7 +108,7 @@ def trained_positions(settings: DecoderSettings) -> int | None:
 
 
 def questions(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields conversations that ask about Python, with answers from its language reference."""
+    """Yields conversations about Python, with answers from Python's language reference."""
     for line in about_python():
         yield {"messages": line["messages"]}
 
@@ -122,7 +122,7 @@ def lines_of(files, folder):
 
 @register
 class ChatFull(CausalLm):
-    """Fine-tunes all weights of a Hugging Face model on the answers of conversations.
+    """Fine-tunes all weights of a Hugging Face model on the answers in conversations.
 
     --set CHAT_FILES=GLOB selects JSON lines files with "messages". By default, questions about
     Python are generated and written to `folder` once. The tokenizer provides the chat template.

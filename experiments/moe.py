@@ -8,12 +8,13 @@ from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_
 
 __all__ = ["PyDocs", "Synthetic"]
 
-# Tokens are also sharded over the expert axis. All-to-alls send them to their experts and back.
+# Tokens are also sharded over the expert axis. All-to-alls send the tokens to their experts and
+# back.
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
 def with_experts(task, **settings):
-    """Replaces every second feed-forward layer of a task's model by experts, for `PyDocs.mesh`.
+    """Replaces every second feed-forward layer in a task's model with experts, for `PyDocs.mesh`.
 
     The weights of the auxiliary losses are the same as in ST-MoE (arXiv:2202.08906).
     """
@@ -37,7 +38,8 @@ class PyDocs(lm.PyDocs):
     """lm.PyDocs with five experts in every second layer, and top-2 routing.
 
     The five experts, the 145 model dims and the 435 hidden dims are sharded unevenly over the
-    expert axis of size 2: half of the devices store three experts, and the other half two.
+    expert axis of size 2: half of the devices store three experts each, and the other half store
+    two.
     """
 
     def mesh(self):

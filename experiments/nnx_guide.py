@@ -50,7 +50,7 @@ class DotReluDotModel(nnx.Module):
 
 
 class LogicalDotReluDotModel(nnx.Module):
-    """The same model with logical axes: `dot1` declares rules, and `w2` uses the job's rules."""
+    """DotReluDotModel with logical axes: `dot1` declares rules, and `w2` uses the job's rules."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs):
         init_fn = nnx.initializers.lecun_normal()

@@ -19,10 +19,11 @@ BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 
 
 def pipelined(task, **settings):
-    """Replaces the layer stack of a task's model by a Pipeline, for `PyDocs.mesh`."""
+    """Replaces the layer stack in a task's model with a Pipeline, for `PyDocs.mesh`."""
     model = task.model
     model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
-    # Replicate weights along "data", because every tick of the pipeline would gather them again.
+    # Replicate weights along "data", because otherwise they would be gathered again in every tick
+    # of the pipeline.
     set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)

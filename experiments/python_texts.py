@@ -1,8 +1,8 @@
 """A language model on a filtered, packed mixture of three text datasets in three file formats.
 
 The text comes with a Python installation: documentation, source code and the licences of packages.
-It is written to .jsonl.gz, .parquet and .jsonl.zst files once, which are then read like any other
-files.
+On first use, the text is written to .jsonl.gz, .parquet and .jsonl.zst files, which are then read
+like any other files.
 """
 
 import ast
@@ -75,9 +75,9 @@ def is_worth_learning(example: dict[str, str]) -> bool:
 class PythonTexts(lm.Llama):
     """Trains lm.Llama on documentation, code and licences, with more code after step 100.
 
-    By tokens, the final mixture is 50% documentation, 40% code and 10% licences. The files are
-    written to `folder` once; change it with --set folder=DIR. For tokens other than bytes, use
-    --set corpus.tokenizer=DIR.
+    Measured in tokens, the final mixture is 50% documentation, 40% code and 10% licences. The files
+    are written to `folder` on first use; change the folder with --set folder=DIR. For tokens other
+    than bytes, use --set corpus.tokenizer=DIR.
     """
 
     folder = "~/.cache/praxis_lite/python_texts"

@@ -30,13 +30,13 @@ class ReversedWords(IndexedPipeline):
     Labels end with END; the ids of a target start with END.
 
     Args:
-      num_letters: Number of letters. The vocabulary also contains a padding and an end token.
+      num_letters: Number of letters. The vocabulary also contains a padding token and an end token.
       max_letters: Length of the longest words. The shortest words are half as long.
       batch_size: Number of words per batch.
       seed: Seed for generating words.
       num_batches: Number of batches in a single pass, or None for endless training batches.
-      for_decoding: Whether to return prompts for decoding, where `ids` are the beginnings of the
-        targets and there are `prefix_lengths` and a weight per row.
+      for_decoding: Whether to return prompts for decoding, in which `ids` are the beginnings of the
+        targets, with `prefix_lengths` and one weight per row.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 
 __all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
 
-NUM_HELDOUT = 359  # Out of 1797 images. The split is always the same.
+NUM_HELDOUT = 359  # Number of held-out images out of 1797. The split is always the same.
 # Mesh axes over which the rows of a batch are sharded.
 BATCH = ("replica", "data")
 

@@ -19,7 +19,7 @@ class _TopFolders(PathFinder):
     """Imports praxis_lite.tasks and praxis_lite.experiments from the top folder of a checkout.
 
     `setup.py` installs them inside the package. The bare names `tasks` and `experiments` refer to
-    packages of the user elsewhere on sys.path.
+    user packages elsewhere on sys.path.
     """
 
     checkout = Path(__file__).resolve().parents[1]

@@ -32,26 +32,27 @@ def train(
 ) -> "TrainedModel":
     """Trains an experiment, or resumes its job, and returns the trained model.
 
-    The first Ctrl-C (or interrupt of a notebook kernel) lets the current step finish, saves a
-    checkpoint and stops training. `stopped_by` of the result is then "SIGINT", and the same call
+    After the first Ctrl-C (or notebook kernel interrupt), the current step finishes, a checkpoint
+    is saved and training stops. The result's `stopped_by` is then "SIGINT", and the same call
     resumes the job. A second Ctrl-C, or a Ctrl-C before the first step, raises KeyboardInterrupt.
-    Signals have no effect if this function is called outside the main thread.
+    Signals have no effect if this function is called outside the main thread. Exceptions from the
+    experiment's code or from hooks are raised unchanged.
 
     Args:
       experiment: Name of an experiment, as for --exp, or a subclass of Experiment.
       job_log_dir: The job's directory.
       settings: Values by path, such as {"run.num_train_steps": 200}, or strings "path=value", as
         for --set.
-      hooks: Hooks to call after the experiment's hooks. They are not recorded in config.json.
-      packages: Your packages, as for --packages.
+      hooks: Hooks to call after the experiment's hooks. These additional hooks are not recorded in
+        config.json.
+      packages: User packages to import, as for --packages.
 
     Returns:
       The trained model on the job's mesh, as from `load`; its weights are read on first use.
 
     Raises:
-      ConfigError: A setting, the data or the mesh is wrong, or the directory contains a different
+      ConfigError: A setting, the data or the mesh is invalid, or the directory contains a different
         job.
-        Exceptions from the experiment's code or from hooks are raised unchanged.
     """
     command = command_line("train", experiment, settings, packages)
     command.job_log_dir = os.fspath(job_log_dir)
@@ -78,13 +79,13 @@ def train(
 def command_line(
     mode: str, experiment: "str | type[Experiment]", settings: Settings, packages: Sequence[str]
 ) -> CommandLine:
-    """Returns the command line that is equivalent to a call in Python.
+    """Returns the command line that is equivalent to a Python call.
 
     Args:
       mode: Name of the mode.
       experiment: Name of an experiment, or a subclass of Experiment.
       settings: Values by path, or strings "path=value".
-      packages: The user's packages.
+      packages: User packages to import.
     """
     require(
         not isinstance(packages, str),
@@ -97,7 +98,7 @@ def command_line(
 
 
 def _name(experiment: "str | type[Experiment]") -> str:
-    """Returns the name of an experiment, and registers it if it is a class."""
+    """Returns an experiment's name; an experiment that is given as a class is registered first."""
     if isinstance(experiment, str):
         return experiment
     if not isinstance(experiment, type):

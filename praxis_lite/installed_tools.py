@@ -1,4 +1,4 @@
-"""Collects the tools of a training job from praxis_lite and from an installed package."""
+"""Collects the tools for a training job from praxis_lite and from an installed package."""
 
 import dataclasses
 import importlib.metadata
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def installed_job_tools() -> JobTools:
-    """Returns the tools of the first entry point in the group `praxis_lite.job_tools`, if any.
+    """Returns the tools from the first entry point in the group `praxis_lite.job_tools`, if any.
 
-    The sources of initial states in praxis_lite are always included.
+    praxis_lite's sources of initial states are always included.
     """
     points = importlib.metadata.entry_points(group="praxis_lite.job_tools")
     tools = next((point.load() for point in points), JobTools())
@@ -37,7 +37,7 @@ def _from_checkpoints(
     return FromCheckpoints(rules, layout)
 
 
-# Sources of initial states by the setting of `run` that selects each.
+# Sources of initial states, by the name of the `run` setting that selects the source.
 _SOURCES = {
     "init_from_checkpoint_rules": _from_checkpoints,
     "init_from_huggingface": _from_huggingface,

@@ -26,7 +26,7 @@ TOOLS = installed_job_tools()
 
 
 def _modes() -> dict[str, Mode]:
-    """Returns all modes by name; packages add modes by entry points in `praxis_lite.modes`."""
+    """Returns all modes by name; packages add modes through entry points in `praxis_lite.modes`."""
     installed = importlib.metadata.entry_points(group="praxis_lite.modes")
     modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
     return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}
@@ -36,7 +36,7 @@ MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command line, and exits with its status.
+    """Runs a command line and exits with a status.
 
     The status is 2 after an error that the user can fix, 3 if training has ended but its final
     weights should not be used, and 1 if --mode=check found a difference.

@@ -1,7 +1,7 @@
-"""Imports the public names of a package lazily. docs/api.md lists these names.
+"""Imports a package's public names lazily. docs/api.md lists these names.
 
-The stub `__init__.pyi` of a package specifies the module that defines each public name. This line
-in its `__init__.py` imports a name when it is first used:
+A package's stub `__init__.pyi` specifies the module that defines each public name. With this line
+in the package's `__init__.py`, a name is imported when it is first used:
 
     __getattr__, __dir__, __all__ = public_names(__name__)
 
@@ -63,7 +63,8 @@ PACKAGES = (
 def homes_of(package: str) -> dict[str, str]:
     """Returns the module that defines each public name of a package, without importing it.
 
-    Public names are those that its stub `__init__.pyi` imports; without a stub, its `__all__`.
+    Public names are the names imported in the package's stub `__init__.pyi` or, if there is no
+    stub, the names in its `__all__`.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
@@ -87,7 +88,7 @@ def homes_of(package: str) -> dict[str, str]:
 
 
 def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns the `__getattr__`, `__dir__` and `__all__` of a package that has a stub.
+    """Returns the `__getattr__`, `__dir__` and `__all__` for a package that has a stub.
 
     Each line of the stub is `from MODULE import NAME as NAME`.
     """

@@ -15,17 +15,17 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Trains a classifier that maps inputs [B, ...] to logits [B, V] with cross-entropy.
+    """Trains a classifier, which maps inputs [B, ...] to logits [B, V], on the cross-entropy.
 
     Batches contain `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. If the model
-    has a method `compute_loss`, it is called instead of the model. If the model takes a `key`, it
-    receives a key in training (for dropout and batch statistics) and None in evaluation.
+    has a method `compute_loss`, this method is called instead of the model. If the model takes a
+    `key`, it receives a key in training (for dropout and batch statistics) and None in evaluation.
     """
 
     required_inputs = ("inputs", "labels", "weights")
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the number of classes as the limit for `labels`, or {} if it is unknown."""
+        """Returns the number of classes as the limit for `labels`, or {} if unknown."""
         if not isinstance(self.model, NnxModel):
             return {}
         module = self.model.abstract_module()
@@ -42,7 +42,7 @@ class ClassificationTask(Task):
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
         num_examples = jnp.sum(weights)
         if hasattr(model, "compute_loss"):
-            # The model's own loss applies the softmax's label smoothing, z-loss and chunking.
+            # The model's `compute_loss` applies the softmax's label smoothing, z-loss and chunking.
             outputs = model.compute_loss(inputs["inputs"], labels, weights, key=key)
         else:
             takes_key = "key" in inspect.signature(model).parameters

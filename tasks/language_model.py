@@ -54,12 +54,12 @@ PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
 class LanguageModelTask(Task):
-    """Trains a model of ids [B, T] -> (logits [B, T, V], cache) on next tokens, and decodes.
+    """Trains a model of ids [B, T] -> (logits [B, T, V], cache) on next tokens; decodes prompts.
 
     Training batches contain `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. If the
     model has a method `compute_loss`, they may also contain `segment_ids` and `segment_pos` int32
-    [B, T] for packed rows, `paddings` float32 [B, T] and `inputs_indicator` for prefix models.
-    Packed rows are an error for other models. Decoding batches contain `ids` int32 [B, P],
+    [B, T] for packed rows, `paddings` float32 [B, T] and `inputs_indicator` for prefix models. For
+    other models, packed rows are rejected. Decoding batches contain `ids` int32 [B, P],
     `prefix_lengths` int32 [B] and `weights` float32 [B], which are 0 for padding rows.
 
     Args:
@@ -72,9 +72,11 @@ class LanguageModelTask(Task):
         the matmuls of dense layers; "nf4" and "int4" store frozen weights in 4 bits. None disables
         quantization.
       tokenizer: Tokenizer of the datasets, or its directory, for converting decoded ids to text. If
-        None, tokens are bytes. Its `token_unit` is part of the metric bits_per_<token unit>.
-      decoder: Decoder that continues prompts. By default, it is greedy, or samples if its
-        temperature is set. The tokenizer sets its eos_id and encodes its stop strings.
+        None, tokens are bytes. The name of the metric bits_per_<token unit> contains the
+        tokenizer's `token_unit`.
+      decoder: Decoder that continues prompts. The default decoder is greedy, or samples if its
+        temperature is set. The decoder's eos_id and the tokens of its stop strings are taken from
+        the tokenizer.
       metrics: See Task. Metrics receive the outputs of the model's `compute_loss`, or the logits if
         the model has no such method.
     """
@@ -108,7 +110,7 @@ class LanguageModelTask(Task):
         self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that ids are integers, and that the model supports their positions."""
+        """Also checks that ids are integers, and that the model supports the ids' positions."""
         super().check_inputs(inputs, required, what)
         dtype = inputs["ids"].dtype
         require(jnp.issubdtype(dtype, jnp.integer), f"{what}: the dtype of ids", dtype, "int32")
@@ -117,7 +119,7 @@ class LanguageModelTask(Task):
             length = cache_length(self.decoder, length)
         is_causal = getattr(model, "model_type", "causal") == "causal"
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
-            # Raises ConfigError if the cache is longer than the model's number of positions.
+            # Raises ConfigError if the cache has more positions than the model supports.
             jax.eval_shape(lambda: model.init_cache(1, length))
         if required == self.required_decode_inputs:
             self.decoder.check_model(model)
@@ -128,7 +130,7 @@ class LanguageModelTask(Task):
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Maps paths of weights to functions that convert them for decoding; see Decoder."""
+        """Returns functions that convert weights for decoding, by weight path; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
@@ -143,9 +145,10 @@ class LanguageModelTask(Task):
     ) -> WeightedScalars:
         """Returns metrics, as means over tokens.
 
-        "loss" is in nats and includes the auxiliary loss of layers, which is also reported as
+        "loss" is in nats and includes the layers' auxiliary losses, which are also reported as
         "aux_loss". "bits_per_<token unit>" is only the cross-entropy. The other metrics are
-        "accuracy" and the summaries of layers, averaged over layers that report the same name.
+        "accuracy" and layer summaries, averaged over layers that report a summary with the same
+        name.
         """
         outputs = _outputs_of(model, inputs, key)
         share_outputs(outputs)
@@ -166,15 +169,15 @@ class LanguageModelTask(Task):
     ) -> dict[str, jax.Array]:
         """Continues a batch of prompts; returns the outputs of `Decoder.__call__`.
 
-        The index of each row is folded into `key`. The batch may override settings of the decoder
-        per row: `temperature` float [B] and `per_example_max_decode_steps` int [B].
+        The index of each row is folded into `key`. The batch may override decoder settings per row:
+        `temperature` float [B] and `per_example_max_decode_steps` int [B].
         """
         lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
         keys = self.row_keys(key, lengths.shape[0])
         return self.decoder(model, inputs["ids"], lengths, keys, **self.per_row_settings(inputs))
 
     def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:
-        """Returns a key per row of a batch, by folding the row's index into `key`."""
+        """Returns a key for each row of a batch, by folding the row's index into `key`."""
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
 
     def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,10 +189,10 @@ class LanguageModelTask(Task):
     ) -> list[dict[str, Any]]:
         """Returns a record for each prompt and hypothesis, with the prompt and its continuation.
 
-        Padding rows have no record. If prompts have several hypotheses, the best comes first, and
-        records have its rank ("sample") and score. With speculation, "model_steps" counts the
-        model calls that produced the new tokens. With prefix sharing, "shared_length" is the
-        length of the shared prefix.
+        Padding rows have no record. If prompts have several hypotheses, the best hypothesis comes
+        first, and each record has a rank ("sample") and a score. With speculation, "model_steps"
+        counts the model calls that produced the new tokens. With prefix sharing, "shared_length" is
+        the length of the shared prefix.
         """
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
@@ -221,7 +224,7 @@ class LanguageModelTask(Task):
 
 
 def reports_batch_summaries(model: Any) -> bool:
-    """Returns whether a layer of the model reports batch summaries, such as the load of experts."""
+    """Returns whether a layer of the model reports batch summaries, such as expert load."""
     return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
 
 
@@ -230,7 +233,7 @@ def paddings_with_filler(
 ) -> jax.Array:
     """Returns float32 paddings [B, T] that also mark rows whose weights are all 0.
 
-    Otherwise, padding rows would use the capacity of experts and affect their load and loss.
+    Otherwise, padding rows would use expert capacity and affect expert load and loss.
 
     Args:
       weights: Weights of the tokens, [B, any].
@@ -267,7 +270,8 @@ def require_unpacked(inputs: Mapping[str, Any], reason: str) -> None:
 
     Args:
       inputs: The batch.
-      reason: Why segments are not supported, as a main clause; the error message begins with it.
+      reason: Why segments are not supported, as a main clause; the error message begins with this
+        clause.
 
     Raises:
       ConfigError: The batch has `segment_ids`.
@@ -307,7 +311,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns layer summaries by the last component of their paths, averaged over layers."""
+    """Returns layer summaries by the last component of the summary's path, averaged over layers."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

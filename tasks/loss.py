@@ -41,7 +41,8 @@ class LossTask(Task):
     `model` is the result of `Model.module`: an NNX module, a bound Linen module, or the params of
     a `FunctionModel`. `inputs` is a batch, a dict of arrays [B, ...]. `key` is None in evaluation.
 
-    A loss function returns the loss, or (loss, {name: metric}). The loss and each metric are one of
+    A loss function returns the loss, or (loss, {name: metric}). The loss and each metric must be
+    one of:
       - an array with the shape of inputs["weights"] (a value per row or token). Its weighted mean
         ignores padding rows (weight 0), and --mode=eval also writes the values of each row.
       - a scalar, which is treated as a mean with the weight sum(inputs["weights"]). If a batch may
@@ -54,7 +55,7 @@ class LossTask(Task):
       loss: Loss function that training minimizes.
       learner: See Task.
       eval_loss: Loss function for evaluations that need random numbers. It is called with the `key`
-        of `Task.compute_eval_loss`. If None, `loss` is called without a key.
+        passed to `Task.compute_eval_loss`. If None, `loss` is called without a key.
       predict: Function that returns an array [B, ...] or a dict of arrays, which --mode=decode
         writes for each row.
       weight_sharding: See Task.
@@ -101,15 +102,15 @@ class LossTask(Task):
         self.required_inputs = tuple(required_inputs)
 
     def compute_loss(self, model: Any, inputs: Batch, key: jax.Array | None) -> WeightedScalars:
-        """Returns the loss and the metrics of the loss function, each as (mean, weight)."""
+        """Returns the loss and the metrics from the loss function, each as (mean, weight)."""
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the means of `compute_loss`, and the arrays that have a value for each weight."""
+        """Returns the means from `compute_loss`, and the arrays with a value for each weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
-            # The base class calls compute_loss, which a subclass overrides.
+            # Call the base class, because it calls compute_loss, which a subclass overrides.
             return super().compute_eval_loss(model, inputs, key)
         return self._outputs(self.loss, model, inputs, None)
 

@@ -20,16 +20,17 @@ class DpoTask(LanguageModelTask):
 
     Batches contain `ids` and `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], which is 1 for
     labels that belong to the answer, and `weights` float32 [B]. The reference model is either the
-    model without its adapters or the frozen copy that `with_reference` creates. Auxiliary losses of
-    layers, such as load balancing, are ignored. Decoding is the same as in `LanguageModelTask`.
+    model without its adapters or the frozen copy that `with_reference` creates. The layers'
+    auxiliary losses, such as load balancing, are ignored. Decoding is the same as in
+    `LanguageModelTask`.
 
     Both models run in evaluation mode, because different dropout masks would make them differ. TRL
     does the same (`disable_dropout=True`).
 
     Args:
       args: Positional arguments of LanguageModelTask.
-      beta: Weight of the implicit KL penalty. Smaller values let the model move farther away from
-        the reference.
+      beta: Weight of the implicit KL penalty. Smaller values allow the model to move farther away
+        from the reference.
       label_smoothing: Assumed fraction of pairs with swapped labels, below 0.5 (Mitchell 2023,
         conservative DPO).
       settings: Keyword arguments of LanguageModelTask.
@@ -68,8 +69,8 @@ class DpoTask(LanguageModelTask):
         "loss" is the DPO loss. "rewards/chosen" and "rewards/rejected" are beta times the
         difference between the log-probabilities (in nats) of an answer under the model and under
         the reference. "rewards/margins" is the difference of these rewards. "rewards/accuracies" is
-        the fraction of pairs whose margin exceeds rounding errors. It is 0 before training, when
-        the model equals the reference.
+        the fraction of pairs whose margin exceeds rounding errors. This fraction is 0 before
+        training, when the model equals the reference.
         """
         require_unpacked(inputs, "DpoTask reads one answer per row")
         reference_log_probs = jax.lax.stop_gradient(_log_probs(reference_of(model), inputs))

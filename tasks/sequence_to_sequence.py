@@ -27,7 +27,7 @@ from praxis_lite.tasks.language_model import (
 
 __all__ = ["SequenceToSequenceTask"]
 
-# B batch, S source length, T target length, P longest prompt of a target.
+# B batch, S source length, T target length, P longest target prompt.
 
 # Optional leaves of a batch, mapped to arguments of the model's `compute_loss`.
 OPTIONAL_INPUTS = {
@@ -59,7 +59,7 @@ class SequenceToSequenceTask(Task):
       fprop_dtype: See Task.
       tokenizer: Tokenizer, or its directory, for converting decoded ids to text. If None, records
         contain only ids.
-      decoder: Decoder of the targets; greedy by default.
+      decoder: Decoder for the targets; greedy by default.
       metrics: See Task. Metrics receive the outputs of the model's `compute_loss`.
 
     Raises:
@@ -106,7 +106,7 @@ class SequenceToSequenceTask(Task):
             self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that the model supports the positions that decoding needs."""
+        """Also checks that the model supports the positions needed for decoding."""
         super().check_inputs(inputs, required, what)
         if required == self.required_decode_inputs:
             model, length = self.model.abstract_module(), inputs["ids"].shape[1]
@@ -114,7 +114,7 @@ class SequenceToSequenceTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Maps paths of weights to functions that convert them for decoding; see Decoder."""
+        """Returns functions that convert weights for decoding, by weight path; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
@@ -129,7 +129,7 @@ class SequenceToSequenceTask(Task):
     ) -> WeightedScalars:
         """Returns the metrics "loss", "accuracy" and "exact_match", and optionally "aux_loss".
 
-        The loss is in nats per token and includes the auxiliary loss of layers. "exact_match" is
+        The loss is in nats per token and includes the layers' auxiliary losses. "exact_match" is
         the fraction of rows in which every token is predicted correctly from the preceding target
         tokens.
         """

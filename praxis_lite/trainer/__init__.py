@@ -1,5 +1,4 @@
-"""The training loop, which runs, evaluates, saves and reports steps.
+"""The training loop, which runs steps, evaluates and saves weights, and reports metrics.
 
-This package deals with steps, data, checkpoints and clocks, but not with mesh axes or the maths of
-layers.
+This package deals with steps, data, checkpoints and clocks, but not with mesh axes or layer maths.
 """

@@ -25,7 +25,7 @@ _compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
 
 
 def use_compilation_cache() -> None:
-    """Enables JAX's persistent compilation cache, unless the user has set a directory for it."""
+    """Enables JAX's persistent compilation cache, unless the user has set a cache directory."""
     # JAX adds its settings to the class at run time.
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
@@ -33,10 +33,11 @@ def use_compilation_cache() -> None:
 
 @contextlib.contextmanager
 def current_metadata() -> Iterator[None]:
-    """Makes programs that are compiled in the context contain the current names and source lines.
+    """Ensures that programs compiled in this context contain the current names and source lines.
 
     By default, the key of JAX's persistent cache does not depend on the layer names and the source
-    lines in a program, so a cached program may contain those of an older version of the code.
+    lines in a program, so a cached program may contain names and lines from an older version of the
+    code.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     previous = getattr(jax.config, name)
@@ -50,11 +51,11 @@ def current_metadata() -> Iterator[None]:
 def compile_step(
     step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
 ) -> jax.stages.Compiled:
-    """Compiles a step ahead of time for the batches of a dataset.
+    """Compiles a step ahead of time for a dataset's batches.
 
-    JAX caches the executable, so the first call of the step with such a batch does not compile it
-    again. Matmuls whose results XLA may permute are patched before compilation, with a warning.
-    Later calls for the same batch shapes return the same executable.
+    JAX caches the executable, so the first call to the step with such a batch does not compile the
+    step again. Matmuls whose results XLA may permute are patched before compilation, with a
+    warning. Later calls for the same batch shapes return the same executable.
 
     Args:
       step: The train, eval or decode step.

@@ -1,4 +1,4 @@
-"""Creates a job from pretrained weights: saves them as the checkpoint of step 0."""
+"""Creates a job from pretrained weights by saving them as the checkpoint for step 0."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def create_job(
     packages: Sequence[str] = (),
     note: Note = lambda line: None,
 ) -> JobDir:
-    """Saves the checkpoint of step 0 for a new job, which can then be trained or evaluated.
+    """Saves the step-0 checkpoint for a new job, which can then be trained or evaluated.
 
     Optimizer slots are initialized, and training starts with the first batch of the data.
 
@@ -84,7 +84,7 @@ def create_job(
     launched = config_of_experiment(experiment, settings, packages)
     check_required(launched.config)
     job = build(launched.config)
-    # Mode "load" checks no dataset, because the user may choose the data later, before training.
+    # In mode "load", no dataset is checked, because the user may choose the data later.
     partitioner = partitioner_of(job, "load")
     check_fits(partitioner.layout, partitioner.mesh, "train")
     initial, groups = source(partitioner, job), partitioner.learner.groups

@@ -40,9 +40,9 @@ class Evaluator:
       partitioner: The task on its mesh.
       pipelines: Evaluation datasets by name.
       max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
-      note: Function that prints a line. If a metric is not finite, it is called with the first
-        batch that contains NaN or infinity.
-      seed: Seed of the random keys that the task may use in `compute_eval_loss`.
+      note: Function that prints a line. If a metric is not finite, this function is called with a
+        message about the first batch that contains NaN or infinity.
+      seed: Seed for the random keys that the task may use in `compute_eval_loss`.
     """
 
     partitioner: Partitioner
@@ -61,7 +61,7 @@ class Evaluator:
         """Evaluates weights on every dataset.
 
         Args:
-          step: The step of the weights; it is folded into the random keys.
+          step: The training step that produced the weights; folded into the random keys.
           mdl_vars: The weights, on the mesh.
           should_stop: Called before each batch. If it returns True, the evaluation ends without a
             result.
@@ -125,7 +125,7 @@ class Evaluator:
 def _add(
     mean: WeightedMean, records: list[dict[str, Any]], metrics: Packed, row_outputs: list[Any]
 ) -> None:
-    """Waits for the outputs of a batch, and adds its metrics and the records of its examples.
+    """Waits for a batch's outputs, and adds the batch's metrics and example records.
 
     Args:
       mean: The running means to update.
@@ -180,24 +180,24 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns an evaluation's metrics, with names as in settings, such as "heldout/loss"."""
+    """Returns an evaluation's metrics under the names used in settings, such as "heldout/loss"."""
     return {f"{name}/{n}": value for name, result in results.items() for n, value in result.items()}
 
 
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
-    """Formats the metrics of an evaluation as a line of text."""
+    """Formats an evaluation's metrics as a line of text."""
     text = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
     return f"step {step}  {dataset}: {text or 'no metrics, because every row has weight 0'}"
 
 
 def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
-    """Returns a pipeline over the rows of all batches, with the batch size of the largest batch.
+    """Returns a pipeline over the rows in all batches, with the batch size of the largest batch.
 
     Args:
       data: A batch, which is a dict of NumPy arrays, or an iterable of batches.
 
     Raises:
-      ConfigError: There are no batches, or their keys or shapes differ.
+      ConfigError: There are no batches, or the batches have different keys or shapes.
     """
     batches = [data] if isinstance(data, Mapping) else list(data)
     for batch in batches:

@@ -15,7 +15,7 @@ from praxis_lite.inputs.text.token_ids import token_ids
 
 __all__ = ("LEAVES_OF_ARGUMENTS", "arrays_of", "forward_on_the_mesh")
 
-# Names of batch leaves for arguments of a model's call that are named differently.
+# Maps argument names in a model's call to the batch leaves that have different names.
 LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 
 
@@ -23,8 +23,8 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **kwargs)`, which computes `model(*args, **kwargs)`.
 
     The first dim of every array in the arguments, including arrays in nested trees, must be the
-    batch dim. It is sharded over the mesh like a training batch. All other arguments, such as
-    flags, are static. For a model of plain functions, the function computes
+    batch dim. This dim is sharded over the mesh as in a training batch. All other arguments, such
+    as flags, are static. For a model of plain functions, `call` computes
     `task.predict(params, *args, None)`.
 
     Args:
@@ -113,7 +113,7 @@ def check_call(task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     sizes = task.num_ids()
     if not {"ids", "src_ids"} & sizes.keys():
         return
-    # Positional arguments are ids, or source ids and then target ids, whatever their names.
+    # Positional arguments are ids, or source ids followed by target ids, regardless of their names.
     order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
     leaves = dict(zip(order, args, strict=False)) | {
         LEAVES_OF_ARGUMENTS.get(name, name): x for name, x in kwargs.items()

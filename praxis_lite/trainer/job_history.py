@@ -40,7 +40,7 @@ def nothing_to_do(
 ) -> str:
     """Returns a message if this launch has no steps left to run, else "".
 
-    The message says why, and what to change to continue training.
+    The message contains the reason and what to change to continue training.
 
     Args:
       run: Settings of the run.
@@ -109,7 +109,7 @@ def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
 
 
 def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
-    """Returns whether `step` is the last step of a job according to the config of its last launch.
+    """Returns whether `step` is a job's last step according to the config of the newest launch.
 
     Args:
       job: The job directory.
@@ -121,14 +121,14 @@ def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the recent losses for spike detection, or [] if it is disabled."""
+    """Returns the recent losses for spike detection, or [] if spike detection is disabled."""
     if run.loss_spikes.factor is None:
         return []
     return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
 
 
 def evaluates(run: RunConfig, step: int) -> bool:
-    """Returns whether the training job evaluates after `step`."""
+    """Returns whether the training job runs an evaluation after `step`."""
     every = run.evaluation.every_steps
     if run.evaluation.by_follower:
         return False
@@ -159,7 +159,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
     """Returns why a job's final weights should not be used and what to do, or None.
 
     Weights should not be used if the last steps were skipped, or if the loss of the last evaluation
-    is not finite. Call this after all files of the run have been written.
+    is not finite. Call this after all of the run's files have been written.
 
     Args:
       job: The job directory.
@@ -199,7 +199,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
 
 
 def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:
-    """Returns the newest evaluation loss at `step` of each dataset."""
+    """Returns each dataset's newest evaluation loss at `step`."""
     losses: dict[str, float] = {}
     for line in newest_lines(job.eval_metrics_jsonl):
         dataset, loss = str(line.get("dataset")), line.get("loss")

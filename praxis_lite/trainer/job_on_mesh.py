@@ -162,13 +162,13 @@ def partitioner_on(
     """
     options = merged_options(job.mesh.compiler_options, more_options)
     options = {name: given for name, given in options.items() if given}
-    # Pass the argument only if needed: a custom partitioner may not accept it.
+    # Pass the argument only if needed, because a custom partitioner may not accept it.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
 
 def print_compiler_options(partitioner: Partitioner) -> None:
-    """Prints the compiler options of the train step, if it has any."""
+    """Prints the train step's compiler options, if any are set."""
     if options := partitioner.train_options:
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         print(f"compiler options: {text}", flush=True)

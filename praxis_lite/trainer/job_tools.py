@@ -1,4 +1,4 @@
-"""The extension points of a training job."""
+"""Extension points for training jobs."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ class SavedState(Protocol):
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns the state on `mesh`, which may differ from the mesh on which it was saved."""
+        """Returns the state on `mesh`. The state may have been saved on a different mesh."""
         ...
 
 
@@ -43,7 +43,7 @@ class OtherSaves(contextlib.AbstractContextManager):
     """Saves the job's state in addition to its checkpoints; this base class saves nothing."""
 
     def newest(self, checkpoints: "Checkpoints") -> SavedState:
-        """Returns the newest state, here or in `checkpoints`; the same in all processes."""
+        """Returns the newest state from these saves or `checkpoints`; the same in all processes."""
         return checkpoints
 
     def hooks(self, job: "JobOnMesh") -> "Sequence[Hook]":
@@ -56,7 +56,7 @@ class OtherSaves(contextlib.AbstractContextManager):
 
 @dataclasses.dataclass(frozen=True)
 class JobTools:
-    """Extensions of a training job that other packages provide; by default there are none.
+    """Extensions to a training job, provided by other packages; empty by default.
 
     The command line and `praxis_lite.train` use `installed_job_tools()`.
 
@@ -71,7 +71,7 @@ class JobTools:
       begin_elastic: Function that handles `--elastic`. Takes (command, argv, health_dir), and
         returns the exit status in a supervisor, or None in a worker. If this is None, `--elastic`
         is rejected.
-      beats: Class with which each process detects that other processes have died.
+      beats: Class that each process uses to detect that other processes have died.
       summary_section: Function that returns an additional section for the job's summary, or "".
       num_lost_steps: Function that returns the number of recomputed steps according to the
         recorder.

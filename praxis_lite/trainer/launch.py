@@ -185,7 +185,7 @@ def _train_with_roll_backs(
             start = starting_points.rolled_back(checkpoints, ended, skipped)
             _print_line(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)
-        # If an elastic job was stopped, its supervisor is waiting, so skip the picture.
+        # If an elastic job was stopped, its supervisor is waiting, so skip the loss curve.
         if processes.membership() is None or not ended.stopped_by:
             draw_loss_curve(job.files, ended.step, progress.note)
         trackers.finish(start.step, ended.step, stopped=ended.stopped_by is not None)

@@ -33,19 +33,19 @@ __all__ = (
 # Arrays below this size cause no warning.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
-# Longer decisions are numbered in the table and written below it.
+# Decisions longer than this are shown as numbers in the table and written below the table.
 MAX_DECISION_CHARS = 30
 _ON_HOST = " on the host"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutArray:
-    """The description of a state's leaf in layout.txt and layout.json.
+    """A leaf of a state, as described in layout.txt and layout.json.
 
     Attributes:
       path: Path of the leaf in the TrainState.
       shape: Logical shape, such as "[4, 148, 436]".
-      padded_shape: Stored shape.
+      padded_shape: Stored shape, which includes padding.
       dtype: Name of the dtype.
       spec: Mesh axes of each dim, such as "(-, data, mdl)" or "(-, data, mdl) on the host".
       num_bytes: Bytes of each device's shard, in device or host memory.
@@ -60,7 +60,7 @@ class LayoutArray:
 
     @classmethod
     def of(cls, leaf: LeafLayout) -> "LayoutArray":
-        """Describes a leaf of a layout."""
+        """Describes a leaf in a layout."""
         return cls(
             leaf.path,
             shape_text(leaf.shape),
@@ -201,7 +201,7 @@ def _others(leaves: Sequence[LeafLayout]) -> str:
 
 
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:
-    """Returns the bytes per device of "weights", "optimizer slots" and "averaged weights (EMA)".
+    """Returns the bytes per device for "weights", "optimizer slots" and "averaged weights (EMA)".
 
     Weights include non-trainable variables, and slots include step counters. Padding is included;
     arrays in host memory are not.
@@ -224,7 +224,7 @@ _EMA = "averaged weights (EMA)"
 
 
 def kind_of(leaf: LeafLayout) -> str:
-    """Returns the category of a state's leaf, a key of `bytes_per_device`."""
+    """Returns the category of a state's leaf: a key of the dict from `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
@@ -256,7 +256,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def split_text(split: Sequence[DimSplit]) -> str:
-    """Formats the mesh axes of each dim of a spec or a mapping as "(replica+data, -)"."""
+    """Formats the mesh axes of each dim in a spec or a mapping as "(replica+data, -)"."""
     entries = [
         "+".join(map(str, entry))
         if isinstance(entry, Sequence) and not isinstance(entry, str)

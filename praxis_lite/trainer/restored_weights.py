@@ -1,4 +1,4 @@
-"""Restores the weights of a checkpoint for evaluation and decoding."""
+"""Restores weights from a checkpoint for evaluation and decoding."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ("restored_weights",)
 def restored_weights(
     partitioner: Partitioner, job_dir: JobDir, step: Step, use_ema: bool
 ) -> tuple[int, Any]:
-    """Restores the weights of a checkpoint, without optimizer slots.
+    """Restores the weights from a checkpoint, without optimizer slots.
 
     Args:
       partitioner: The task on its mesh.

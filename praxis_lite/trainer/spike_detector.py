@@ -36,7 +36,7 @@ class SpikeDetector:
 
     Args:
       factor: A loss above this multiple of the median is a spike. If None, or if the median is not
-        positive, as with a log-likelihood, no spikes are detected.
+        positive, as for a log-likelihood, no spikes are detected.
       previous_losses: Losses of the steps so far, oldest first, as from `recent_losses`.
     """
 

@@ -87,7 +87,7 @@ class StartingPoints:
         return StartingPoint(source.step, begun(partitioner, key, source, _print_line))
 
     def resumed(self, saved: SavedState) -> StartingPoint:
-        """Restores a saved state. Raises ConfigError if it was trained on different data."""
+        """Restores a saved state. Raises ConfigError if the job's training data has changed."""
         run, data = self._job.run, saved.latest_data()
         accepted = check_resumable(data, self._job.datasets[TRAIN], run.accept_changed_data)
         for line in [*accepted, *check_same_seed(data, run)]:
@@ -99,7 +99,7 @@ class StartingPoints:
     ) -> StartingPoint:
         """Restores the newest checkpoint before a loss spike, or a new state if there is none.
 
-        An earlier launch may have saved checkpoints of the spike's step and of later steps; these
+        An earlier launch may have saved checkpoints for the spike's step and for later steps; these
         checkpoints are set aside.
 
         Args:

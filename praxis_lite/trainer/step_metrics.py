@@ -30,13 +30,13 @@ class PendingStep:
 
     Attributes:
       step: The step's number.
-      batch_index: Index of its batch in the training data.
+      batch_index: Index of the step's batch in the training data.
       outputs: The step's outputs, packed for one transfer per dtype.
-      inputs: This process's rows of the batch, on the host.
+      inputs: This process's rows in the batch, on the host.
       first_row: Index of this process's first row in the batch.
       input_time: Seconds that the loop waited for the batch.
-      dispatch_time: Duration of the call of the compiled step, in seconds.
-      device_span: The time span of the step on the devices.
+      dispatch_time: Duration of the call to the compiled step, in seconds.
+      device_span: The time span during which the step runs on the devices.
     """
 
     step: int
@@ -50,11 +50,11 @@ class PendingStep:
 
 
 class LateMetrics:
-    """Reads the outputs of the pending step, adds its times, and passes them to the hooks.
+    """Reads the pending step's outputs, adds the step's times, and passes both to the hooks.
 
     Attributes:
       pending: The step to read next, or None.
-      last_time: `time.perf_counter` when the previous step was read.
+      last_time: Value of `time.perf_counter()` when the previous step was read.
     """
 
     def __init__(self, loop: Loop):
@@ -105,7 +105,7 @@ class LateMetrics:
 
 
 def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the line of metrics.jsonl for a step, without its times."""
+    """Returns a step's line for metrics.jsonl, without the step's times."""
     metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
     learner = {name: value.item() for name, value in outputs["learner"].items()}
     return {"step": pending.step, **metrics, **learner}

@@ -39,7 +39,7 @@ def summary(
 
 
 def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
-    """Returns (dataset, step, text) for the newest decoded file of each dataset.
+    """Returns (dataset, step, text) for each dataset's newest file of decoded prompts.
 
     Args:
       job: The job's directory.

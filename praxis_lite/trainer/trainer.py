@@ -57,7 +57,7 @@ def train(
     """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
     The metrics of a step are read one step late, while the next step runs, so that the devices
-    never wait for the host. Before a hook that `waits`, they are read immediately.
+    never wait for the host. Before a hook with `waits=True`, the metrics are read immediately.
 
     Args:
       job: The job on its mesh.
@@ -173,7 +173,8 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
             index, inputs = next(batches)
         input_time = time.perf_counter() - began
         check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
-        # Not `partitioner.global_batch`, whose check of ids cannot name the dataset and the batch.
+        # Do not use `partitioner.global_batch`, because errors from its id check cannot name the
+        # dataset and the batch.
         batch = global_batch(inputs, partitioner.mesh, num_rows)
         loop.consensus.add_host_seconds(time.perf_counter() - began)
         yield index, inputs, batch, rows.start, input_time

@@ -1,4 +1,4 @@
-"""Checks a job's datasets against its task and its mesh, before a step is compiled."""
+"""Checks a job's datasets against the job's task and mesh, before a step is compiled."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ __all__ = ("check_reads", "step_for")
 
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
-    """Checks the datasets in a field of a job against its task and its mesh.
+    """Checks the datasets in one of a job's fields against the job's task and mesh.
 
     Args:
       job: The job, as built from its config.
@@ -71,11 +71,11 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
 
 
 def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
-    """Returns the train, eval or decode step for the batches of a dataset.
+    """Returns the train, eval or decode step for a dataset's batches.
 
     Args:
       partitioner: The job's task on its mesh.
-      root: The field of the job that contains the dataset: "datasets" or "decode_datasets".
+      root: The job's field that contains the dataset: "datasets" or "decode_datasets".
       name: Name of the dataset. In "datasets", all datasets except "train" are for evaluation.
     """
     if root == "decode_datasets":
@@ -105,7 +105,7 @@ def _check_first_batch(
     num_ids: Mapping[str, int],
     name: str,
 ) -> None:
-    """Checks the size and the ids of this process's rows of the first batch.
+    """Checks the size and the ids of this process's rows in the first batch.
 
     Later batches are checked just before the steps that use them.
     """

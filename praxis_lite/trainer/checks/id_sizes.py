@@ -1,8 +1,9 @@
 """Finds the valid range of the integers in a batch, by tracing how the task indexes with them.
 
 A model looks up ids in an embedding table, and labels in the logits. JAX does not report ids that
-are out of range: the lookup returns NaN or the last row, and a one-hot row is all zeros. Therefore,
-the sizes of the indexed dims are read from the jaxpr, and batches are checked against them.
+are out of range: the lookup returns NaN or the last row, and a one-hot encoding is all zeros.
+Therefore, the sizes of the indexed dims are read from the jaxpr, and batches are checked against
+them.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _ELEMENT_PRESERVING = {
 
 
 def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, int]:
-    """Returns the number of valid ids for each integer leaf of a batch, if it is known.
+    """Returns the number of valid ids for each integer leaf of a batch, where known.
 
     Args:
       task: The task; `Task.num_ids` takes precedence over the traced sizes.
@@ -59,7 +60,7 @@ def _traced_sizes(task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
         mdl_vars = abstract_mdl_vars(task.model.weight_specs())
         traced = jax.make_jaxpr(functools.partial(eval_step, task))(mdl_vars, dict(spec))
     except Exception:
-        return {}  # Tracing the actual step raises this error with the names of settings.
+        return {}  # This error is raised with setting names when the actual step is traced.
     leaves = jax.tree.leaves_with_path(dict(spec))
     names = [path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves]
     tracker = _IndexTracker()
@@ -83,8 +84,8 @@ class _IndexTracker:
     """Tracks the leaves of a batch through a jaxpr, as long as their values are unchanged.
 
     Each value in the jaxpr has a label. The label is the name of a leaf; a `_Shifted` leaf; a tuple
-    of names for concatenated indices of several dims; an int n for an iota, the numbers 0 to n - 1
-    along a dim; or None for any other value.
+    of names for concatenated indices into several dims; an int n for an iota with n values along a
+    dim; or None for any other value.
 
     Attributes:
       sizes: Size of the smallest dim that each leaf indexes, by name of the leaf.
@@ -123,7 +124,7 @@ class _IndexTracker:
     def _add_gather(self, eqn: Any, index: Any) -> None:
         numbers = eqn.params["dimension_numbers"]
         dims, parts = numbers.start_index_map, index if isinstance(index, tuple) else (index,)
-        # An explicit mode="clip" allows ids out of range. The gather of a `dynamic_slice` under
+        # An explicit mode="clip" allows ids out of range. The gather for a `dynamic_slice` under
         # `jax.vmap` has this mode too, but does not collapse its dims.
         is_clipped = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
         is_clipped = is_clipped and bool(numbers.collapsed_slice_dims)

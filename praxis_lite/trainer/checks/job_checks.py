@@ -25,7 +25,7 @@ __all__ = ("check_parts",)
 def check_parts(job: Any) -> None:
     """Raises ConfigError if a field of the job has the wrong type.
 
-    This happens if config.json was edited.
+    This can happen if config.json was edited.
     """
     _check_part("The config", job, Job)
     parts = {
@@ -59,7 +59,7 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
-    """Raises ConfigError if there are too few training batches, or an evaluation never ends."""
+    """Raises ConfigError if there are too few training batches, or evaluation data is endless."""
     for name, pipeline in datasets.items():
         num_batches = pipeline.num_batches
         if name == TRAIN and num_batches is not None and num_batches < run.num_train_steps:
@@ -77,7 +77,7 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
 
 
 def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
-    """Raises ConfigError if too few batches remain for all steps after loss spikes."""
+    """Raises ConfigError if too few batches remain once those with loss spikes are skipped."""
     num_batches = pipeline.num_batches
     if num_batches is not None and num_batches - len(skipped) < run.num_train_steps:
         raise ConfigError(
@@ -186,7 +186,7 @@ def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
-    """Raises ConfigError if the run evaluates averaged weights but the learner averages none."""
+    """Raises ConfigError if the run evaluates averaged weights but the learner has no averages."""
     opt_states = partitioner.layout.shapes.opt_states
     for use_ema in (run.evaluation.use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
@@ -195,11 +195,11 @@ def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
 def check_watched_metrics(
     partitioner: Partitioner, datasets: Mapping[str, InputPipeline], run: RunConfig
 ) -> None:
-    """Checks the metrics of early stopping (run.stopping.early) and of run.checkpoints.best.
+    """Checks the metrics used by early stopping (run.stopping.early) and run.checkpoints.best.
 
     Raises:
-      ConfigError: No evaluation computes the metric. If there is no follower, also if the only
-        evaluation is after the last step, or if checkpoints are saved without an evaluation.
+      ConfigError: The metric is not computed in any evaluation; or, if no follower is used, the
+        only evaluation is after the last step, or some checkpoints are saved without an evaluation.
     """
     for setting in ("stopping.early", "checkpoints.best"):
         watcher = operator.attrgetter(setting)(run)
@@ -237,7 +237,8 @@ def check_watched_metrics(
         )
 
 
-# Keys in lines of metrics.jsonl and eval_metrics.jsonl that are not metrics of task or learner.
+# Keys in lines of metrics.jsonl and eval_metrics.jsonl that are not metrics from the task or the
+# learner.
 _RESERVED_NAMES = {
     "step",
     "dataset",

@@ -111,7 +111,7 @@ def check_batch_fits(spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, 
 
 @contextlib.contextmanager
 def explaining_out_of_memory(layout: StateLayout) -> Iterator[None]:
-    """Converts out-of-memory errors of the compiler, a device or the host to OutOfMemory.
+    """Converts out-of-memory errors from the compiler, a device or the host to OutOfMemory.
 
     The message contains the failed allocation and the largest arrays in the state.
     """

@@ -1,4 +1,4 @@
-"""Checks that a job resumes with the same data and seed as its checkpoint."""
+"""Checks that a job resumes with the same training data and seed as before."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from praxis_lite.inputs.position import step_of
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Checks by fingerprint that the training data is the same as for the checkpoint.
+    """Checks that the training data has the same fingerprint as when the checkpoint was saved.
 
     Args:
       data: JSON data saved with the state, from `DataPosition.as_json`.
@@ -65,7 +65,7 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Checks that the run's seed, which dropout uses, is the same as for the checkpoint.
+    """Checks that the run's seed, which dropout uses, has not changed since the checkpoint.
 
     Args:
       data: JSON data saved with the state.
@@ -91,7 +91,7 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
 
 
 def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
-    """Returns notes about datasets that a resumed run cannot continue exactly or quickly."""
+    """Returns notes about datasets that cannot be resumed exactly or quickly."""
     reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
     lines = [
         f"datasets.{name} is not deterministic: {reason}; a resumed run will see different batches"

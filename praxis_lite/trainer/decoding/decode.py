@@ -28,13 +28,14 @@ def decode(
     prompts: Sequence[Prompt] | None = None,
     batchings: Batchings | None = None,
 ) -> None:
-    """Decodes every decode dataset with the weights of a checkpoint, and writes records.
+    """Decodes every decode dataset with a checkpoint's weights, and writes records.
 
     Args:
       job: The job on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
-      prompts: Prompts from the command line, which must be the job's only decode dataset. Their
-        continuations are printed as they are decoded. None for the experiment's decode datasets.
+      prompts: Prompts from the command line, which must be the job's only decode dataset;
+        continuations are printed as they are decoded. If None, the experiment's decode datasets are
+        decoded.
       batchings: Compiled functions to reuse for other checkpoints; updated in place.
 
     Raises:
@@ -65,7 +66,7 @@ def decode(
 
 
 def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:
-    """Answers a user's messages in a conversation, with the weights of a checkpoint.
+    """Answers a user's messages in a conversation, with a checkpoint's weights.
 
     Each prompt is the conversation so far, formatted by the tokenizer's chat template.
 
@@ -98,7 +99,7 @@ def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:
         messages.append({"role": "user", "content": line.strip()})
         batch = prompt_batch(task, [messages], "--chat")
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
-        # A separate batch index gives each turn its own random keys.
+        # A separate batch index gives each turn different random keys.
         turn = dataclasses.replace(decoder, first_batch=number)
         answer = _decode_and_print(turn, batch, [messages])[0]["continuation"]
         messages.append({"role": "assistant", "content": answer})
@@ -118,7 +119,7 @@ def _restore_decoder(
 def _decode_and_print(
     decoder: PromptDecoder, pipeline: IndexedPipeline, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Decodes prompts, prints their continuations as they are decoded, and returns records."""
+    """Decodes prompts, prints continuations as they are decoded, and returns records."""
     task = decoder.partitioner.task
     titles = [title(prompt, task.tokenizer) for prompt in prompts]
     batch = pipeline.rows(0, slice(0, pipeline.batch_size))

@@ -20,7 +20,7 @@ from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.trainer.compilation import compile_step
 
 # Number of steps after which the host reads the new tokens. Each read waits for the devices, but a
-# row that has produced a stop string only ends at the next read.
+# row that has produced a stop string is only ended at the next read.
 STEPS_BETWEEN_READS = 8
 # Maximum number of rows to decode at a time if tokens are streamed.
 MAX_STREAMED_ROWS = 8
@@ -43,17 +43,17 @@ class DecodesByRow(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PromptDecoder:
-    """Decodes datasets of prompts with the weights of a checkpoint.
+    """Decodes datasets of prompts with a checkpoint's weights.
 
     Attributes:
       partitioner: The task on its mesh.
       mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
       step: The checkpoint's step.
-      seed: Seed for sampling; the step and the index of the batch are folded in.
-      batchings: Compiled functions for continuous batching. Decoders of several checkpoints may
-        share them.
-      first_batch: Index of a pipeline's first batch, used for random keys. Nonzero if the pipeline
-        is part of a larger dataset, such as a turn of a chat.
+      seed: Seed for sampling; the step and the batch index are folded in.
+      batchings: Compiled functions for continuous batching. Decoders for different checkpoints may
+        share these functions.
+      first_batch: Index of the pipeline's first batch, used for random keys. Nonzero if the
+        pipeline is part of a larger dataset, such as a turn in a chat.
     """
 
     partitioner: Partitioner
@@ -66,13 +66,13 @@ class PromptDecoder:
     def records(
         self, name: str, pipeline: InputPipeline, on_tokens: OnTokens | None = None
     ) -> list[dict[str, Any]]:
-        """Decodes all prompts of a dataset.
+        """Decodes all prompts in a dataset.
 
         Args:
           name: Name of the dataset.
           pipeline: The dataset.
           on_tokens: Called with new tokens as they are decoded. `NewTokens.index` counts the
-            hypotheses of all prompts, without padding rows. Not called for beam search, or if
+            hypotheses for all prompts, excluding padding rows. Not called for beam search, or if
             there are several processes.
 
         Returns:
@@ -122,9 +122,9 @@ class PromptDecoder:
     ) -> Iterator[tuple[Any, Any]]:
         """Yields (inputs, outputs) for each batch, decoded by continuous batching.
 
-        The tokens are the same as in `_batch_by_batch`. Every hypothesis of every prompt is a
-        separate `Prompt` in the stream. Its new tokens are written to the row in `positions` of the
-        output arrays in `batches`.
+        The tokens are the same as in `_batch_by_batch`. Every hypothesis for every prompt is a
+        separate `Prompt` in the stream. The tokens generated for the `Prompt` are written to the
+        output arrays in `batches`, at the row in `positions`.
         """
         require(
             jax.process_count() == 1,
@@ -141,7 +141,7 @@ class PromptDecoder:
         num_slots = decoder.num_cache_slots or max_streamed
         batching = self._batching(num_slots, prompt_length)
         batches: list[tuple[Any, dict[str, np.ndarray]]] = []
-        positions: list[tuple[int, int]] = []  # (batch, row of its outputs) of each prompt.
+        positions: list[tuple[int, int]] = []  # (batch, output row) for each prompt.
 
         def prompts() -> Iterator[Prompt]:
             for inputs, key in self._batches(name, pipeline):

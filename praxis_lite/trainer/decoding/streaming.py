@@ -1,4 +1,4 @@
-"""Prints continuations to the terminal while they are decoded."""
+"""Prints continuations to the terminal while they are being decoded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,8 @@ class ContinuationPrinter:
     """Prints continuations as they are decoded, in the order of their prompts.
 
     Args:
-      titles: Title of each prompt, printed before its continuation if there are several prompts.
+      titles: Title of each prompt, printed before the prompt's continuation if there are several
+        prompts.
       prompts: Token ids of each prompt.
       tokenizer: The task's tokenizer.
       decoder: The task's decoder.
@@ -40,7 +41,7 @@ class ContinuationPrinter:
         self._next, self._has_heading = 0, False
 
     def add(self, new: NewTokens) -> None:
-        """Adds new tokens, whose index is over all hypotheses of all prompts."""
+        """Adds new tokens; `new.index` counts the hypotheses for all prompts."""
         text = self._texts[new.index]
         for token in new.ids.tolist():
             text.push(token)
@@ -50,7 +51,7 @@ class ContinuationPrinter:
         self._print()
 
     def add_rest(self, records: Sequence[dict[str, Any]]) -> None:
-        """Prints the unfinished continuations, given the records of all continuations."""
+        """Prints the remaining text of unfinished continuations, taken from their records."""
         for index, (text, record) in enumerate(zip(self._texts, records, strict=True)):
             if not self._is_done[index]:
                 text.replace(record["continuation"])

@@ -39,9 +39,9 @@ __all__ = ("check_language_model", "prompt_ids")
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
 Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
-# The inputs of decoding for a task that continues prompts.
+# Decoding inputs for a task that continues prompts.
 _PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
-# The keys of a JSON line that may contain its prompt.
+# Keys under which a JSON line may contain a prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
 
 
@@ -84,7 +84,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _parse_prompt(line: bytes, where: str) -> Prompt:
-    """Parses a JSON line with a prompt; error messages start with its location `where`."""
+    """Parses a JSON line with a prompt; error messages start with the line's location `where`."""
     row = row_without_nulls(parsed(line, where), where)
     key = next((name for name in PROMPT_KEYS if name in row), None)
     fix = "Remove them from the file."
@@ -109,13 +109,15 @@ def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
 def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMemory:
     """Returns a pipeline with a single batch of prompts.
 
-    The prompts are padded to one of a few lengths, because each length compiles separately.
+    The prompts are padded to one of a few lengths, because each length requires a separate
+    compilation.
 
     Args:
       task: The task of a language model.
-      prompts: Strings, conversations or token ids. Strings get the start token of training
-        documents. Conversations are lists of messages, or mappings {"messages", "tools", ...}, and
-        are formatted by the tokenizer's chat template. Token ids are used unchanged.
+      prompts: Strings, conversations or token ids. Strings are preceded by the start token that
+        training documents have. Conversations are lists of messages, or mappings {"messages",
+        "tools", ...}, and are formatted by the tokenizer's chat template. Token ids are used
+        unchanged.
       caller: The function or flag to which the prompts were passed, for error messages.
 
     Raises:
@@ -191,13 +193,13 @@ def check_language_model(task: Task, user: str) -> None:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = None) -> np.ndarray:
-    """Returns the token ids of a prompt as int32[length]. An empty list has length 0.
+    """Returns a prompt's token ids as int32[length]; the length is 0 for an empty list.
 
     Args:
       prompt: A string, a conversation or token ids.
       tokenizer: The task's tokenizer.
       caller: The function or flag to which the prompt was passed, for error messages.
-      size: Size of the vocabulary, to check the range of token ids; None to skip the check.
+      size: Vocabulary size, used to check the range of token ids; None to skip the check.
 
     Raises:
       ConfigError: The prompt has the wrong type, an id is out of range, or the chat template is
@@ -230,7 +232,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
 
 
 def title(prompt: Prompt, tokenizer: Any) -> str:
-    """Returns a prompt as text for display, or the last message of a conversation."""
+    """Returns a prompt, or the last message in a conversation, as text for display."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):

@@ -1,4 +1,4 @@
-"""Hooks that evaluate a job while it trains, and that stop it early."""
+"""Hooks that evaluate a job during training, and that end training early."""
 
 from collections.abc import Mapping
 
@@ -69,7 +69,7 @@ class EarlyStops(Hook):
         self._watched: dict[int, float] = {}
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        # The `MetricsFiles` hook runs earlier and has removed the lines of steps to be recomputed.
+        # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> str | None:

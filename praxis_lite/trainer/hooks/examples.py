@@ -29,15 +29,15 @@ from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 
 class Examples(Hook):
-    """Before each save, writes a line about the rows that this process fed since the last save.
+    """Before each save, records the rows that this process has trained on since the last save.
 
-    Every step from which a restore may start is therefore the last step of a line. The line is
-    written by `to_save`, which every process calls before each save, after reading the step's
-    metrics.
+    Each record is a line, and every step from which training may resume is the last step in a line.
+    The line is written by `to_save`, which every process calls before each save, after reading the
+    step's metrics.
     """
 
     every, waits = None, False
-    # The rows that were fed since the last line.
+    # The rows trained on since the last line.
     _sum: int
     _steps: list[int]
     _batches: list[int]
@@ -114,7 +114,7 @@ class Examples(Hook):
         self._steps, self._batches = [], []
 
     def _write(self, step: int, text: str) -> None:
-        """Appends a line and syncs it to disk, so that it survives a crash of the host."""
+        """Appends a line and syncs it to disk, so that the line survives a host crash."""
         assert self._lines is not None, "`before_training` was called."
         self._lines.add(step, text)
         with contextlib.suppress(OSError):

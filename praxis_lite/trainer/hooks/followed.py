@@ -18,10 +18,10 @@ _POLL_SECONDS = 1.0
 
 
 class FollowedEvaluations(Hook):
-    """Reads the evaluations of a follower, a separate process that evaluates new checkpoints.
+    """Reads evaluations from a follower, a separate process that evaluates new checkpoints.
 
     The setting run.evaluation.by_follower selects this hook. The first process polls the size of
-    the job's evaluation file once a second, and reads the file when its size has changed. All
+    the job's evaluation file once a second, and reads the file when the size has changed. All
     processes end training after the same step.
     """
 

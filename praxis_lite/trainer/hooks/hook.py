@@ -25,9 +25,9 @@ class DispatchedStep:
 
     Attributes:
       step: The step's number, from 1.
-      state: The state after the step. The next step donates it, so read it in `after_step`.
+      state: The state after the step. It is donated to the next step, so read it in `after_step`.
       batch: The global batch.
-      key: The run's random key, into which the step folds its number.
+      key: The run's random key, into which the step's number is folded.
       outputs: `{"metrics": {name: (value, weight)}, "learner": {name: scalar}}`.
       is_last: Whether training is expected to end with this step.
     """
@@ -42,14 +42,14 @@ class DispatchedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of a step on the host, available while the next step runs.
+    """A step's metrics on the host, available while the next step runs.
 
     Attributes:
       step: The step's number.
       line: The step's line of metrics.jsonl: "loss", "grad_norm", "step_time" and others by name.
       weight: Weight of the loss: the number of tokens or examples in the batch.
       batch_index: Index of the batch in the training data.
-      inputs: This process's rows of the batch, as NumPy arrays.
+      inputs: This process's rows in the batch, as NumPy arrays.
       first_row: Index of this process's first row in the batch.
     """
 
@@ -65,30 +65,33 @@ class Hook(contextlib.AbstractContextManager):
     """Base class of hooks: actions between training steps. Subclass it.
 
     An experiment returns configs of its hooks from `hooks()`, such as
-    `[fdl.Config(WeightNorms, every=100)]`. They run in this order, after the evaluation of a step
-    and before its checkpoint is saved.
+    `[fdl.Config(WeightNorms, every=100)]`. The hooks run in this order, after a step is evaluated
+    and before the step's checkpoint is saved.
 
-    Every process calls every hook in the same order. Code that compiles, or that reads an array of
+    Every process calls every hook in the same order. Code that compiles, or that reads an array in
     the state, must therefore run in all processes. Write files and call services only in the first
     process (`loop.is_first`). An exception in a hook ends training like an exception in a step: the
-    next launch resumes from the newest checkpoint. `__exit__` of every hook receives the exception.
+    next launch resumes from the newest checkpoint. The exception is passed to every hook's
+    `__exit__`.
 
-    A hook is a context manager, which is entered when training starts and exited when it ends. A
-    roll-back from a loss spike exits it without an exception, enters it again, and calls `restore`.
+    A hook is a context manager, which is entered when training starts and exited when it ends. In a
+    roll-back from a loss spike, the hook is exited without an exception and entered again, and
+    `restore` is called.
 
     Attributes:
       every: `after_step` is called after every multiple of this number of steps, and after the last
         step. If None, it is only called after the last step.
       waits: Whether `after_step` may wait for the devices or take time. If True, the metrics of the
         step are read and written first, and the hook's time is not included in the step time. Set
-        it to False for a hook that reads no array, so that the devices never wait for the host.
+        `waits` to False for a hook that reads no array, so that the devices never wait for the
+        host.
     """
 
     every: int | None = 1
     waits: bool = True
 
     def check(self, job: "JobOnMesh", /) -> None:
-        """Raises ConfigError if the hook does not fit the job, before anything compiles."""
+        """Raises ConfigError if the hook does not fit the job, before anything is compiled."""
 
     def restore(self, saved: Any, /) -> None:
         """Restores the hook's state from the checkpoint from which training resumes.
@@ -102,7 +105,7 @@ class Hook(contextlib.AbstractContextManager):
         """Returns a JSON-serializable value to save with each checkpoint, or None."""
 
     def before_training(self, loop: "Loop", state: "TrainState", /) -> None:
-        """Called before the first step is compiled, with the state that the step will donate."""
+        """Called before the first step is compiled, with the state that is donated to that step."""
 
     def compiling(self) -> contextlib.AbstractContextManager:
         """Returns a context manager in which the training step is compiled."""
@@ -113,7 +116,7 @@ class Hook(contextlib.AbstractContextManager):
         return is_last or (self.every is not None and step % self.every == 0)
 
     def after_step(self, dispatched: DispatchedStep, /) -> str | None:
-        """Called after a step was dispatched to the devices.
+        """Called after a step has been dispatched to the devices.
 
         Args:
           dispatched: The dispatched step.
@@ -128,7 +131,7 @@ class Hook(contextlib.AbstractContextManager):
         return {}
 
     def after_metrics(self, metrics: StepMetrics, /) -> None:
-        """Called with the metrics of every step, one step late."""
+        """Called with every step's metrics, one step late."""
 
     def after_evaluation(
         self, step: int, results: Mapping[str, Mapping[str, float]], /
@@ -144,16 +147,16 @@ class Hook(contextlib.AbstractContextManager):
         """
 
     def after_profile(self, folder: "Path", /) -> None:
-        """Called after the files of a profile were written, only in the first process."""
+        """Called in the first process only, after a profile's files have been written."""
 
     def after_training(self, step: int, /) -> None:
-        """Called after the metrics of the last step were reported, except after an exception."""
+        """Called after the last step's metrics have been reported, except after an exception."""
 
     def __exit__(self, *exc_info: object) -> None:
         """Frees the hook's resources, however training ended."""
 
 
-# The arguments of each method that a subclass may override.
+# The arguments to each method that a subclass may override.
 METHODS = {
     name: tuple(inspect.signature(method).parameters)[1:]
     for name, method in vars(Hook).items()
@@ -196,7 +199,7 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
 
 
 def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """Returns hooks by the names under which checkpoints store their values.
+    """Returns hooks by the names under which their values are stored in checkpoints.
 
     The name is the class name. If a class has several hooks, "#2", "#3" and so on are appended to
     the names of its second and later hooks.

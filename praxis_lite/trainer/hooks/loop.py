@@ -26,7 +26,7 @@ Results = Mapping[str, Mapping[str, float]]
 class Loop:
     """The state of the training loop that is visible to hooks.
 
-    It never stores the TrainState, because each step donates it.
+    The TrainState is never stored here, because it is donated to the next step.
 
     Attributes:
       job: The job on its mesh, with its datasets, settings and files.
@@ -34,20 +34,20 @@ class Loop:
       is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
       skipped_batches: Indices of training batches that are skipped after loss spikes.
       note: Prints a line above the progress line.
-      is_first: Whether this is the process that writes the job's files.
+      is_first: Whether this process writes the job's files.
       checkpoints: The job's checkpoints.
       stop: The requests to stop this process.
       watchdog: Reports steps that take too long.
       consensus: Makes all processes stop, save and profile at the same step.
       hooks: All hooks, in the order in which they are called.
       stops: Whether any process has received a request to stop; the same in all processes.
-      reason: The reason why a hook ends training, or None.
-      proposed_end: The reason for which the first process wants to end training, before the other
-        processes agree, or None.
-      results: Metrics of the newest step's evaluation by dataset, or None if the step was not
+      reason: The reason why a hook has ended training, or None.
+      proposed_end: The first process's reason for ending training, to which the other processes
+        have not yet agreed, or None.
+      results: Metrics by dataset from the newest step's evaluation, or None if the step was not
         evaluated.
       spike: The loss spike to roll back from, or None.
-      saved_at: `time.monotonic` at the start of the newest save.
+      saved_at: Value of `time.monotonic()` at the start of the newest save.
       profile_steps: Number of steps in a requested profile that has not started, or 0 if there is
         no request; the same in all processes.
       has_profile_request: Whether this process received a request for a profile to which the other
@@ -89,7 +89,7 @@ class Loop:
         self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
-        """Compiles the training step in the contexts of all hooks, and returns the duration."""
+        """Compiles the training step in the contexts of all hooks; returns the seconds taken."""
         start, train = time.perf_counter(), self.job.datasets[TRAIN]
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.phase(COMPILE))
@@ -120,13 +120,13 @@ class Loop:
         return self.stops
 
     def report_evaluation(self, step: int, results: Results) -> None:
-        """Stores the results of an evaluation and calls `after_evaluation` of all hooks."""
+        """Stores the results of an evaluation and calls every hook's `after_evaluation`."""
         self.results = results
         for hook in self._evaluation_hooks:
             self.end(hook.after_evaluation(step, results))
 
     def report_profile(self, folder: Path) -> None:
-        """Calls `after_profile` of all hooks. Only the first process calls this method."""
+        """Calls every hook's `after_profile`. Only the first process calls this method."""
         for hook in self.hooks:
             hook.after_profile(folder)
 

@@ -20,7 +20,7 @@ class LossSpikes(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, run = loop, self._job.run
-        # The `MetricsFiles` hook runs earlier and has removed the lines of steps to be recomputed.
+        # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
         self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:

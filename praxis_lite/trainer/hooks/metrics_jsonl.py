@@ -18,7 +18,7 @@ from praxis_lite.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
 class MetricsFiles(Hook):
     """Writes metrics.jsonl one step late, and eval_metrics.jsonl after each evaluation.
 
-    Before training, the lines of steps that will be recomputed are moved to NAME.lost.jsonl.
+    Before training, the lines for steps that will be recomputed are moved to NAME.lost.jsonl.
     """
 
     every, waits = None, False
@@ -56,7 +56,7 @@ class MetricsFiles(Hook):
 
 
 class Progress(Hook):
-    """Prints the loss and speed of steps, evaluations, and the share of time spent on input."""
+    """Prints losses, speeds, evaluation results, and the share of time spent waiting for input."""
 
     every, waits = None, False
 

@@ -26,7 +26,7 @@ _MEMORY_KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """A device of the mesh, with fields as in `jax.Device`."""
+    """A device in the mesh, with the same fields as `jax.Device`."""
 
     id: int
     platform: str
@@ -45,8 +45,8 @@ class ProfileFacts:
       last_step: Last traced step.
       seconds: Duration of the trace, measured by the first process.
       axis_sizes: Sizes of the mesh axes.
-      devices: Devices of the mesh, in mesh order.
-      arrays: Bytes per device of each array of the state, by path.
+      devices: Devices in the mesh, in mesh order.
+      arrays: Bytes per device for each array in the state, by path.
       step_bytes: Bytes per device in the compiler's memory plan for a step: "argument", "output",
         "temp", "alias" and "generated_code".
       peak_bytes: Peak bytes in use since the process started, by device id, for the devices of the
@@ -106,7 +106,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
 
 
 def read_facts(folder: Path) -> ProfileFacts:
-    """Returns the facts of a profile; raises ConfigError if they are missing or damaged."""
+    """Returns the facts about a profile; raises ConfigError if they are missing or damaged."""
     path = folder / "profile.json"
     fields = read_json(path)
     try:

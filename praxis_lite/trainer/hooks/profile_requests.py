@@ -9,7 +9,7 @@ from praxis_lite.core.errors import shortened
 from praxis_lite.job import processes
 from praxis_lite.job.processes.stop_request import StopRequest
 
-NUM_STEPS = 3  # Number of steps if the request does not specify one.
+NUM_STEPS = 3  # Number of steps to profile if the request does not specify a number.
 MAX_STEPS = 1000
 _POLL_SECONDS = 1.0
 
@@ -30,7 +30,7 @@ class ProfileRequests:
         self._polls_file = processes.is_first()
 
     def take(self) -> int:
-        """Returns the number of steps requested since the last call, or 0 without a request."""
+        """Returns the number of steps requested since the last call, or 0 if there was none."""
         has_signal, self._stop.profile_requested = self._stop.profile_requested, False
         now = time.monotonic()
         if self._polls_file and now - self._polled_at >= _POLL_SECONDS:
@@ -40,7 +40,7 @@ class ProfileRequests:
         return NUM_STEPS * has_signal
 
     def _read(self) -> int:
-        """Reads and removes the file, and returns its number of steps, or prints an error."""
+        """Reads and removes the file, and returns the number of steps in it, or prints an error."""
         try:
             text = self._file.read_text(errors="replace").strip()
             self._file.unlink()

@@ -1,4 +1,4 @@
-"""Traces steps with JAX's profiler. Errors of the profiler never end the run."""
+"""Traces steps with JAX's profiler. Profiler errors never end the run."""
 
 import contextlib
 import logging
@@ -25,8 +25,8 @@ class Profiler:
     Every process calls each method; `run.profile.processes` selects the processes that trace.
 
     Attributes:
-      steps: The steps being profiled, or None. Set until the last step even if the trace could not
-        be started, so that all processes take the same path.
+      steps: The steps being profiled, or None. Remains set until the last of these steps even if
+        the trace could not be started, so that all processes take the same path.
       note: Function that prints a line.
     """
 
@@ -39,7 +39,7 @@ class Profiler:
         self._start = 0.0
 
     def begin(self, steps: range, state: TrainState) -> None:
-        """Starts a trace when the devices have computed `state`, the input of the first step."""
+        """Starts a trace when the devices have computed `state`, the input to the first step."""
         self.steps = steps
         if not self._traces:
             return
@@ -122,8 +122,8 @@ def _stop() -> None:
     try:
         jax.profiler.stop_trace()
     except Exception:
-        # After a failed write, JAX considers the trace as running and would refuse to start a new
-        # trace.
+        # After a failed write, JAX still considers the trace to be running and would refuse to
+        # start a new trace.
         with contextlib.suppress(Exception):
             jax.profiler.stop_trace()
         raise
@@ -132,14 +132,14 @@ def _stop() -> None:
 def _unfinished(folder: Path) -> Path:
     """Returns the folder into which this process traces, next to the profile's folder.
 
-    It cannot be inside that folder, because the first process clears it, possibly after another
-    process has started its trace.
+    The returned folder cannot be inside the profile's folder, because the first process clears the
+    profile's folder, possibly after another process has started its trace.
     """
     return folder.with_name(f".process_{processes.index()}")
 
 
 def _move(unfinished: Path, session: Path) -> None:
-    """Moves the files of a trace to the profile's folder; JAX includes host and time in names."""
+    """Moves a trace's files to the profile's folder; their names contain the host and the time."""
     files = [file for file in unfinished.rglob("*") if file.is_file() and file.stat().st_size]
     if not any(file.name.endswith(".xplane.pb") for file in files):
         raise OSError("JAX's profiler wrote no trace; the disk may be full")

@@ -13,9 +13,9 @@ _TOO_LATE = "the requested profile is not recorded: no step is left to profile"
 
 
 class ProfileBegins(Hook):
-    """Starts a profile after the previous step was evaluated and saved.
+    """Starts a profile after the preceding step has been evaluated and saved.
 
-    This is the last hook of a job. It profiles the steps in `run.profile.steps` that remain in this
+    This is a job's last hook. It profiles the steps in `run.profile.steps` that remain in this
     launch, and steps that are requested while the job runs.
     """
 
@@ -57,7 +57,7 @@ class ProfileBegins(Hook):
             self._loop.note(_TOO_LATE)
 
     def _configured_after(self, step: int) -> range | None:
-        """Returns the configured range that contains `step + 1`, from that step on, or None."""
+        """Returns the configured range that contains `step + 1`, cut to start there, or None."""
         if self._profiler.steps:
             return None
         for steps in self._ranges:
@@ -69,8 +69,8 @@ class ProfileBegins(Hook):
 class ProfileEnds(Hook):
     """Ends a profile after its last step, before that step is evaluated or saved.
 
-    This is the first hook of a job. If the job receives a request to stop, the profile is
-    discarded, because the remaining time is needed for the checkpoint.
+    This is a job's first hook. If the job receives a request to stop, the profile is discarded,
+    because the remaining time is needed for the checkpoint.
     """
 
     every = None

@@ -20,7 +20,8 @@ __all__ = ("data_to_save",)
 class Saves(Hook):
     """Saves checkpoints every N steps or seconds and at the end, and retries failed saves.
 
-    It runs after all hooks whose values it saves, so that the values belong to the same step.
+    This hook runs after all hooks whose values it saves, so that the values belong to the same
+    step.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -30,7 +31,7 @@ class Saves(Hook):
         self._loop = loop
         if loop.results is not None and self._job.run.checkpoints.best is not None:
             # The interrupted evaluation of this step has been repeated. Save the step again,
-            # because the results decide whether it is among the best checkpoints.
+            # because the results determine whether the checkpoint is among the best.
             loop.stop.step_ended()
             self.save(loop.first_step, state, is_last=True)
         loop.saved_at = time.monotonic()
@@ -46,7 +47,7 @@ class Saves(Hook):
         self.save(dispatched.step, dispatched.state, is_last=dispatched.is_last)
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Starts a save of the state, the data position and the values of other hooks."""
+        """Starts to save the state, the data position and the values from other hooks."""
         loop = self._loop
         data = data_to_save(step, loop)
         loop.saved_at = time.monotonic()
@@ -68,7 +69,7 @@ class Saves(Hook):
 
 
 def data_to_save(step: int, loop: Loop) -> dict[str, object]:
-    """Returns the JSON data to save with a state: data position, seed and values of hooks."""
+    """Returns the JSON data to save with a state: data position, seed and values from hooks."""
     position = DataPosition.of_step(step, loop.skipped_batches)
     data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
     if hooks := _hook_values(loop):

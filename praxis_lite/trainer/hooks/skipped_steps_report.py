@@ -92,7 +92,7 @@ class SkippedSteps(Hook):
 
 
 def _without_weight(metrics: StepMetrics) -> str | None:
-    """Returns a message if the weights of all of this process's rows are 0, else None."""
+    """Returns a message if all of this process's rows have weight 0, else None."""
     weights = metrics.inputs.get("weights") if isinstance(metrics.inputs, Mapping) else None
     if weights is None or not np.size(weights) or np.any(np.asarray(weights) != 0):
         return None
@@ -100,7 +100,7 @@ def _without_weight(metrics: StepMetrics) -> str | None:
 
 
 def _check_learning_rates(line: Mapping[str, Any]) -> None:
-    """Checks that finite learning rates are in range; steps with other rates were skipped."""
+    """Checks that finite learning rates are in range; steps with non-finite rates were skipped."""
     for name, value in line.items():
         is_rate = name.startswith("learning_rate") and math.isfinite(value)
         if is_rate and not 0 <= value <= MAX_LEARNING_RATE:

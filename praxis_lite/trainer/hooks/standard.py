@@ -1,4 +1,4 @@
-"""Assembles the hooks of a job, in the order in which they are called."""
+"""Assembles a job's hooks, in the order in which they are called."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import ProgressLine
 
-# Type of the functions with which `JobTools` add hooks to a job.
+# Type of the functions in `JobTools` that return a job's additional hooks.
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
@@ -27,14 +27,15 @@ def all_hooks(
     trackers: Trackers,
     other_saves: Sequence[Hook],
 ) -> list[Hook]:
-    """Returns all hooks of a job: standard hooks, tool hooks and the experiment's hooks."""
+    """Returns all hooks of a job: standard hooks, hooks from tools, and the experiment's hooks."""
     profiler = Profiler(job)
     return [
-        # These two hooks are first and last, so that a profile contains other hooks' work only
-        # within its steps.
+        # These two hooks are first and last, so that a profile contains other hooks' work only from
+        # the profiled steps.
         ProfileEnds(job, profiler),
         *more(job),
-        # Before hooks that report a step or raise errors, so that its metrics are on disk by then.
+        # Before hooks that report a step or raise errors, so that the step's metrics are already on
+        # disk.
         MetricsFiles(job),
         Examples(job),
         Tracking(trackers),
@@ -46,7 +47,7 @@ def all_hooks(
         FollowedEvaluations(job, trackers),
         *job.hooks,
         # Before the hook that saves checkpoints, because these saves are faster: if the job is
-        # killed while it saves the checkpoint, they are already complete.
+        # killed while a checkpoint is being saved, these saves are already complete.
         *other_saves,
         Saves(job),
         ProfileBegins(job, profiler),

@@ -1,4 +1,4 @@
-"""The trackers of a job, such as TensorBoard, and the hook that sends them metrics."""
+"""A job's trackers, such as TensorBoard, and the hook that sends metrics to trackers."""
 
 import contextlib
 import json
@@ -36,9 +36,9 @@ NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each of which runs in a separate thread.
+    """A job's trackers, each of which runs in a separate thread.
 
-    The threads start when training starts. Exiting the context stops them, and waits at most
+    The threads start when training starts. Exiting the context stops the threads and waits at most
     END_SECONDS.
     """
 
@@ -49,9 +49,9 @@ class Trackers(contextlib.AbstractContextManager):
         self._ending: Ending = "finished"
 
     def resume_from(self, step: int) -> None:
-        """Notifies the trackers that training continues after `step`, for a launch or roll-back.
+        """Notifies the trackers that training resumes after `step`, in a new launch or a roll-back.
 
-        The lines of later steps have been moved to the files of lost lines. The newest recorded
+        The lines for later steps have been moved to the files of lost lines. The newest recorded
         step is read from these files.
         """
         if self._threads:
@@ -63,14 +63,14 @@ class Trackers(contextlib.AbstractContextManager):
                 thread.start()
 
     def log_step(self, step: int, line: Mapping[str, Any]) -> None:
-        """Sends the metrics of a step to the trackers."""
+        """Sends a step's metrics to the trackers."""
         if any(thread.is_due(step) for thread in self._threads):
             numbers = numbers_of(line)
             for thread in self._threads:
                 thread.log_step(step, numbers)
 
     def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Sends the metrics of an evaluation, by dataset, to the trackers."""
+        """Sends an evaluation's metrics, by dataset, to the trackers."""
         for thread in self._threads:
             thread.log_evaluation(step, results)
 
@@ -92,14 +92,14 @@ class Trackers(contextlib.AbstractContextManager):
                         thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
             self._note(f"note: no decoded samples are sent to trackers: {error}")
-        # If there is no picture, `draw_loss_curve` has reported the reason.
+        # If there is no image, `draw_loss_curve` has already reported the reason.
         with contextlib.suppress(OSError):
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
                 thread.image(step, "loss_curve", png)
 
     def forward_notes(self, note: Callable[[str], None]) -> None:
-        """Passes the queued notes of all trackers to `note`."""
+        """Passes the queued notes from all trackers to `note`."""
         for thread in self._threads:
             while thread.notes:
                 note(thread.notes.popleft())
@@ -121,7 +121,7 @@ class Trackers(contextlib.AbstractContextManager):
 
 
 def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
-    """Returns the newest step among the lost lines of a file, or 0 if there are none."""
+    """Returns the newest step among the lost lines from a file, or 0 if there are none."""
     try:
         return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
     except ConfigError as error:
@@ -152,13 +152,13 @@ class Tracking(Hook):
 def open_trackers(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> Trackers:
-    """Returns the trackers of a job. Only the first process has trackers.
+    """Returns a job's trackers. Only the first process has trackers.
 
     Args:
       job: The job on its mesh.
       launched: The config of the launch.
       first_step: Number of steps completed before this launch.
-      note: Prints a line.
+      note: Function that prints a line.
     """
     trackers = {name: tracker for name, tracker in job.run.trackers.items() if tracker is not None}
     threads = []
@@ -177,7 +177,7 @@ def open_trackers(
 def tracked_run(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> TrackedRun:
-    """Describes a run for its trackers; raises ConfigError if its id cannot be written."""
+    """Describes a run for its trackers; raises ConfigError if the run's id cannot be written."""
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
     facts = {
@@ -204,7 +204,7 @@ def tracked_run(
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id in run_id.json in a folder; the first launch creates this file.
+    """Returns the id from run_id.json in a folder; the first launch creates this file.
 
     Raises:
       ConfigError: The file cannot be read or written.

@@ -18,9 +18,9 @@ __all__ = ("MetricsColumns", "columns_by_dataset")
 
 Columns = dict[str, np.ndarray]
 
-# Bytes per read. Larger buffers are slower, because the system must map new memory for each.
+# Bytes per read. Larger buffers are slower, because the system must map new memory for each buffer.
 _BLOCK_BYTES = 1 << 19
-# Number of bytes before the last position that are compared to detect that a file was rewritten.
+# Number of bytes before the last position that are compared to detect a rewritten file.
 _TAIL_BYTES = 256
 
 
@@ -28,7 +28,8 @@ class MetricsColumns:
     """The numbers in a file of JSON lines, with one column per key.
 
     Attributes:
-      num_unreadable: Number of ignored lines, which are not JSON objects with an integer `step`.
+      num_unreadable: Number of lines ignored because they are not JSON objects with an integer
+        `step`.
     """
 
     _identity: tuple[int, int] | None
@@ -148,7 +149,7 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]:
-    """Returns the columns of evaluation lines by dataset, sorted by step.
+    """Returns the columns in evaluation lines by dataset, sorted by step.
 
     The file may not be sorted, because other processes append evaluations of earlier steps.
     """
@@ -159,7 +160,7 @@ def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]
 
 
 def _parse_uniform_lines(text: bytes) -> Columns | None:
-    """Returns the columns of lines with equal keys and only numbers, or None for other lines.
+    """Returns the columns of lines with identical keys and only numbers, or None for other lines.
 
     This is the fast path for metrics.jsonl: parsing all lines as a single JSON array takes a third
     of the time of parsing each line.

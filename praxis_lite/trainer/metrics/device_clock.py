@@ -1,4 +1,4 @@
-"""Measures the duration of each step on the devices, in a thread that waits for its outputs."""
+"""Measures each step's duration on the devices, in a thread that waits for the step's outputs."""
 
 import contextlib
 import queue
@@ -11,12 +11,12 @@ import jax
 
 
 class DeviceSpan:
-    """The time span of a step on the devices.
+    """The time span during which a step runs on the devices.
 
     Args:
-      dispatch_start: When the step was dispatched, in seconds of `now`.
+      dispatch_start: Time of the step's dispatch according to `now`.
       previous: The span of the previous step, or None.
-      now: The clock.
+      now: The clock, in seconds.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class DeviceSpan:
         self._end: float | None = None
 
     def end(self) -> float:
-        """Returns the end of the span, which is the time of the first call of this method."""
+        """Returns the end of the span, which is the time of the first call to this method."""
         if self._end is None:
             self._end = self._now()
         return self._end
@@ -43,11 +43,11 @@ class DeviceSpan:
 class DeviceClock(contextlib.AbstractContextManager):
     """Measures the duration of each step on this process's devices, without blocking the loop.
 
-    A step starts when it is dispatched, or when the previous step ends if that is later. It ends
-    when a thread that blocks on its outputs wakes up, which happens about 0.1 ms late, or up to
-    5 ms late (Python's switch interval) while the loop holds the GIL. The measured time therefore
-    includes the dispatch if the devices are idle, but not if they are still running the previous
-    step.
+    A step starts when it is dispatched, or when the previous step ends if that is later. A step
+    ends when a thread that blocks on the step's outputs wakes up, which happens about 0.1 ms late,
+    or up to 5 ms late (Python's switch interval) while the loop holds the GIL. The measured time
+    therefore includes the dispatch if the devices are idle, but not if they are still running the
+    previous step.
 
     Args:
       now: The clock, in seconds.
@@ -63,7 +63,7 @@ class DeviceClock(contextlib.AbstractContextManager):
         """Starts measuring a step that was just dispatched, and returns its span.
 
         Args:
-          dispatch_start: When the step was dispatched.
+          dispatch_start: Time of the step's dispatch, according to the clock.
           outputs: Arrays that the step computes and that are never donated.
         """
         span = self._last = DeviceSpan(dispatch_start, self._last, self._now)
@@ -81,7 +81,7 @@ class DeviceClock(contextlib.AbstractContextManager):
     def _wait(self) -> None:
         while (running := self._running.get()) is not None:
             span, outputs = running
-            # The loop raises errors of the devices when it reads the outputs.
+            # Device errors are raised in the loop when it reads the outputs.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(outputs)
             span.end()

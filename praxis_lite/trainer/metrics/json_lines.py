@@ -45,8 +45,8 @@ _LEADING_KEYS = ("step", "dataset", "loss")
 # Number of bytes at the end of a file that are checked before lines are appended.
 _CHECKED_BYTES = 1 << 16
 
-# `sampled_lines` reads all lines of a file up to this size, and this number of lines of a larger
-# file.
+# `sampled_lines` reads all lines from files up to this size, and this number of lines from larger
+# files.
 _SMALL_BYTES = 4 * 2**20
 _NUM_SAMPLES = 8192
 
@@ -56,15 +56,16 @@ _PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
 class JsonLinesWriter(contextlib.AbstractContextManager):
     """Appends one line per step to a file, and flushes each line.
 
-    Opening the file cleans up after an earlier run. An incomplete last line is removed. Lines of
+    Opening the file cleans up after an earlier run. An incomplete last line is removed. Lines for
     steps after `resume_step`, which the resumed run will write again, are moved to NAME.lost.jsonl.
     They are copied before the file is truncated, so that no line is lost if the process is killed
-    in between. To find these lines, the file is read backwards, at least 64 KiB. A file of
-    evaluations is read completely, because other processes append to it in any order of steps.
+    in between. To find these lines, the file is read backwards, starting with the last 64 KiB. A
+    file of evaluations is read completely, because other processes may append evaluations of
+    earlier steps.
 
-    If the file cannot be written later, lines are buffered (`RetryingLineWriter`). If they still
-    cannot be written at the end, exiting the context raises ConfigError, or prints a note if
-    another exception is being raised.
+    If a later write to the file fails, lines are buffered (`RetryingLineWriter`). If the buffered
+    lines still cannot be written when the context exits, ConfigError is raised, or a note is
+    printed if another exception is being raised.
 
     Numbers have enough digits to round-trip float64. NaN and the infinities are written as the
     strings "NaN", "Infinity" and "-Infinity".
@@ -76,7 +77,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     Attributes:
       newest_kept: Newest step among the lines that are kept, or 0 if there are none.
-      lost_steps: First and last step of the lines that were moved, or None if no line was moved.
+      lost_steps: First and last step among the lines that were moved, or None if no line was moved.
       lost_path: The file to which lines are moved.
 
     Raises:
@@ -103,7 +104,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
                 raise not_written(self.path, error) from error
 
     def _move_lost(self, file: IO[bytes], last: int) -> None:
-        """Moves the lines of steps after `last` to the file of lost lines.
+        """Moves the lines for steps after `last` to the file of lost lines.
 
         The file is read backwards to find `cut`, the offset of the first lost line. Lines after it
         are either lost or, if another process has appended them, kept. Lost lines are copied and
@@ -138,7 +139,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             os.ftruncate(file.fileno(), cut)
 
     def num_lines(self) -> int:
-        """Counts the lines of the file by reading all of it."""
+        """Counts the lines in the file by reading the complete file."""
         with opened(self.path) as file:
             return sum(1 for _ in file)
 
@@ -158,7 +159,7 @@ def lost_path(path: pathlib.Path) -> pathlib.Path:
 
 
 def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Appends lines in one write to a file that another process may be writing.
+    """Appends lines in one write to a file to which another process may be writing.
 
     An incomplete last line, left by a killed writer, is removed. Raises ConfigError if the file
     cannot be written.
@@ -203,7 +204,7 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
     """Locks the file's folder, so that no other process truncates the file or appends to it.
 
     `JsonLinesWriter.write` takes no lock, because it appends complete lines. On file systems
-    without locks this does nothing.
+    without locks, this function does nothing.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -217,7 +218,7 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the parsed lines of a file, with "NaN" and the infinities as floats.
 
-    An incomplete last line is ignored: its writer was killed or is still writing it.
+    An incomplete last line is ignored, because its writer was killed or is still writing.
 
     Raises:
       ConfigError: The file does not exist, or a complete line is not a JSON object with a `step`.
@@ -249,7 +250,7 @@ def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the results of `read_json_lines`, or for large files, a sample of them.
+    """Yields the results of `read_json_lines` or, for a large file, of a sample of its lines.
 
     If a file is larger than 4 MiB, the sample consists of about 8,000 evenly spaced lines,
     including the first and the last line.
@@ -285,7 +286,7 @@ def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, di
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
-    """Parses the line at an offset. Raises ConfigError with its line number if it is invalid."""
+    """Parses the line at an offset. Raises ConfigError with the line number if invalid."""
     try:
         return _parse_line(text)
     except _PARSE_ERRORS as error:
@@ -296,7 +297,7 @@ def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> d
 def _parse_line(text: bytes) -> dict[str, Any]:
     try:
         line = orjson.loads(text)
-    except ValueError:  # Python's parser, unlike the fast one, accepts NaN and invalid UTF-8.
+    except ValueError:  # Python's parser, unlike the fast parser, accepts NaN and invalid UTF-8.
         line = json.loads(text.decode("utf-8", "replace"))
     if not is_step(line["step"]):
         raise TypeError("step is not an integer")
@@ -332,7 +333,7 @@ def is_step(value: object) -> bool:
 
 
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, or [] if it does not exist."""
+    """Returns the parsed lines of a file, or [] if the file does not exist."""
     return read_json_lines(path) if path.exists() else []
 
 
@@ -374,7 +375,7 @@ def _checked_lines(
 
 
 def json_line(line: Mapping[str, Any]) -> str:
-    """Serializes a line of the file, with its line break."""
+    """Serializes a line, including the line break."""
     keys = [key for key in _LEADING_KEYS if key in line]
     keys += sorted(line.keys() - set(keys))
     plain = {key: strict_json(line[key], key) for key in keys}
@@ -399,7 +400,7 @@ def strict_json(value: Any, key: str) -> Any:
         return [strict_json(entry, key) for entry in value]
     if not isinstance(value, float):
         array = np.asarray(value)
-        # Do not exclude kind 'V': it includes bfloat16 of ml_dtypes, which converts to float.
+        # Do not exclude kind 'V': it includes ml_dtypes' bfloat16, which can be converted to float.
         if array.shape != () or array.dtype.kind in "OSUMmc":
             raise ValueError(
                 f"metric {key!r}: cannot write {type(value).__name__} of shape "

@@ -35,7 +35,7 @@ class RetryingLineWriter:
         self._retry_at = 0.0
 
     def add(self, step: int, text: str) -> None:
-        """Writes the line of a step, or buffers it if the file cannot be written."""
+        """Writes a step's line, or buffers the line if the file cannot be written."""
         self._lines.append((step, text))
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()

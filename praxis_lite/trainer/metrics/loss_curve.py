@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run as a PNG, from its JSON lines."""
+"""Draws a run's loss curve as a PNG, from the run's JSON lines."""
 
 import os
 import pathlib
@@ -26,7 +26,8 @@ def plot_loss_curve(
     """Plots loss against step, with raw and smoothed training losses and evaluations as points.
 
     A panel below shows the learning rate if it was recorded. If the file is larger than 4 MiB,
-    about 8,000 evenly spaced lines are drawn, so that the time does not grow with the run.
+    about 8,000 evenly spaced lines are drawn, so that plotting does not slow down as the run gets
+    longer.
 
     Args:
       metrics_path: File of lines with `step`, `loss` and optionally `learning_rate`.
@@ -121,7 +122,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     Values that are not finite are ignored. The average is centered, because a trailing average lags
     while the loss falls fast. Near the first step, where the loss is steepest and the window is
     truncated, a line is fitted to the window instead. Near the last step, the mean is used, because
-    a fitted line would follow the noise of single steps.
+    a fitted line would follow the noise in individual steps.
     """
     num_values = len(values)
     is_finite, index = np.isfinite(values), np.arange(num_values)

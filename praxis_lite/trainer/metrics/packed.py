@@ -13,7 +13,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A tree of scalars, packed for the transfer to the host.
+    """A tree of scalars that is packed for transfer to the host.
 
     Attributes:
       arrays: One array [num_scalars] per dtype, or the tree itself if it was not packed.

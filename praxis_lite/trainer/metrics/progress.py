@@ -1,4 +1,4 @@
-"""Shows the progress of a run as a live line on a terminal, or else as occasional lines."""
+"""Shows a run's progress as a live line on a terminal, or as occasional lines elsewhere."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ _DROP_ORDER = ("hfu", "steps", "input", "mfu", "tokens", "loss")
 
 
 class ProgressLine(contextlib.AbstractContextManager):
-    """Shows step, loss, speed and remaining time of a run.
+    """Shows a run's step, loss, speed and remaining time.
 
     On a terminal (`isatty()`), one line is redrawn in place at most five times a second. Less
     important numbers are omitted if the terminal is narrow. Otherwise, a line is printed every
@@ -64,7 +64,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         Args:
           step: The newest step.
           loss: The loss of the step, or None to omit it.
-          rates: The rates of the last steps, including this step.
+          rates: The rates over the last steps, including this step.
           has_tokens: Whether `rates` counts tokens instead of examples.
         """
         self._newest, self._is_shown = (step, loss, rates, has_tokens), False

@@ -20,7 +20,7 @@ _WINDOW_STEPS = 50  # Speeds are means over this many steps.
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """The schedule of an operation that interrupts the steps, such as evaluations or saves.
+    """The schedule of an operation that interrupts the steps, such as an evaluation or a save.
 
     A pause always follows the last step.
 
@@ -54,12 +54,14 @@ class Rates:
 
     The first step of a launch is excluded, because it includes one-time costs. The remaining time
     consists of the remaining steps at this rate, and the remaining evaluations and saves at their
-    mean duration in this launch. Evaluations and saves are included after the first one.
+    mean duration in this launch. Evaluations are included once this launch has run its first
+    evaluation, and saves once it has completed its first save.
 
     Args:
       num_steps: Last step of the job.
       num_devices: Number of devices in the mesh.
-      pauses: Schedules of evaluations and saves, by the name of their time in metrics.jsonl.
+      pauses: Schedules of evaluations and saves, by the name of the corresponding time in
+        metrics.jsonl.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class Rates:
 
     @property
     def per_second_and_device(self) -> float:
-        """Tokens or examples per second and device."""
+        """Tokens or examples per second per device."""
         return self._sum("weight") / self._sum(STEP_TIME) / self._num_devices
 
     @property
     def input_share(self) -> float:
-        """Fraction of the step time that the loop waited for batches."""
+        """Fraction of the step time during which the loop waited for batches."""
         return self._sum(INPUT_TIME) / self._sum(STEP_TIME)
 
     def utilization(self, name: str) -> float | None:
@@ -125,7 +127,7 @@ class Rates:
         if (each := self.step_seconds) is None:
             return None
         steps = self._num_steps - self._step
-        # Assume that hooks that wait keep taking the same time per step.
+        # Assume that the time per step spent in hooks that wait does not change.
         seconds = steps * (each + self._hook_seconds / (self._num_added - 1))
         for name, (paused, count) in self._paused.items():
             if count:

@@ -46,7 +46,7 @@ def write_records(
 
 
 def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Adds records to a file that does not contain them yet, and replaces the file atomically.
+    """Adds the records that a file does not contain yet, and replaces the file atomically.
 
     Raises ConfigError if the file cannot be written.
     """
@@ -61,7 +61,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Creates and locks the folder of a file, and converts OSError to ConfigError."""
+    """Creates and locks a file's folder, and converts OSError to ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(path):
@@ -82,8 +82,8 @@ class Decoded:
     """Records that were read from a file of decoded prompts.
 
     Attributes:
-      pairs: (prompt, continuation) of each record, in file order. If a record has no continuation,
-        its other fields as JSON take the place of the continuation.
+      pairs: (prompt, continuation) for each record, in file order. If a record has no continuation,
+        the second item is the record's other fields as JSON.
       num_lines: Number of complete lines in the file.
       num_unreadable: Number of requested lines that are not JSON objects.
     """
@@ -95,7 +95,7 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class DecodedFile:
-    """A file of prompts from a dataset or the command line, decoded with the weights of a step."""
+    """A file of prompts from a dataset or the command line, decoded with a checkpoint's weights."""
 
     dataset: str
     step: int

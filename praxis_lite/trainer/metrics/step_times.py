@@ -1,12 +1,12 @@
-"""Names and definitions of the times of a step in metrics.jsonl.
+"""Names and definitions of a step's times in metrics.jsonl.
 
 All times are in seconds, measured in the process that writes the file. `trainer/step_metrics.py`
 measures all of them except device_time.
 
 - step_time: from the end of the previous step to the end of this step. A step ends when the loop
   reads its metrics. Excludes compilation, evaluations, saves, and hooks that wait.
-- input_time: how long the loop waited for the step's batch.
-- dispatch_time: duration of the call of the compiled step.
+- input_time: time that the loop waited for the step's batch.
+- dispatch_time: duration of the call to the compiled step.
 - device_time: duration of the step on the devices (`DeviceClock`).
 - evaluation_time, save_time: duration of the evaluation and the save between the previous step and
   this step, or 0 if there was none. A step's line is written before the step is evaluated and

@@ -23,7 +23,8 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
     """Returns an SVG that plots loss against step, or "" if there is no loss below 1e100.
 
     Args:
-      metrics: Columns "step" and "loss" of training, drawn both faintly and smoothed.
+      metrics: Columns "step" and "loss" from training, drawn as a faint raw curve and a smoothed
+        curve.
       evaluations: Columns "step" and "loss" by dataset, drawn as points.
     """
     train_steps, train_losses = _points(metrics)
