@@ -96,7 +96,7 @@ class GilAlarm(contextlib.AbstractContextManager):
         return self
 
     def postpone(self, seconds: float | None = None) -> None:
-        """Restarts the timer with the given seconds (default: as constructed); 0 cancels it."""
+        """Restarts the timer with the given seconds (default: the constructor's); 0 cancels it."""
         if self._libc is not None:
             spec = _Timer(after=int(self._seconds if seconds is None else seconds))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
