@@ -22,7 +22,8 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
 _BARRIER_SECONDS = 3600.0
-# Maximum time for which a cancelled save waits for the other processes before it removes all files.
+# Maximum time to wait for the other processes after a save is cancelled, before all files are
+# removed.
 _CANCEL_SECONDS = 10.0
 _OPEN_FILES = "/proc/self/fd"
 
@@ -32,7 +33,7 @@ class BackgroundSave:
 
     Args:
       directory: The folder of all steps.
-      manifest: The manifest of the state, to which entries for its files are added.
+      manifest: The manifest of the state, to which entries for the files are added.
       name: Name of this save, which is unique in the job and the same in all processes.
       published: Called in every process after the step's folder is renamed to its number.
 
@@ -145,7 +146,7 @@ class BackgroundSave:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes the incomplete files of a save of this step."""
+        """Removes incomplete files left by a save of this step."""
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
@@ -221,5 +222,5 @@ def _location(path: str) -> str:
 
 
 def _real_paths(text: str) -> str:
-    """Replaces the paths of open file descriptors in a message by the paths of the files."""
+    """Replaces the paths of open file descriptors in a message with the paths of the files."""
     return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

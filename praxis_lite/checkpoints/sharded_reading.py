@@ -15,7 +15,8 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, Tr
 
 __all__ = ("read_state",)
 
-# Maximum number of bytes to read at a time, so that the host never holds a large state twice.
+# Maximum number of bytes to read at a time, so that the host never stores two copies of a large
+# state.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
@@ -89,7 +90,7 @@ def read_arrays(
 
 
 def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
-    """Groups names in order; each group has a total size of at most `max_size` or one name."""
+    """Groups names in order; each group has one name or a total size of at most `max_size`."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():

@@ -88,9 +88,9 @@ class Experiment:
     def mesh_for(self, num_devices: int) -> fdl.Config | None:
         """Returns the config of the mesh for an elastic job with `num_devices` remaining devices.
 
-        This is called if `mesh()` has a different number of devices. The axes must be the same. If
-        the result is None, which is the default, the fastest valid mesh that fits in memory
-        according to --mode=plan is used.
+        This is called if `mesh()` has a different number of devices. The mesh axes must be the same
+        as in `mesh()`. If the result is None, which is the default, the fastest valid mesh that
+        fits in memory according to --mode=plan is used.
         """
         return None
 
@@ -220,7 +220,7 @@ class Experiment:
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:
-    # Import the layers here, because they import jax.
+    # Import the layers here, because importing them imports jax.
     from praxis_lite.layers.whole_model.sharding_presets import (
         COMPILER_OPTIONS,
         SHARDING_PRESETS,

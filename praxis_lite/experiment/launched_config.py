@@ -72,8 +72,7 @@ def config_of_job(
 
     Args:
       job_dir: The job directory.
-      name: Name of the experiment, as for --exp. Unless it is None, it must be the experiment of
-        the job.
+      name: Name of the experiment, as for --exp. Must be the job's experiment, or None.
       settings: Settings "path=value", as for --set.
       packages: The user's packages, as for --packages.
 

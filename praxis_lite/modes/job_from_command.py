@@ -90,7 +90,7 @@ def job_on_mesh(
     """Builds and checks a job on its mesh, without compiling.
 
     Inside the context, errors about a file include the setting for that file, and out-of-memory
-    errors include the largest arrays.
+    errors list the largest arrays.
 
     Args:
       command: The common options.

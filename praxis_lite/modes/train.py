@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LastStepUnsound(Error):
-    """The last step of a training that was saved was skipped, or its loss is not finite."""
+    """Training was saved, but the last step was skipped or has a loss that is not finite."""
 
     exit_status = 3
 
@@ -172,7 +172,7 @@ def train_job(
 
     Raises:
       ConfigError: `launch.train` raised it.
-      LastStepUnsound: Training has ended and is saved, but the final weights should not be used.
+      LastStepUnsound: Training has ended and was saved, but the final weights should not be used.
     """
     with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
         mesh = job.partitioner.mesh

@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 def _naming_settings(
     method: Callable[Concatenate["TrainedModel", _Params], _Result],
 ) -> Callable[Concatenate["TrainedModel", _Params], _Result]:
-    """Wraps a method so that its errors mention the settings that caused them."""
+    """Wraps a method so that error messages mention the settings that caused the errors."""
 
     @functools.wraps(method)
     def named(self: "TrainedModel", *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -70,9 +70,8 @@ class TrainedModel:
       job: The job built from its config, with the mesh in use.
       partitioner: Partitioner of the job's task on the mesh.
       job_dir: Job directory, a `pathlib.Path`.
-      stopped_by: The request that stopped training, such as "SIGINT", or the reason for stopping
-        from early stopping or a hook. None if training reached its last step, and for loaded
-        models.
+      stopped_by: The request that stopped training, such as "SIGINT", or the reason given by early
+        stopping or by a hook. None if training reached its last step, and for loaded models.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class TrainedModel:
     def metrics(self) -> dict[str, np.ndarray]:
         """Columns of metrics.jsonl by name, such as "loss": float64[num_steps]; "step" is int64.
 
-        Missing values are NaN. The file is read at each access. Use
+        Missing values are NaN. The file is read on each access. Use
         `pandas.DataFrame(model.metrics)` to get a table.
         """
         return columns_in(self._files.metrics_jsonl)

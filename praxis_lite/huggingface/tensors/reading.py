@@ -24,7 +24,7 @@ SECONDS_BETWEEN_NOTES = 5.0
 def parts_in_files(
     family: Family, parts: Sequence[Part], files: TensorFiles, skipped_layers: Sequence[int] = ()
 ) -> list[Part]:
-    """Matches parts with the tensors in the files, whose names may have an additional prefix.
+    """Matches parts with the tensors in the files; tensor names may have an additional prefix.
 
     Args:
       family: Table of the model's family.
@@ -130,7 +130,8 @@ def read_weights(
       parts: Parts of all weights, from `parts_in_files`.
       files: Files of the model.
       note: Called with a progress message every few seconds.
-      convert: Takes the path and array of a weight, and returns the arrays to store for it by path.
+      convert: Function that takes the path and array of a weight, and returns the arrays to store
+        for this weight, by path.
     """
     parts_by_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -187,10 +188,10 @@ def _read_sharded(
 def _read_shard(
     leaf: LeafLayout, bounds: tuple[slice, ...], parts: Sequence[Part], files: TensorFiles
 ) -> np.ndarray:
-    """Returns the slice of a weight at `bounds` of its padded shape."""
+    """Returns the slice of a weight at `bounds` in its padded shape."""
     shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
     for part in parts:
-        # Skip parts outside the shard, such as layers or experts of other devices.
+        # Skip parts outside the shard, such as layers or experts on other devices.
         num_leading = len(part.index)
         index = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
         sizes = [x.stop - x.start for x in bounds[:num_leading]]

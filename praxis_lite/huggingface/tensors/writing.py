@@ -94,7 +94,7 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
 
 
 class Pieces:
-    """Copies unpadded slices of sharded weights to the host, on every process."""
+    """Copies unpadded slices of sharded weights to the host, in every process."""
 
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
