@@ -1,8 +1,9 @@
 """Saves one state: copies it to the host immediately, and writes it in a background thread.
 
-Orbax writes the folder `N.saving`. Then the first process checks that it contains all arrays,
-computes digests of all files and syncs them, writes the manifest and the commit, and renames the
-folder to `N`. If one process fails, the save fails in all of them and its files are removed.
+Orbax writes the folder `N.saving`. Then the first process checks that the folder contains all
+arrays, computes digests of all files and syncs the files, writes the manifest and the commit, and
+renames the folder to `N`. If any process fails, the save fails in all processes and its files are
+removed.
 """
 
 import contextlib
@@ -104,8 +105,8 @@ class BackgroundSave:
     def cancel(self) -> bool:
         """Cancels the save and removes its files. Returns False if the save has already ended.
 
-        The other processes are notified at their next barrier. This process waits for them for a
-        short time; files that they write later are removed by the next launch.
+        The other processes are notified at their next barrier. This process waits for a short time;
+        files that the other processes write later are removed by the next launch.
         """
         if not self.is_done():
             assert self._writing is not None, "`begin` has been called."

@@ -150,7 +150,7 @@ class Checkpoints:
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in progress. Raises FailedSave if it fails, without a retry."""
+        """Waits for the save in progress. Raises FailedSave, without a retry, if the save fails."""
         if self._queue is not None:
             self._queue.settle(retries=0)
 
@@ -206,8 +206,8 @@ class Checkpoints:
           step: The step of the state.
           state: The state.
           layout: Layout of the state.
-          data: JSON data to save with the state, such as the position in the training data. It is
-            returned in `Restored.data` and by `latest_data`.
+          data: JSON data to save with the state, such as the position in the training data. The
+            data is returned in `Restored.data` and by `latest_data`.
           metrics: Metrics of this state, such as {"heldout/loss": 1.5}, to find the best step.
           is_last: Whether to wait until the state is saved, and to retry a failed save with the
             same state.
@@ -236,8 +236,8 @@ class Checkpoints:
     def abandon_after(self, step: int) -> None:
         """Sets aside the steps after `step` when a run is rolled back to `step`.
 
-        Otherwise, the next launch would resume from the newest of these steps. They are renamed to
-        N.abandoned, and deleted after the next save is complete.
+        Otherwise, the next launch would resume from the newest of these steps. The steps are
+        renamed to N.abandoned, and deleted after the next save is complete.
         """
         assert self._queue is not None, "Only a job that saves is rolled back."
         self._queue.settle()
@@ -312,7 +312,7 @@ class Checkpoints:
             return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)
 
     def _choose(self, step: Step) -> tuple[int, Mapping[str, Any]]:
-        """Returns the number of a step after verifying it, and its manifest."""
+        """Verifies a step, and returns its number and manifest."""
         number = from_first(self._name, lambda: self._steps.choose(step, self._best))
         with self._steps.read(number) as manifest:
             return number, manifest

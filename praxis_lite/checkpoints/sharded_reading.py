@@ -1,4 +1,4 @@
-"""Reads stored arrays into shards on a mesh. Each process only reads its own shards."""
+"""Reads stored arrays into shards on a mesh. Each process reads only its own shards."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,8 +70,8 @@ def read_arrays(
 
     Args:
       arrays: The stored arrays by path, which may include arrays that are not read.
-      leaves: The layout of each array to read, by path. Its unpadded shape and dtype must match the
-        stored array.
+      leaves: The layout of each array to read, by path. Unpadded shapes and dtypes must match the
+        stored arrays.
       mesh: The mesh.
 
     Returns:

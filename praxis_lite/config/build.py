@@ -107,7 +107,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns a message about other missing packages and how to install all of them, or ""."""
+    """Returns a message about other missing packages and how to install them all, or ""."""
     names: list[str | None] = []
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):

@@ -112,7 +112,8 @@ def _attributes(experiment: type) -> dict[str, Any]:
 def _attributes_of(**values):
     """Stands in for the callable of a config whose fields are class attributes.
 
-    It has no annotations, so `--set` takes the type of each attribute from its current value.
+    It has no annotations, so `--set` takes the type of each attribute from the attribute's current
+    value.
     """
 
 

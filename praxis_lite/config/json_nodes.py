@@ -49,7 +49,7 @@ def read(node: Any, packages: Collection[str]) -> Any:
 
     Args:
         node: The JSON value.
-        packages: Top-level packages whose functions and classes it may contain.
+        packages: Top-level packages whose functions and classes the node may contain.
 
     Raises:
         ConfigError: The node is invalid, or contains a name that is not allowed or does not exist.

@@ -73,10 +73,10 @@ class Experiment:
     BATCH_SIZE=32` sets them before the methods are called.
 
     Attributes:
-        SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". It
-            overrides how the task's model and the batch are sharded. It also adds the preset's
-            compiler options to `mesh().compiler_options`, which take precedence. If None, the
-            sharding in the task is used.
+        SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". The preset
+            overrides how the task's model and the batch are sharded. Its compiler options are added
+            to `mesh().compiler_options`, which take precedence. If None, the sharding in the task
+            is used.
     """
 
     SHARDING_PRESET: str | None = None

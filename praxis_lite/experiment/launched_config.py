@@ -18,7 +18,7 @@ __all__ = ("LaunchedConfig", "config_of_experiment")
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:
-    """The config of a launch, and facts about it that are recorded in config.json.
+    """The config of a launch, and facts about the launch that are recorded in config.json.
 
     Attributes:
       config: The config, with settings applied.

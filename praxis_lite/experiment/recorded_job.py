@@ -64,7 +64,7 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         target = copies.setdefault(directory, job_dir.tokenizers / str(len(copies)))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            # Also copy config.json, because it may contain eos_token_id.
+            # Also copy config.json, which may contain eos_token_id.
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)

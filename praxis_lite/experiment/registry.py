@@ -200,5 +200,5 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
 
 
 def _is_interactive(module: str) -> bool:
-    # In a notebook, running a cell again redefines its classes.
+    # In a notebook, rerunning a cell redefines its classes.
     return module == _MAIN and not hasattr(sys.modules[_MAIN], "__file__")

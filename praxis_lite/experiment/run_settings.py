@@ -54,8 +54,8 @@ class StopSettings:
             finite or too large.
         time_limit_seconds: Time after which training stops as on SIGTERM, or None for no limit. Set
             it below the scheduler's limit, and above the time needed for restoring and compiling.
-        watchdog_seconds: If no step ends for this time, the stacks of all threads are reported.
-            None for no reports.
+        watchdog_seconds: If no step completes within this time, the stacks of all threads are
+            reported. None for no reports.
         watchdog_exits: Whether the process exits after such a report.
 
     Raises:
@@ -113,7 +113,7 @@ class LossSpikeSettings:
 class ProfileSettings:
     """Steps to trace with JAX's profiler, and the processes that are traced (`run.profile`).
 
-    While a job runs, SIGUSR1 or a file `profile.request` in its directory requests a profile.
+    While a job runs, SIGUSR1 or a file `profile.request` in the job directory requests a profile.
 
     Attributes:
         steps: Steps to profile, counted from 1, such as "100:103" for steps 100, 101 and 102, or

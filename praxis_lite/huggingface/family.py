@@ -41,9 +41,9 @@ class Entry(NamedTuple):
         model. Several weights are concatenated along their output dim unless `joined` is set.
       dims: Dims of the tensor in terms of our weight's dims, such as "embed (heads head_dim)". If
         None, `form_of` infers them.
-      joined: How several weights are interleaved. With "heads", each head stores its slice of
-        every weight in turn; with "interleaved", consecutive entries of the last dim belong to
-        different weights.
+      joined: How several weights are interleaved. With "heads", the slices of every weight for one
+        head are followed by the slices for the next head; with "interleaved", consecutive entries
+        of the last dim belong to different weights.
     """
 
     to: tuple[str, ...]

@@ -36,7 +36,7 @@ _REFERENCE = f"params/{REFERENCE}/"
 
 
 class Pretrained:
-    """A Hugging Face model on disk, with the mapping from its tensors to the weights of a layout.
+    """A Hugging Face model on disk, with the mapping from its tensors to the weights in a layout.
 
     Args:
       directory: Directory with config.json and safetensors files.

@@ -112,7 +112,7 @@ class Listener:
 class JobEvents:
     """Reports this process's activity to listeners, and measures the seconds per kind of phase.
 
-    The seconds of all kinds add up to the time since `began`. Only the main thread reports phases
+    The seconds for all kinds add up to the time since `began`. Only the main thread reports phases
     and progress; any thread may report facts.
 
     Args:
@@ -162,7 +162,7 @@ class JobEvents:
                 listener.resumes(outer)
 
     def progress(self, step: int | None = None) -> None:
-        """Reports progress of the main thread, such as the end of training step `step`."""
+        """Reports progress in the main thread, such as the end of training step `step`."""
         for listener in self._listeners:
             listener.progress(step)
 
@@ -193,7 +193,7 @@ class JobEvents:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def _switch_to(self, phase: Phase) -> Phase:
-        """Adds the seconds of the current phase to its kind, and switches to `phase`."""
+        """Adds the current phase's seconds to the total for its kind, and switches to `phase`."""
         with self._lock:
             at = self._now()
             self._seconds[self._phase.counts_as] += at - self._since

@@ -34,7 +34,8 @@ class JobDir:
       config_txt: The config as text, one `path=value` per line.
       layout_txt: Shape, spec, bytes per device and padding of every array in the training state.
       layout_json: The contents of layout_txt in JSON.
-      init_from_checkpoint_txt: The source of each variable of a job with pretrained weights.
+      init_from_checkpoint_txt: The source of each variable, for a job that starts from pretrained
+        weights.
       metrics_jsonl: One line per training step.
       eval_metrics_jsonl: One line per evaluation and dataset.
       certificates_jsonl: One line per certificate from training (run.certify_every_steps).
@@ -57,7 +58,7 @@ class JobDir:
       profiles: Folder of profiles, each named after its first step.
       profile_request: File that a user creates to request a profile. It may contain the number of
         steps to profile.
-      trackers: Folder with the ids of this run in experiment trackers.
+      trackers: Folder with this run's ids in experiment trackers.
       checkpoints: Folder with one checkpoint per saved step.
     """
 

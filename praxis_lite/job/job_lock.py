@@ -84,7 +84,7 @@ class JobLock(contextlib.AbstractContextManager):
 
 
 def is_training(directory: Path) -> bool:
-    """Returns whether a process is training in a directory; False without file locks."""
+    """Returns whether a process is training in a directory; False if locks are unsupported."""
     try:
         file = os.open(directory / ".training", os.O_RDONLY)
     except OSError:

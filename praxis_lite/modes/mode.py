@@ -31,7 +31,7 @@ class CommandLine:
       min_processes: The option --min_processes, which only --mode=train has.
       job_dir: The job directory, set after it has been opened. Tracebacks of errors in the user's
         code are stored there.
-      began: Start of the launch in Unix seconds. If None, the time of the call to `begin_launch`.
+      began: Start of the launch in Unix seconds. If None, the time when `begin_launch` is called.
     """
 
     mode: str = "train"

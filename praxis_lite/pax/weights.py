@@ -45,7 +45,7 @@ class _Leaf:
         """Returns the indices of the array's layers in the stack, in array order.
 
         Args:
-          per_block: Number of layers per block of each stack.
+          per_block: Number of layers per block, for each stack.
         """
         num_blocks = math.prod(self.spec.stack_shape)
         first, step = self.split.block * num_blocks, per_block[self.split.stack]
@@ -195,7 +195,7 @@ def _leaves(model: NnxModel) -> Iterator[_Leaf]:
 
 
 def _per_block(paths: Iterable[StackPath]) -> dict[str, int]:
-    """Returns the number of layers per block of each stack."""
+    """Returns the number of layers per block, for each stack."""
     counts: dict[str, int] = {}
     for path in paths:
         counts[path.stack] = max(counts.get(path.stack, 1), 1 + path.inner)
@@ -243,7 +243,7 @@ class _PaxLayers:
                 self.sources[*split.name, layer] = path, i
 
     def _num_layers(self, path: str, split: StackPath) -> int:
-        """Returns the number of layers in a Pax array. If its rank is wrong, records an error."""
+        """Returns the number of layers in a Pax array, or records an error if its rank is wrong."""
         if split.name not in self.own_shapes:
             return 1  # `check_names` reports the array as unused.
         own_shape, shape = self.own_shapes[split.name], tuple(np.shape(self.pax_arrays[path]))

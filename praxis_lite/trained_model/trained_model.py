@@ -58,11 +58,11 @@ class TrainedModel:
     """The weights of a job's checkpoint on a mesh, with methods that call the job's task.
 
     `praxis_lite.train` returns a model whose weights are restored on first use; `load` restores
-    them immediately. Each method compiles once per combination of array shapes. Decoding copies the
-    weights of stacked layers once per format that a decoder requires, and caches the copies.
-    Notebooks display the loss curve and the last metrics. A pickle refers to the checkpoint instead
-    of containing the weights. An unpickled model restores them on first use, on a mesh of the same
-    shape.
+    them immediately. Each method compiles once per combination of array shapes. For decoding, the
+    weights of stacked layers are copied once per format that a decoder requires, and the copies are
+    cached. Notebooks display the loss curve and the last metrics. A pickled model refers to the
+    checkpoint instead of containing the weights. An unpickled model restores the weights on first
+    use, on a mesh of the same shape.
 
     Attributes:
       step: Step of the checkpoint.
@@ -181,8 +181,8 @@ class TrainedModel:
         Args:
           data: Name of a dataset in the job, an input pipeline, or one or more batches. As in
             --mode=eval, at most run.evaluation.max_batches batches of a dataset or pipeline are
-            read. Batches are dicts of NumPy arrays with any number of rows. If they lack "weights",
-            every row or label has weight 1.
+            read. Batches are dicts of NumPy arrays with any number of rows. If "weights" is
+            missing, every row or label has weight 1.
 
         Returns:
           The weighted mean of each metric over all batches, by name.

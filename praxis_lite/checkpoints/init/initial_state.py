@@ -52,7 +52,7 @@ class InitialState(Protocol):
         ...
 
 
-# A function of the value of a setting in RunConfig and the layout of the job's TrainState.
+# A function of the value of a RunConfig setting and the layout of the job's TrainState.
 Source = Callable[[Any, StateLayout], InitialState]
 
 

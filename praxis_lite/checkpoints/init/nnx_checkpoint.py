@@ -1,10 +1,9 @@
 """Reads Orbax checkpoints of `nnx.state(model)`.
 
 Array names are the paths of the module's variables. Checkpoints of
-`nnx.to_pure_dict(nnx.state(model))`, of parts of a state, and of other nested dicts are also
-supported.
+`nnx.to_pure_dict(nnx.state(model))`, parts of a state, and other nested dicts are also supported.
 
-The arrays are in one of three locations, which are detected by file names without Orbax's JSON
+The arrays are in one of three locations, which are detected from file names, without Orbax's JSON
 files:
 
     DIR/manifest.ocdbt          StandardCheckpointer

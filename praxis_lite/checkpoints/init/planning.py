@@ -193,7 +193,7 @@ class _Planner:
                 self._add(path, path, "load_opt_states")
 
     def partial_opt_states(self) -> None:
-        """Adds the slots of weights that are loaded from this checkpoint, and their step counts.
+        """Adds the slots and step counts for weights that are loaded from this checkpoint.
 
         Without the step count, the bias correction for step 1 would be applied to loaded moments.
         """

@@ -1,4 +1,4 @@
-"""Reads a model's weights onto a mesh; each process only reads the bytes of its shards."""
+"""Reads a model's weights onto a mesh; each process reads only the bytes of its shards."""
 
 import collections
 import dataclasses
@@ -162,7 +162,7 @@ def _read_sharded(
 ) -> jax.Array:
     """Reads a weight, and transfers each shard to its devices before reading the next one.
 
-    `jax.make_array_from_callback` would store the shards of all devices on the host at once.
+    `jax.make_array_from_callback` would store the shards for all devices on the host at once.
     """
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
@@ -204,6 +204,7 @@ def _read_shard(
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    # Try the dot product first, because it allocates no array. It may overflow for finite values.
+    # Try the dot product first, because it allocates no array. The dot product may overflow for
+    # finite values.
     flat = array.reshape(-1)
     return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The slice of our weight that one tensor stores: one layer, or one expert of a layer.
+    """The slice of our weight that one tensor stores: one layer, or one expert in a layer.
 
     Attributes:
       sizes: Sizes of the dims.

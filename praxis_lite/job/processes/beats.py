@@ -56,8 +56,8 @@ class Beats:
           service: Client of JAX's coordination service.
 
         Returns:
-          The index of a stuck process, which this method has already reported, if the job must end
-          because of the process. None to continue.
+          The index of a stuck process if that process requires the job to end, or None to continue.
+          A returned process has already been reported.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Ends all processes of a job when one of them fails, and reports which one failed and why.
 
-Without this, the other processes would wait in a collective until JAX aborts them, and the error
-message would not identify the host. Three threads run in each process:
+Without this module, the other processes would wait in a collective until JAX aborts them, and the
+error message would not identify the host. Three threads run in each process:
 
 - `_send_heartbeats` writes a heartbeat to JAX's coordination service and reads other processes'
   heartbeats. The first process reads all heartbeats, and every other process reads the first

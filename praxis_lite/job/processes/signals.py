@@ -77,7 +77,7 @@ class SignalListener(contextlib.AbstractContextManager):
         end_now(128 + signum, f"was ended by {cause}{outcome}")
 
     def _outcome(self) -> str:
-        """Returns a message about the latest checkpoint that is appended on exit, or ""."""
+        """Returns a message about the latest checkpoint, to append on exit, or ""."""
         return ""
 
     def _on_timeout(self) -> None:

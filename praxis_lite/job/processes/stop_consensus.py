@@ -59,7 +59,7 @@ class StopConsensus:
         self._slow = SlowHosts()
 
     def add_host_seconds(self, seconds: float) -> None:
-        """Adds time that this process's host spent in the current step, such as on its input."""
+        """Adds time that this process's host spent on the current step, such as reading input."""
         if not self._is_alone:
             self._host_seconds += seconds
 

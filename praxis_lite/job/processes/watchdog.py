@@ -31,8 +31,8 @@ class Watchdog(contextlib.AbstractContextManager):
 
     A report is a line on standard error with the last step and the current activity, followed by
     the stacks of all threads. The time until the next report doubles. If C code hangs while it
-    holds the GIL, no Python thread runs; then `faulthandler` writes the stacks, after at most twice
-    the time.
+    holds the GIL, no Python thread runs; in that case, `faulthandler` writes the stacks, after at
+    most twice the time.
 
     Args:
       seconds: Seconds without progress before a report, or None for no reports.
@@ -77,7 +77,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
-        """Returns whether the job made no progress for `seconds`, unless it compiles or saves."""
+        """Returns whether no progress was made for `seconds`, except while compiling or saving."""
         if self._seconds is None or self._doing in (COMPILING, SAVING) or self._is_saving():
             return False
         return time.monotonic() - self.last_sign > self._seconds
