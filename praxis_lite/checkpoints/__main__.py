@@ -1,4 +1,4 @@
-"""`python -m praxis_lite.checkpoints`: inspects checkpoints without the code of their model.
+"""`python -m praxis_lite.checkpoints`: inspects checkpoints without their model's code.
 
 The exit status is 1 if a step is damaged (verify) or steps differ (diff), 2 after an error, and 0
 otherwise.

@@ -1,8 +1,9 @@
 """Saves one state: copies it to the host immediately, and writes it in a background thread.
 
-Orbax writes the folder `N.saving`. Then the first process checks that it contains all arrays,
-computes digests of all files and syncs them, writes the manifest and the commit, and renames the
-folder to `N`. If one process fails, the save fails in all of them and its files are removed.
+Orbax writes the folder `N.saving`. Then the first process checks that the folder contains all
+arrays, computes digests of all files and syncs the files, writes the manifest and the commit, and
+renames the folder to `N`. If any process fails, the save fails in all processes and its files are
+removed.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
 _BARRIER_SECONDS = 3600.0
-# Maximum time for which a cancelled save waits for the other processes before it removes all files.
+# Maximum time to wait for the other processes after a save is cancelled, before all files are
+# removed.
 _CANCEL_SECONDS = 10.0
 _OPEN_FILES = "/proc/self/fd"
 
@@ -32,7 +34,7 @@ class BackgroundSave:
 
     Args:
       directory: The folder of all steps.
-      manifest: The manifest of the state, to which entries for its files are added.
+      manifest: The manifest of the state, to which entries for the files are added.
       name: Name of this save, which is unique in the job and the same in all processes.
       published: Called in every process after the step's folder is renamed to its number.
 
@@ -103,8 +105,8 @@ class BackgroundSave:
     def cancel(self) -> bool:
         """Cancels the save and removes its files. Returns False if the save has already ended.
 
-        The other processes are notified at their next barrier. This process waits for them for a
-        short time; files that they write later are removed by the next launch.
+        The other processes are notified at their next barrier. This process waits for a short time;
+        files that the other processes write later are removed by the next launch.
         """
         if not self.is_done():
             assert self._writing is not None, "`begin` has been called."
@@ -145,7 +147,7 @@ class BackgroundSave:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes the incomplete files of a save of this step."""
+        """Removes incomplete files left by a save of this step."""
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
@@ -221,5 +223,5 @@ def _location(path: str) -> str:
 
 
 def _real_paths(text: str) -> str:
-    """Replaces the paths of open file descriptors in a message by the paths of the files."""
+    """Replaces the paths of open file descriptors in a message with the paths of the files."""
     return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

@@ -1,8 +1,8 @@
 """Checkpoints of a TrainState, saved in the background and verified before they are restored.
 
 Orbax stores arrays that are padded for the mesh on which they are saved. A manifest contains their
-logical shapes. A restore checks the logical shapes against the model, and then pads the arrays for
-its mesh.
+logical shapes. On restore, the logical shapes are checked against the model, and the arrays are
+then padded for the model's mesh.
 
 If there are several processes, each process saves and restores its shards. The first process
 chooses the step, and writes, renames and deletes all files except Orbax's files.
@@ -79,12 +79,12 @@ class Checkpoints:
 
     Args:
       directory: The folder of all steps.
-      saving: Settings for saving, or None to only read, without renaming or deleting anything.
-      note: Called with a message about each damaged step and what is done about it.
+      saving: Settings for saving, or None for reading only, without renaming or deleting anything.
+      note: Called with a message about each damaged step and how it is handled.
       config_json: Content of the job's config.json, whose digest is stored in the manifests; "" if
         unknown.
-      evaluated: Function that returns metrics by step from evaluations after the save, which are
-        used to find the best step.
+      evaluated: Function that returns metrics by step, from evaluations made after the save. These
+        metrics are used to find the best step.
       saved: Called with the newest step when it changes, in every process and from any thread.
     """
 
@@ -150,7 +150,7 @@ class Checkpoints:
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in progress. Raises FailedSave if it fails, without a retry."""
+        """Waits for the save in progress. Raises FailedSave, without a retry, if the save fails."""
         if self._queue is not None:
             self._queue.settle(retries=0)
 
@@ -198,18 +198,19 @@ class Checkpoints:
     ) -> None:
         """Saves `state` in the background. The state may be donated after this returns.
 
-        Orbax copies the state to the host before this returns. On CPU, the copy is a view of the
-        array's buffer, and XLA does not reuse a donated buffer while a view exists. An existing
+        Orbax copies the state to the host before this method returns. On CPU, the copy is a view of
+        the array's buffer, and XLA does not reuse a donated buffer while a view exists. An existing
         checkpoint of the same step is replaced after the new checkpoint is complete.
 
         Args:
           step: The step of the state.
           state: The state.
           layout: Layout of the state.
-          data: JSON data to save with the state, such as the position in the training data. It is
-            returned in `Restored.data` and by `latest_data`.
+          data: JSON data to save with the state, such as the position in the training data. The
+            data is returned in `Restored.data` and by `latest_data`.
           metrics: Metrics of this state, such as {"heldout/loss": 1.5}, to find the best step.
-          is_last: Whether to wait until the state is saved, and to retry with the same state.
+          is_last: Whether to wait until the state is saved, and to retry a failed save with the
+            same state.
 
         Raises:
           ConfigError: Nothing is saved, because this object is read-only, the state contains
@@ -233,10 +234,10 @@ class Checkpoints:
             self._queue.end(state, manifest)
 
     def abandon_after(self, step: int) -> None:
-        """Sets aside the steps after `step` when a run is rolled back to it.
+        """Sets aside the steps after `step` when a run is rolled back to `step`.
 
-        Otherwise, the next launch would resume from the newest of these steps. They are renamed to
-        N.abandoned, and deleted after the next save is complete.
+        Otherwise, the next launch would resume from the newest of these steps. The steps are
+        renamed to N.abandoned, and deleted after the next save is complete.
         """
         assert self._queue is not None, "Only a job that saves is rolled back."
         self._queue.settle()
@@ -264,8 +265,8 @@ class Checkpoints:
           The restored state, and the data that was saved with it.
 
         Raises:
-          ConfigError: The step does not exist, its leaves, logical shapes or dtypes differ from the
-            layout, or the layout's opt_states do not contain a key.
+          ConfigError: The step does not exist; its leaves, logical shapes or dtypes differ from the
+            layout; or the layout's opt_states do not contain one of the keys.
         """
         existing = sorted(layout.shapes.opt_states)
         for key in opt_states_keys or ():
@@ -290,7 +291,7 @@ class Checkpoints:
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: Step = None
     ) -> dict[str, jax.Array]:
-        """Restores some arrays of a checkpoint into their shards.
+        """Restores some arrays from a checkpoint into their shards.
 
         Args:
           leaves: The layout of each array to read, by path in the checkpoint.
@@ -311,7 +312,7 @@ class Checkpoints:
             return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)
 
     def _choose(self, step: Step) -> tuple[int, Mapping[str, Any]]:
-        """Returns the number of a step after verifying it, and its manifest."""
+        """Verifies a step, and returns its number and manifest."""
         number = from_first(self._name, lambda: self._steps.choose(step, self._best))
         with self._steps.read(number) as manifest:
             return number, manifest

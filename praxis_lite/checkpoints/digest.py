@@ -1,4 +1,4 @@
-"""Computes digests of a step's logical values, independent of the mesh that saved them."""
+"""Computes digests of a step's logical values, which do not depend on the mesh."""
 
 from pathlib import Path
 

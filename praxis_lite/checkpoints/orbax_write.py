@@ -32,7 +32,7 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# Drop Orbax's log messages about failures, which are raised as exceptions as well.
+# Drop Orbax's log messages about failures, which are also raised as exceptions.
 logging.getLogger("absl").addFilter(_is_not_from_orbax)
 
 

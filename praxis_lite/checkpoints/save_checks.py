@@ -56,7 +56,7 @@ def check_names(layout: StateLayout) -> None:
 
 
 def check_finite(step: int, state: TrainState, newest: str) -> None:
-    """Checks that the numbers of a state are finite.
+    """Checks that all numbers in a state are finite.
 
     Args:
       step: The step of the state.
@@ -78,7 +78,7 @@ def non_finite_leaves(state: TrainState) -> list[str]:
     """Returns the paths of leaves with numbers that must not be saved, in the state's order.
 
     Weights, other variables and averaged weights must be finite. Optimizer slots must not be NaN,
-    but may be infinite, because a minimum may be initialized with infinity.
+    but may be infinite, because a minimum may be initialized to infinity.
     """
     tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
     paths, leaves, is_weight = [], [], []

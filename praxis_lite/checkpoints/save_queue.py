@@ -1,4 +1,4 @@
-"""Runs the saves of a job one at a time, and handles saves that fail."""
+"""Runs a job's saves one at a time, and handles saves that fail."""
 
 import itertools
 import time
@@ -72,7 +72,7 @@ class SaveQueue:
         return save is not None and not save.is_done()
 
     def cancel(self) -> None:
-        """Cancels the save in progress and prints a note. Does nothing if it has ended."""
+        """Cancels the save in progress and prints a note. Does nothing if the save has ended."""
         save = self._in_flight
         if save is not None and save.cancel():
             self._in_flight = None
@@ -92,7 +92,8 @@ class SaveQueue:
         """Waits for the save in progress, if any.
 
         Args:
-          retries: Number of consecutive failures to allow. If None, the number in the settings.
+          retries: Number of consecutive failures to allow. If None, the number in the settings is
+            used.
 
         Returns:
           False if the save failed, else True.
@@ -138,5 +139,5 @@ class SaveQueue:
                 settings.best,
             )
             self._steps.delete(set(steps) - retained)
-        except Exception as error:  # The save itself succeeded; the next save retries the deletion.
+        except Exception as error:  # The save itself succeeded; retry after the next save.
             self._note(f"old checkpoints could not be deleted: {why(error)}")

@@ -1,4 +1,4 @@
-"""Reads stored arrays into shards on a mesh. Each process only reads its own shards."""
+"""Reads stored arrays into shards on a mesh. Each process reads only its own shards."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,8 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, Tr
 
 __all__ = ("read_state",)
 
-# Maximum number of bytes to read at a time, so that the host never holds a large state twice.
+# Maximum number of bytes to read at a time, so that the host never stores two copies of a large
+# state.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
@@ -69,8 +70,8 @@ def read_arrays(
 
     Args:
       arrays: The stored arrays by path, which may include arrays that are not read.
-      leaves: The layout of each array to read, by path. Its unpadded shape and dtype must match the
-        stored array.
+      leaves: The layout of each array to read, by path. Unpadded shapes and dtypes must match the
+        stored arrays.
       mesh: The mesh.
 
     Returns:
@@ -89,7 +90,7 @@ def read_arrays(
 
 
 def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
-    """Groups names in order; each group has a total size of at most `max_size` or one name."""
+    """Groups names in order; each group has one name or a total size of at most `max_size`."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():

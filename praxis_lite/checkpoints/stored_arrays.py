@@ -19,9 +19,9 @@ from praxis_lite.core.errors import ConfigError
 
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
-METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}  # TensorStore's driver for each.
+METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}  # TensorStore's driver for each file.
 # The keys for an array "a.b" are "a.b/.zarray" and "a.b/0.1" in Zarr 2, and "a.b/zarr.json" and
-# "a.b/c/0/1" in Zarr 3. The name may contain "/".
+# "a.b/c/0/1" in Zarr 3. The name of an array may contain "/".
 _KEY = re.compile(r"(.+?)/(\.zarray|zarr\.json|\d+(?:\.\d+)*|c(?:/\d+)*)")
 _BLOCK_BYTES = 2**26  # Number of bytes to read at a time if the array's chunks are smaller.
 _MAX_TREE_BYTES = 10**8  # Cache size for the tree of an OCDBT database.
@@ -52,7 +52,7 @@ class StoredArray:
         return self.array.dtype.numpy_dtype
 
     def parts(self) -> Iterator[slice]:
-        """Yields slices of rows to read at a time: whole chunks, and about 64 MiB if possible."""
+        """Yields slices of rows to read at a time: complete chunks, about 64 MiB if possible."""
         yield from self._parts(self.shape)
 
     def read(self, rows: slice | None = None) -> np.ndarray:
@@ -114,7 +114,7 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
     """
     arrays = {}
     for item in ITEMS:
-        # Orbax joins names with ".", the manifest with "/"; the names may contain both.
+        # Orbax joins names with ".", the manifest with "/"; the names may contain both characters.
         actual = {
             f"{item}/{name}".replace(".", "/"): array
             for name, array in _opened(step_dir / item).items()
@@ -187,7 +187,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
             {
                 "driver": driver,
                 "kvstore": {**kvstore, "path": f"{kvstore['path']}{name}/"},
-                # Raise an error for missing chunks inside a shard of Zarr 3.
+                # Raise an error for missing chunks inside a Zarr 3 shard.
                 "fill_missing_data_reads": False,
             },
             open=True,

@@ -42,9 +42,9 @@ class ListedStep:
     Attributes:
       name: Name of the folder, such as "300", "300.damaged" or "400.saving".
       state: "good", or a description of the problem.
-      num_bytes: Total size of its files.
+      num_bytes: Total size of the folder's files.
       saved: Time of the save in Unix seconds, or NaN if there is no commit.
-      metrics: The metrics that were saved with it.
+      metrics: The metrics that were saved with the step.
     """
 
     name: str
@@ -108,11 +108,11 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
 
 
 def list_steps(directory: Path) -> list[ListedStep]:
-    """Verifies and lists all steps of a directory, and folders that were set aside."""
+    """Verifies and lists all steps in a directory, and lists folders that were set aside."""
     listed = []
     for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
         errors = step_errors(directory / name)
-        # Skip a step that a running job has deleted in the meantime.
+        # Skip a step that a running job deleted while the step was being verified.
         if not errors or (directory / name).exists():
             listed.append(_listed_step(directory / name, first_few(errors, 2, "; ") or "good"))
     for name in _set_aside(directory):
@@ -122,7 +122,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
 
 
 def step_errors(step_dir: Path) -> list[str]:
-    """Returns a line for each error in the files of a step, without decoding arrays."""
+    """Returns a line for each error in a step's files, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
     except Error as error:
@@ -130,7 +130,7 @@ def step_errors(step_dir: Path) -> list[str]:
 
 
 def decoded_step_errors(step_dir: Path) -> list[str]:
-    """Decodes all arrays of a step and checks their padding; returns a line for each error."""
+    """Decodes all arrays in a step and checks their padding; returns a line for each error."""
     if errors := step_errors(step_dir):
         return errors
     try:
@@ -196,7 +196,7 @@ def _set_aside(directory: Path) -> list[str]:
 
 def _listed_step(step_dir: Path, state: str) -> ListedStep:
     num_bytes, saved, metrics = 0, math.nan, {}
-    # A running job may delete the folder in the meantime.
+    # A running job may delete the folder while it is being read.
     for path in step_dir.rglob("*"):
         try:
             status = path.lstat()

@@ -1,4 +1,4 @@
-"""Builds the objects of a config, and adds config paths to error messages."""
+"""Builds the objects that a config describes, and adds config paths to error messages."""
 
 import contextlib
 import re
@@ -22,13 +22,13 @@ from praxis_lite.host.user_errors import first_paragraph
 
 __all__ = ("build",)
 
-# The text that Fiddle appends to an exception of a constructor.
+# The text that Fiddle appends to an exception raised by a constructor.
 _FIDDLE = "\n\nFiddle context:"
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
 
 def build(config: fdl.Config) -> Any:
-    """Builds the object of a config.
+    """Builds the object that a config describes.
 
     Raises:
         ConfigError: A class or function in an installed package rejects its arguments, or a class
@@ -55,8 +55,8 @@ def build(config: fdl.Config) -> Any:
         ) from error
 
 
-# Optional packages that settings need, by (last name of the path, value). The value "" matches any
-# value. Classes specify their packages as subclasses of NeedsPackage.
+# Optional packages that settings require, by (last component of the path, value). The value ""
+# matches any value. Classes specify their packages as subclasses of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix",
     ("quantization", "float8"): "qwix",
@@ -71,9 +71,9 @@ _PACKAGES_OF_SETTINGS = {
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
     """Adds details from the config to any ConfigError that is raised in the context.
 
-    To an error about a file, it adds the paths of the settings that contain the file. To an error
-    about a missing package, it adds other missing packages that the config needs. To an error about
-    a setting, it adds the file from which the setting was read.
+    An error about a file is extended with the paths of the settings that contain the file, an error
+    about a missing package with the other missing packages that the config requires, and an error
+    about a setting with the file from which the setting was read.
 
     Args:
       config: The config.
@@ -107,7 +107,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns a message about other missing packages and how to install all of them, or ""."""
+    """Returns a message about other missing packages and how to install them all, or ""."""
     names: list[str | None] = []
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):
@@ -128,7 +128,7 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
 
 
 def _names_setting(message: str, config: fdl.Buildable) -> bool:
-    """Returns whether a message contains a config field, as a path or as CLASS.FIELD."""
+    """Returns whether a message mentions a config field, as a path or as CLASS.FIELD."""
     if "--set" in message:
         return True
     paths = {field.path for field in iterate_fields(config)}

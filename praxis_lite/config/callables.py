@@ -1,7 +1,7 @@
 """Converts field values to text and back, including functions and classes by name.
 
 A name such as `optax.lion` refers to the function or class itself, for example a template or an
-optimizer, whose settings are the fields below it. A name with `()`, such as
+optimizer; the fields below its path are its settings. A name with `()`, such as
 `optax.constant_schedule()`, refers to the result of a call and becomes a config.
 """
 
@@ -22,8 +22,8 @@ from praxis_lite.core.errors import did_you_mean
 def text_of_value(value: Any, annotation: Any) -> str | None:
     """Returns the text from which `--set` restores a value; None if there is no such text.
 
-    There is none if the value is unknown, if it contains configs, which have separate lines, or if
-    it is a default without a name.
+    The result is None if the value is unknown, contains configs (which have separate lines), or is
+    a default without a name.
     """
     if isinstance(value, Unknown):
         return None
@@ -73,7 +73,7 @@ def parse_callable(text: str, current: Any, annotation: Any, packages: Collectio
 
 
 def object_kind(annotation: Any) -> str | None:
-    """Returns which values a type accepts: "function", "instance", or None for only literals."""
+    """Returns the kind of values that a type accepts: "function", "instance" or None (literals)."""
     if any(kind in (collections.abc.Callable, type) for kind in _kinds(annotation)):
         return "function"
     return "instance" if _classes(annotation) else None

@@ -43,11 +43,12 @@ def dump_config(
     *,
     packages: Collection[str] = (),
 ) -> str:
-    """Serializes a config to JSON, from which `load_config` rebuilds it including shared objects.
+    """Serializes a config to JSON for `load_config`, which also restores shared objects.
 
     Args:
         config: The config of the job.
-        experiment: Full name of the experiment's class. The config may use names in its package.
+        experiment: Full name of the experiment's class. The config may use names in the package of
+            this class.
         overrides: The settings of `--set` to record.
         packages: Additional top-level packages whose functions and classes the config may use.
 
@@ -82,7 +83,7 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
 
 
 def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedConfig:
-    """Rebuilds a config from a file, as in `load_config`."""
+    """Rebuilds a config from a file, like `load_config`."""
     return _loaded(read_json(path), packages)
 
 
@@ -149,7 +150,7 @@ def _texts(config: fdl.Config) -> dict[str, str]:
 
 
 def _check_parameters(config: fdl.Config) -> None:
-    """Checks that the functions of a config still have the parameters that it sets."""
+    """Checks that the functions in a config still have the parameters that the config sets."""
     below = ((f"{field.path}.", field.value) for field in iterate_fields(config))
     for prefix, value in (("", config), *below):
         if not isinstance(value, fdl.Buildable):

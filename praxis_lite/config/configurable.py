@@ -1,7 +1,8 @@
 """Restricts the names that a config may contain, so that an untrusted config.json is safe to load.
 
-`module:name` in a config.json is imported and called. Only classes and functions without side
-effects are allowed, and all names in packages that the user has listed.
+When a config.json is loaded, each `module:name` in it is imported and called. Therefore, names are
+only allowed if they are in a package that the user has listed, or refer to classes and functions
+without side effects.
 """
 
 import sys
@@ -14,7 +15,8 @@ from praxis_lite.core.errors import shortened
 from praxis_lite.public_names import homes_of
 
 # Functions in these packages have no side effects. Functions in other public packages may read
-# files, start devices or change global state, so a config may only contain their classes.
+# files, start devices or change global state, so a config may contain only classes from these
+# packages.
 _FUNCTIONS_OF = (
     "praxis_lite.layers",
     "praxis_lite.models",
@@ -24,7 +26,7 @@ _FUNCTIONS_OF = (
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 
 # The public names of the library, which stay the same if files are moved. If several packages
-# export an object, its name in the first package is written.
+# export an object, the name in the first of these packages is written.
 PUBLIC = {
     package: frozenset(
         name

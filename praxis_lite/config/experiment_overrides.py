@@ -46,7 +46,7 @@ def configured(
 def experiment_and_config(
     experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str] = ()
 ) -> tuple[_ExperimentT, fdl.Config]:
-    """Returns the instance with its attributes set, and its config; see `configured`."""
+    """Returns the experiment with its attributes set, and its config; see `configured`."""
     try:
         instance = experiment()
     except TypeError as error:
@@ -58,7 +58,7 @@ def experiment_and_config(
         ) from error
     known = _attributes(experiment)
     of_class = [setting for setting in settings if _first_key(setting) in known]
-    # Copy the values, because all instances share the values of the class.
+    # Copy the values, because all instances share the class's values.
     values = copy.deepcopy(
         {_first_key(setting): known[_first_key(setting)] for setting in of_class}
     )
@@ -112,7 +112,8 @@ def _attributes(experiment: type) -> dict[str, Any]:
 def _attributes_of(**values):
     """Stands in for the callable of a config whose fields are class attributes.
 
-    It has no annotations, so `--set` takes the type of each attribute from its current value.
+    It has no annotations, so `--set` takes the type of each attribute from the attribute's current
+    value.
     """
 
 

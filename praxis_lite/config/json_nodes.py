@@ -49,7 +49,7 @@ def read(node: Any, packages: Collection[str]) -> Any:
 
     Args:
         node: The JSON value.
-        packages: Top-level packages whose functions and classes it may contain.
+        packages: Top-level packages whose functions and classes the node may contain.
 
     Raises:
         ConfigError: The node is invalid, or contains a name that is not allowed or does not exist.
@@ -165,7 +165,7 @@ class _Writer:
             )
         if not is_allowed(*symbol, self._packages):
             raise ConfigError(refused(f"{path}: the config", *symbol))
-        # Check that it can be read again. No module is imported, because its module is loaded.
+        # Check that the name can be read back. This imports nothing, because the module is loaded.
         imported(*symbol)
         return ":".join(symbol)
 
@@ -207,7 +207,7 @@ class _Reader:
         if kind == "bytes":
             return bytes.fromhex(content)
         if kind == "dtype":
-            import ml_dtypes  # noqa: F401 - numpy learns the name bfloat16 from it.
+            import ml_dtypes  # noqa: F401 - registers the name bfloat16 with numpy.
             import numpy as np
 
             return np.dtype(content)
@@ -246,7 +246,7 @@ class _Reader:
 
 
 def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """Yields (name for messages, node) of each child of a node."""
+    """Yields (name for messages, node) for each child of a node."""
     if kind == "dict":
         for key, value in node[kind]:
             yield "key", key
@@ -258,7 +258,7 @@ def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:
-    # Rebuild it like Fiddle's unflatten, to preserve defaults and positional arguments.
+    # Rebuild the config like Fiddle's unflatten, to preserve defaults and positional arguments.
     keys = tuple(int(key) if key.isdecimal() else key for key in arguments)
     metadata = kind(function).__flatten__()[1]._replace(argument_names=keys, argument_tags={})
     return kind.__unflatten__(arguments.values(), metadata)

@@ -70,14 +70,14 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
 
     Args:
         text: A full name such as `optax.lion`, or a bare name such as `lion`, which is looked up in
-            the modules `nearby` and SHORT, in this order.
+            the modules in `nearby` and SHORT, in this order.
         packages: The user's top-level packages.
         nearby: Modules that define the current value or the annotated class.
     """
     parts = text.split(".")
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
         return None
-    # Try every division into module and attribute, starting with the longest module name.
+    # Try every split into module and attribute, starting with the longest module name.
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
     for module, name in splits or [(module, text) for module in (*nearby, *SHORT)]:
         is_nearby = module in nearby and module in sys.modules
@@ -150,10 +150,10 @@ def _is_defined_in(value: Any, module: str, depth: int) -> bool:
         home = type(value).__module__
     top = module.partition(".")[0]
     if module in ARRAY_LIBRARIES:
-        return True  # jax.numpy re-exports names of numpy; `is_of_kind` checks them.
+        return True  # jax.numpy re-exports names from numpy; `is_of_kind` checks them.
     if module not in (*LIBRARIES, *PUBLIC) and depth == 0:
         return home == module
-    # Classes of users inherit methods from praxis_lite, and libraries re-export names of jaxlib.
+    # User classes inherit methods from praxis_lite, and libraries re-export names from jaxlib.
     others = ("jaxlib",) if module in LIBRARIES else ("praxis_lite",)
     return home.partition(".")[0] in (top, *others)
 

@@ -33,7 +33,7 @@ def check_form(setting: str, following: Sequence[str]) -> None:
     """
     if "=" in setting:
         return
-    # Recognize the formats `a.b 20`, `a.b = 20` and `a.b:20` of other programs.
+    # Recognize the formats `a.b 20`, `a.b = 20` and `a.b:20`, which other programs use.
     path, colon, value = setting.strip().partition(":")
     if not colon:
         value = next((word.removeprefix("=") for word in following if word != "="), "")

@@ -48,8 +48,8 @@ def apply_overrides(
 
     Args:
         config: The root of the config.
-        settings: Settings `path=value`. A path consists of arguments of configs, keys of dicts and
-            indices of sequences, such as `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
+        settings: Settings `path=value`. A path consists of config arguments, dict keys and sequence
+            indices, such as `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
             `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items separated by
             commas, or the name of a function or class.
         packages: The user's top-level packages, whose functions and classes may be used.
@@ -60,7 +60,7 @@ def apply_overrides(
 
     Raises:
         ConfigError: A path does not exist, or a value has the wrong type. Earlier settings have
-            been applied.
+            already been applied.
     """
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
@@ -126,7 +126,7 @@ def _apply(
 
 
 class _Step(NamedTuple):
-    """A step along a path: a key, the object in which it was looked up, and the value."""
+    """A step along a path: a key, the object in which the key was looked up, and the value."""
 
     parent: Any
     key: str | int

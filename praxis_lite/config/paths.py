@@ -32,7 +32,7 @@ class Field:
 
     Attributes:
         path: Path from the root, as for `--set`.
-        value: The value or the default, or an `Unknown`.
+        value: The value, the default value, or an `Unknown`.
         annotation: Annotation of the callable's parameter, or `UNKNOWN`.
         is_settable: Whether `--set` can replace the value. False if it contains configs or
             functions.
@@ -54,7 +54,7 @@ def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
 
 
 def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
-    """Returns (key, value, annotation) of each child of a config, dict or sequence."""
+    """Returns (key, value, annotation) for each child of a config, dict or sequence."""
     if isinstance(node, fdl.Buildable):
         hints = _parameter_types(node)
         arguments = fdl.ordered_arguments(node, include_defaults=True, include_unset=True)
@@ -107,7 +107,7 @@ def settings_of(value: Any) -> fdl.Buildable | None:
 
 
 def kwargs_type(config: fdl.Buildable) -> Any | None:
-    """Returns the annotation of `**kwargs`, which may be `UNKNOWN`, or None without `**kwargs`."""
+    """Returns the annotation of `**kwargs`, or `UNKNOWN`; None if there is no `**kwargs`."""
     return _parameter_types(config).get("**")
 
 
@@ -174,7 +174,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns annotations by parameter name, by position for positional-only ones, and "**"."""
+    """Returns annotations by parameter name, by position if positional-only, and by "**"."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     hints: dict[str | int, Any] = {}

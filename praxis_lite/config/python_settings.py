@@ -40,7 +40,7 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
 
 
 def _texts(path: str, value: Any) -> list[str]:
-    """Returns the setting for a value, followed by settings for the arguments of a config."""
+    """Returns the setting for a value; for a config, also the settings for its arguments."""
     if not isinstance(path, str):
         raise ConfigError(f"settings has the key {path!r}; expected a path, such as 'run.seed'.")
     if is_dtype(value) or isinstance(value, enum.Enum) or holds_only_literals(value):

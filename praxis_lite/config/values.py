@@ -30,7 +30,7 @@ class _Word:
 
 
 def parse_value(text: str, annotation: Any, current: Any = None) -> Any:
-    """Parses a text as a value of a type.
+    """Parses text as a value of the annotated type.
 
     Args:
         text: A Python literal, `none`, `true`, `false`, a bare word, or items separated by commas.
@@ -87,7 +87,7 @@ def _are_same(item: Any, other: Any) -> bool:
 
 
 def is_bare_word(text: str) -> bool:
-    """Returns whether a text without quotes is parsed as a string, not as a number or sequence."""
+    """Returns whether unquoted text is parsed as a string, not as a number or sequence."""
     is_number = text.lower().lstrip("-") in ("inf", "nan")
     return _read(text) == _Word(text) and text.isprintable() and not is_number
 
@@ -159,15 +159,16 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
 
     Args:
         read: The parsed value.
-        text: The text from which it was parsed, or None inside a container.
+        text: The text from which `read` was parsed, or None inside a container.
         expected: The annotation.
-        lenient: Whether to allow conversions such as numbers to strings or integers to floats.
+        lenient: Whether to allow conversions such as from numbers to strings or from integers to
+            floats.
     """
     if expected in (UNKNOWN, Any, object) or isinstance(expected, typing.TypeVar):
         return _plain(read)
     if expected is None or expected is types.NoneType:
         return _require(read is None, read, expected)
-    for alias in ("__value__", "__supertype__"):  # `type X = ...` of Python 3.12; NewType.
+    for alias in ("__value__", "__supertype__"):  # `type X = ...` in Python 3.12, or NewType.
         if hasattr(expected, alias):
             return _fit(read, text, getattr(expected, alias), lenient)
     origin, args = typing.get_origin(expected), typing.get_args(expected)
@@ -231,7 +232,7 @@ def _plain(read: Any) -> Any:
 
 
 def _type_of(current: Any) -> Any:
-    """Returns the type that a replacement of `current` must have."""
+    """Returns the type that a replacement for `current` must have."""
     if current is None or current is UNKNOWN:
         return UNKNOWN
     if type(current) in (tuple, list) and current:

@@ -59,7 +59,7 @@ class EarlyStopping:
         return values[self.metric]
 
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
-        """Returns the reason why training must end now, or None if it continues.
+        """Returns the reason why training must end now, or None if training continues.
 
         Args:
           values: Values of the metric in all evaluations so far, by step. NaN is not an

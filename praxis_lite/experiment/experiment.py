@@ -73,10 +73,10 @@ class Experiment:
     BATCH_SIZE=32` sets them before the methods are called.
 
     Attributes:
-        SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". It
-            overrides how the task's model and the batch are sharded. It also adds the preset's
-            compiler options to `mesh().compiler_options`, which take precedence. If None, the
-            sharding in the task is used.
+        SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". The preset
+            overrides how the task's model and the batch are sharded. Its compiler options are added
+            to `mesh().compiler_options`, which take precedence. If None, the sharding in the task
+            is used.
     """
 
     SHARDING_PRESET: str | None = None
@@ -88,9 +88,9 @@ class Experiment:
     def mesh_for(self, num_devices: int) -> fdl.Config | None:
         """Returns the config of the mesh for an elastic job with `num_devices` remaining devices.
 
-        This is called if `mesh()` has a different number of devices. The axes must be the same. If
-        the result is None, which is the default, the fastest valid mesh that fits in memory
-        according to --mode=plan is used.
+        This is called if `mesh()` has a different number of devices. The mesh axes must be the same
+        as in `mesh()`. If the result is None, which is the default, the fastest valid mesh that
+        fits in memory according to --mode=plan is used.
         """
         return None
 
@@ -220,7 +220,7 @@ class Experiment:
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:
-    # Import the layers here, because they import jax.
+    # Import the layers here, because importing them imports jax.
     from praxis_lite.layers.whole_model.sharding_presets import (
         COMPILER_OPTIONS,
         SHARDING_PRESETS,

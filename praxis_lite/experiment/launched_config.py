@@ -18,7 +18,7 @@ __all__ = ("LaunchedConfig", "config_of_experiment")
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:
-    """The config of a launch, and facts about it that are recorded in config.json.
+    """The config of a launch, and facts about the launch that are recorded in config.json.
 
     Attributes:
       config: The config, with settings applied.
@@ -72,8 +72,7 @@ def config_of_job(
 
     Args:
       job_dir: The job directory.
-      name: Name of the experiment, as for --exp. Unless it is None, it must be the experiment of
-        the job.
+      name: Name of the experiment, as for --exp. Must be the job's experiment, or None.
       settings: Settings "path=value", as for --set.
       packages: The user's packages, as for --packages.
 

@@ -1,4 +1,4 @@
-"""Verifies which examples a job used, by comparing its record with the data in its config."""
+"""Verifies which examples a job used, by comparing its record with the data from its config."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ class ExamplesProof:
 
     @property
     def num_rollbacks(self) -> int:
-        """Number of roll-backs from loss spikes."""
+        """Number of roll-backs after loss spikes."""
         return self.history.num_starts - self.history.num_launches
 
     def lines(self) -> list[str]:
@@ -129,7 +129,7 @@ def proof_of_examples(
 def train_pipeline(
     job_dir: JobDir, packages: Sequence[str] = (), settings: Sequence[str] = ()
 ) -> InputPipeline:
-    """Builds the training data in a job's config. Raises ConfigError if there is none."""
+    """Builds the training data in a job's config. Raises ConfigError if the config has no data."""
     config = config_of_job(job_dir, None, settings, packages).config
 
     from praxis_lite.config.build import build, naming_settings

@@ -30,7 +30,7 @@ _TOKENIZER = re.compile(r"(.*[.\]])?tokenizer(\.path)?")
 
 
 def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
-    """Loads a job's config.json, and replaces directories of tokenizers by the job's copies.
+    """Loads a job's config.json, and replaces tokenizer directories with the job's copies.
 
     Raises:
       ConfigError: The file is missing or damaged, or refers to a name that is not allowed.
@@ -64,7 +64,7 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         target = copies.setdefault(directory, job_dir.tokenizers / str(len(copies)))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            # Also copy config.json, because it may contain eos_token_id.
+            # Also copy config.json, which may contain eos_token_id.
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
@@ -78,7 +78,7 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
 
 
 def tokenizers_of(config: fdl.Buildable, job_dir: JobDir) -> dict[str, Path | None]:
-    """Returns the job's copy, or None, of each tokenizer directory in a config."""
+    """Returns the job's copy (None if missing) of each tokenizer directory in a config."""
     copies = _copied_tokenizers(job_dir)
     return {directory: copies.get(directory) for _, directory in _tokenizers(config)}
 
@@ -123,7 +123,7 @@ def remove_unused(config: fdl.Buildable, mode: str, *, has_prompts: bool = False
 
 
 def _tokenizers(config: fdl.Buildable) -> Iterator[tuple[str, str]]:
-    """Yields (path, directory) of each field that contains the directory of a tokenizer."""
+    """Yields (path, directory) for each field that contains a tokenizer directory."""
     for field in iterate_fields(config):
         if isinstance(field.value, str) and field.value and _TOKENIZER.fullmatch(field.path):
             yield field.path, field.value

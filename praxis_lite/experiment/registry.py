@@ -37,7 +37,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
     Raises:
         ConfigError: The class is not a subclass of Experiment, or its name is already registered.
     """
-    # Import it here, because Experiment needs fiddle and lookups do not.
+    # Import Experiment here, because it needs fiddle, which lookups do not need.
     from praxis_lite.experiment.experiment import Experiment
 
     if not (isinstance(experiment, type) and issubclass(experiment, Experiment)):
@@ -88,7 +88,7 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
-    """Imports and returns the experiment with a name.
+    """Imports and returns the experiment with the given name.
 
     If there is no such module, all modules of `praxis_lite.experiments` and `packages` are imported
     to find the class by its name alone.
@@ -180,7 +180,7 @@ def _import_all(packages: Sequence[str]) -> None:
 def _unknown(name: str, allowed: Sequence[str]) -> str:
     """Returns the error message for an unknown experiment, with similar names."""
     known = sorted(full.removeprefix(f"{HOME}.") for full in registered)
-    # First suggest classes of the same name in other modules.
+    # First suggest classes with the same name in other modules.
     last = name.rpartition(".")[2]
     near = [full for full in known if full.rpartition(".")[2] == last]
     classes = {full.rpartition(".")[2]: full for full in known}
@@ -200,5 +200,5 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
 
 
 def _is_interactive(module: str) -> bool:
-    # In a notebook, running a cell again redefines its classes.
+    # In a notebook, rerunning a cell redefines its classes.
     return module == _MAIN and not hasattr(sys.modules[_MAIN], "__file__")

@@ -1,4 +1,4 @@
-"""The settings of a run, such as its length and the intervals of saves and evaluations."""
+"""The settings of a run, such as its length and how often it saves and evaluates."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ class RunConfig:
     """Settings for the length of a run and for how it saves, evaluates and reports.
 
     Attributes:
-        num_train_steps: Total number of training steps, including those before a resume.
+        num_train_steps: Total number of training steps, including steps before the job was resumed.
         seed: Seed for initial weights, dropout and sampling. The data has a separate seed.
         checkpoints: When the job saves, and which checkpoints it retains.
         peer_save_every_steps: Number of steps between saves of the state to the memory of the job's
-            hosts, for jobs with `--elastic`. Any single host may die without losing the state. None
-            for no such saves.
+            hosts, for jobs with `--elastic`. The state survives the loss of any single host. If
+            None, there are no such saves.
         evaluation: When the job evaluates, on how much data, and with which weights.
         stopping: Conditions that end training before its last step.
         loss_spikes: Size of a loss spike, and the action that follows.
@@ -43,10 +43,10 @@ class RunConfig:
         debug_nans: Whether to rerun steps whose loss or gradient is not finite, and report the
             first layer with an output that is not finite. With this setting, the loop waits for
             each step.
-        certify_every_steps: Number of steps between certificates. A certificate repeats a step on
-            some of its rows with permuted devices and on a different mesh, recomputes its update,
-            and compares all copies of the state (docs/check.md). An interval of 500 costs about
-            1.1 %. None for no certificates.
+        certify_every_steps: Number of steps between certificates. For a certificate, a step is
+            repeated on some of its rows with permuted devices and on a different mesh, its update
+            is recomputed, and all copies of the state are compared (docs/check.md). An interval of
+            500 costs about 1.1 %. None for no certificates.
         certify_action: Action after a difference is found: "stop" saves and ends the job with an
             error, "report" saves, prints a line and continues.
         init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by job

@@ -16,10 +16,11 @@ class EvaluationSettings:
     Attributes:
         every_steps: Number of steps between evaluations on all datasets except `train`. None for a
             single evaluation at the end.
-        max_batches: Maximum number of batches to evaluate per dataset, or None for one pass.
+        max_batches: Maximum number of batches to evaluate per dataset, or None for one pass over
+            the dataset.
         use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.
-        by_follower: Whether a separate process, `--mode=eval --follow`, evaluates the job's
-            checkpoints instead of the job. The job uses its results for `run.stopping.early` and
+        by_follower: Whether the job's checkpoints are evaluated by a separate process, `--mode=eval
+            --follow`, instead of by the job. The job uses the results for `run.stopping.early` and
             `run.checkpoints.best`.
 
     Raises:
@@ -52,10 +53,10 @@ class StopSettings:
             with an error, or None for no limit. A step is skipped if its loss or gradient is not
             finite or too large.
         time_limit_seconds: Time after which training stops as on SIGTERM, or None for no limit. Set
-            it below the scheduler's limit, and above the time for restoring and compiling.
-        watchdog_seconds: If no step ends for this time, the stacks of all threads are reported.
-            None for no reports.
-        watchdog_exits: Whether the process ends after such a report.
+            it below the scheduler's limit, and above the time needed for restoring and compiling.
+        watchdog_seconds: If no step completes within this time, the stacks of all threads are
+            reported. None for no reports.
+        watchdog_exits: Whether the process exits after such a report.
 
     Raises:
         ConfigError: A number has the wrong type or is out of range.
@@ -77,8 +78,8 @@ class LossSpikeSettings:
 
     Attributes:
         factor: A loss above this multiple of the median of the last 100 losses is a spike, if the
-            median is positive. None disables detection. With detection, lines in metrics.jsonl
-            contain `is_loss_spike` and `num_batches_left_out`.
+            median is positive. None disables detection. If detection is enabled, lines in
+            metrics.jsonl contain `is_loss_spike` and `num_batches_left_out`.
         action: "report" prints a line. "roll_back" restores the newest checkpoint before the spike,
             or the initial state, and skips the batch.
 
@@ -112,7 +113,7 @@ class LossSpikeSettings:
 class ProfileSettings:
     """Steps to trace with JAX's profiler, and the processes that are traced (`run.profile`).
 
-    While a job runs, SIGUSR1 or a file `profile.request` in its directory requests a profile.
+    While a job runs, SIGUSR1 or a file `profile.request` in the job directory requests a profile.
 
     Attributes:
         steps: Steps to profile, counted from 1, such as "100:103" for steps 100, 101 and 102, or

@@ -57,7 +57,7 @@ def write_peft(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors in PEFT's format.
 
-    Every process must call this; only the first one writes.
+    Every process must call this function, but only the first process writes.
 
     Args:
       directory: Existing directory to write to.

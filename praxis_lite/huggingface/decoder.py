@@ -18,7 +18,7 @@ from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 from praxis_lite.layers.transformer.models import TransformerLm
 from praxis_lite.layers.transformer.transformers import Transformer
 
-# Names of activations in transformers, mapped to ours.
+# Names of activations in transformers, mapped to our names.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

@@ -1,4 +1,4 @@
-"""Settings of decoder-only models; the tables in `families` map fields of config.json to them."""
+"""Settings of decoder-only models; tables in `families` map config.json fields to settings."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ class LayerKind(NamedTuple):
     Attributes:
       slides: Whether attention uses the sliding window, with the local rotary base if one is set.
       has_experts: Whether the feed-forward layer is a mixture of experts.
-      score_divisor: Divides the attention scores, in addition to the scale shared by all layers.
+      score_divisor: Divisor of the attention scores, in addition to the scale shared by all layers.
     """
 
     slides: bool
@@ -47,16 +47,18 @@ class DecoderSettings:
       soft_cap_logits: Soft cap of the output logits; 0 or None disables it.
       use_window: Whether sliding layers use the window.
       window: Number of tokens that a token attends to in sliding layers, including itself.
-      windows: Which layers slide, one of WINDOWS; ignored if layer_types is set.
+      windows: Which layers use sliding-window attention, one of WINDOWS; ignored if layer_types is
+        set.
       max_window_layers: First sliding layer if windows is "from max_window_layers".
-      window_period: Distance between full layers if windows is "all but each window_period-th".
+      window_period: Distance between full-attention layers if windows is "all but each
+        window_period-th".
       layer_types: Kind of each layer, SLIDING or FULL.
       max_seq_length: Number of learned positions, or None for rotary positions.
       rope_theta: Base of the rotary frequencies.
-      local_rope_theta: Base for sliding layers, which then ignore rope_scaling. If None, sliding
-        layers rotate like the other layers.
+      local_rope_theta: Base for sliding layers, where rope_scaling is then ignored. If None,
+        sliding layers use the same rotary embedding as the other layers.
       rotary_share: Fraction of a head's dims that is rotated.
-      is_rotary_in_part: Whether rope_scaling may also set this fraction.
+      is_rotary_in_part: Whether rope_scaling may also set rotary_share.
       rope_scaling: The field `rope_scaling` of config.json.
       original_max_positions: Context length before RoPE scaling. If None, max_positions.
       num_experts: Number of experts, or None for a dense model.
@@ -77,7 +79,7 @@ class DecoderSettings:
       has_latent_bias: MultiHeadLatentAttention.use_bias.
       num_prediction_layers: Number of multi-token prediction layers, which are not loaded.
       atten_dropout_prob, residual_dropout_prob: Dropout rates of Transformer in training.
-      max_positions: Published context length. The factor of longrope and yarn defaults to
+      max_positions: Published context length. The factor for longrope and yarn defaults to
         max_positions / original_max_positions.
     """
 
@@ -153,7 +155,7 @@ class DecoderSettings:
 
     @functools.cached_property
     def pattern(self) -> Sequence[LayerKind]:
-        """Kinds of the layers in the smallest block that repeats to form the model."""
+        """Kinds of the layers in the smallest block that is repeated to form the model."""
         kinds = [self._kind_of(i) for i in range(self.num_layers)]
         for length in range(1, self.num_layers):
             repeats, rest = divmod(self.num_layers, length)

@@ -17,7 +17,7 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 
-# Suffixes of the fields of generation_config.json that contain token ids.
+# Suffixes of the generation_config.json fields that contain token ids.
 _TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_words_ids", "suppress_tokens")
 Note = Callable[[str], None]
 
@@ -25,7 +25,7 @@ Note = Callable[[str], None]
 def write_text_files(
     target: Path, base: Path, task: Task, config: Mapping[str, Any], note: Note
 ) -> dict[str, Any]:
-    """Writes the task's tokenizer files, and generation_config.json with its end tokens.
+    """Writes the tokenizer files and generation_config.json, with the task's end-of-sequence ids.
 
     Args:
       target: Directory of the export.
@@ -84,7 +84,7 @@ def _eos_ids(task: Task) -> tuple[list[int], bool]:
 def _base_eos_ids(
     tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> set[int | None]:
-    """Returns the base model's end tokens from generation_config.json, or else config.json."""
+    """Returns the base model's end-of-sequence ids from generation_config.json or config.json."""
     for fields in [generation] if generation else _nested_configs(config):
         if (eos_ids := fields.get("eos_token_id")) is not None:
             return set(eos_ids if isinstance(eos_ids, list) else [eos_ids])
@@ -92,7 +92,7 @@ def _base_eos_ids(
 
 
 def _has_same_tokenizer(base: Path, tokenizer: JsonTokenizer) -> bool:
-    """Returns whether a directory's tokenizer has the same ids, end tokens and chat template."""
+    """Returns whether a directory's tokenizer has the same ids, EOS tokens and chat template."""
     if not has_tokenizer(base):
         return False
     base_tokenizer = JsonTokenizer(base)

@@ -25,13 +25,13 @@ from praxis_lite.huggingface.decoder_settings import DecoderSettings
 
 __all__ = ("family_of", "settings_in")
 
-VALUES = ("constants", "defaults")  # Sections of a table where false does not remove an entry.
+VALUES = ("constants", "defaults")  # Sections of a table in which false does not remove an entry.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
 EMBEDDING, HEAD = "embedding", "head"
 
 
 class Entry(NamedTuple):
-    """An entry in the [tensors] of a family, which lists the weights that a tensor contains.
+    """An entry in a family's [tensors] section, which lists the weights that a tensor contains.
 
     In TOML, an entry is the path of a weight, a list of paths, or a table with these fields.
 
@@ -41,9 +41,9 @@ class Entry(NamedTuple):
         model. Several weights are concatenated along their output dim unless `joined` is set.
       dims: Dims of the tensor in terms of our weight's dims, such as "embed (heads head_dim)". If
         None, `form_of` infers them.
-      joined: How several weights are interleaved. With "heads", each head stores its slice of
-        every weight in turn; with "interleaved", consecutive entries of the last dim belong to
-        different weights.
+      joined: How several weights are interleaved. With "heads", the slices of every weight for one
+        head are followed by the slices for the next head; with "interleaved", consecutive entries
+        of the last dim belong to different weights.
     """
 
     to: tuple[str, ...]
@@ -65,14 +65,14 @@ class Family:
       only: Supported values per field, none of which changes the results. An empty list allows any
         value.
       reasons: Reasons why other values of a field in `only` are not supported.
-      read_as: Synonyms of values, per field.
+      read_as: Synonyms for values, by field.
       constants: Settings that are fixed for the family.
       defaults: Settings for fields that config.json omits, as in the class in transformers.
       tensors: The weights that each tensor in a checkpoint contains.
       without_effect: Fields that do not change the results.
       refused: Maps unsupported fields to instructions.
       null_is_none: Fields for which null is a value. Other fields with null are treated as absent.
-      harmless: Fields of fine-tuned models that are ignored and logged.
+      harmless: Fields in fine-tuned models that are ignored and logged.
       harmless_prefixes: Prefixes of such fields.
       inputs_first: Whether matrices are stored as [in, out], unlike in PyTorch's Linear.
       optional_prefix: Prefix of tensor names that some checkpoints omit.
@@ -202,7 +202,8 @@ def _has_type(value: Any, annotation: Any) -> bool:
     is_union = isinstance(annotation, types.UnionType)
     for expected in typing.get_args(annotation) if is_union else [annotation]:
         expected = typing.get_origin(expected) or expected
-        # Unlike isinstance, accept an int as a float, but no bool as an int or str as a Sequence.
+        # Unlike isinstance, accept an int as a float, but not a bool as an int or a str as a
+        # Sequence.
         if expected in (bool, int, str) or isinstance(value, bool | str):
             matches = type(value) is expected
         else:

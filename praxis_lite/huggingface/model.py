@@ -47,8 +47,8 @@ def load(
       mesh: Mesh with the axes replica, data and mdl, or None for one device.
       settings: Settings "path=value" of the experiment huggingface.CausalLm, as for --set, such as
         "SHARDING_PRESET=fsdp".
-      note: Called with progress messages, ignored fields of config.json and warnings about NaN
-        weights.
+      note: Called with progress messages, messages about ignored config.json fields, and warnings
+        about NaN weights.
 
     Raises:
       ConfigError: The architecture, a field or a tensor is unknown; files are missing, damaged or
@@ -138,7 +138,7 @@ class HuggingFaceModel:
           ids: Token ids, int [B, T].
           attention_mask: [B, T], 0 for padding on the left or right, which is not attended to.
           position_ids: Positions, int [B, T]. If None, positions count from 0 in each segment.
-            Without segments, they count the tokens that attention_mask selects.
+            Without segments, only tokens selected by attention_mask are counted.
           segment_ids: Segments of packed rows, int [B, T]. A token only attends to tokens in the
             same segment. 0 marks padding.
 
@@ -182,8 +182,8 @@ class HuggingFaceModel:
         Args:
           prompts: Token ids of one or more prompts, which may differ in length.
           max_new_tokens: Maximum number of new tokens per prompt.
-          eos_id: One or more tokens that end a continuation. If None, max_new_tokens are always
-            decoded.
+          eos_id: One or more tokens that end a continuation. If None, max_new_tokens tokens are
+            always decoded.
           settings: Other arguments of `praxis_lite.decode.Greedy`, such as
             num_speculative_tokens=4.
 

@@ -36,12 +36,13 @@ _REFERENCE = f"params/{REFERENCE}/"
 
 
 class Pretrained:
-    """A Hugging Face model on disk, with the mapping from its tensors to the weights of a layout.
+    """A Hugging Face model on disk, with the mapping from its tensors to the weights in a layout.
 
     Args:
       directory: Directory with config.json and safetensors files.
-      layout: Layout of mdl_vars. Adapter weights in it are ignored, because the files contain none.
-        A frozen reference copy of the model is read from the same tensors, but never written.
+      layout: Layout of mdl_vars. Adapter weights in the layout are ignored, because the files
+        contain no adapters. A frozen reference copy of the model is read from the same tensors, but
+        never written.
 
     Attributes:
       config: Fields of config.json.
@@ -111,8 +112,8 @@ class Pretrained:
     ) -> dict[str, jax.Array]:
         """Reads the weights, and returns them by path, padded and sharded.
 
-        If the layout stores a weight in a different format, it is converted before the next weight
-        is read, to limit the peak memory.
+        If the layout stores a weight in a different format, the weight is converted before the next
+        weight is read, to limit the peak memory.
 
         Args:
           mesh: Mesh on which the weights are placed.
@@ -147,7 +148,7 @@ class Pretrained:
           directory: New or empty directory.
           arrays: Logical weights by path, padded and sharded as in `self.layout`.
           mesh: Mesh of the arrays.
-          task: Task whose tokenizer, chat template and end tokens are written.
+          task: Task whose tokenizer, chat template and end-of-sequence ids are written.
           dtype: "float32", "bfloat16" or "float16". If None, each tensor keeps its original dtype.
           max_file_bytes: Maximum size of a file.
           note: Called with progress messages.

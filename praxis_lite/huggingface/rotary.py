@@ -1,4 +1,4 @@
-"""Configs of rotary position embeddings from the `rope_scaling` field of config.json."""
+"""Configs of rotary position embeddings from the `rope_scaling` field in config.json."""
 
 import math
 from collections.abc import Mapping

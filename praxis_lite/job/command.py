@@ -30,21 +30,22 @@ def run(
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
 ) -> None:
-    """Runs a command, and exits with its status if the status is not 0.
+    """Runs a command, and exits with the returned status if it is nonzero.
 
     The exit status is 2 after an error that the user can fix, which is printed as a paragraph, and
     1 after an exception in the user's code. After a signal, a one-line message is printed and the
     exit status is 128 + the signal's number; for training, see `StopRequest`. Import slow modules
-    inside the command, because Ctrl-C before `run` prints a traceback.
+    inside the command, because pressing Ctrl-C before `run` is called prints a traceback.
 
     Args:
       command: Function that returns the exit status, or None for 0.
-      continues_without_output: Whether the command continues if its standard output is closed.
-        Otherwise, it ends quietly, like a program in a pipe. May also be a function that returns
-        this and is called when output is lost.
+      continues_without_output: Whether the command continues if its standard output is closed. If
+        False, the command exits quietly, like a program in a pipe. May also be a function that
+        returns such a bool and is called when output is lost.
       traceback_txt: Function that returns the file for tracebacks of the user's code, or None for a
         temporary file.
-      wraps: Whether to wrap errors at 100 characters. If False, an error is a single line.
+      wraps: Whether to wrap errors at 100 characters. If False, each error is printed on a single
+        line.
     """
     open_closed_streams()
     with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
@@ -101,10 +102,10 @@ def _run(
 
 
 def _add_current_directory_to_path() -> None:
-    """Appends the current directory to sys.path, to find the user's packages.
+    """Appends the current directory to sys.path, so that the user's packages are found.
 
-    It is not inserted at the start, because `python main.py` in a folder with a random.py would
-    import that file.
+    The directory is not inserted at the start, because `python main.py` in a folder that contains a
+    random.py would then import that file.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

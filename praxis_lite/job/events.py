@@ -1,22 +1,23 @@
-"""Reports phases, progress and facts of this process to listeners.
+"""Reports this process's phases, progress and facts to listeners.
 
-The code of the job uses the global `events`:
+Job code uses the global `events`:
 
     with events.phase(SAVE, step=7):     # The activity of the main thread, whose time is measured.
         ...
     events.progress(7)                   # The main thread has made progress.
     events.report(made=7)                # Facts by name, with JSON values.
 
-Without listeners, only the seconds of each kind are measured (`JobEvents.seconds`), for a step's
-metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes are
-listeners, which are subclasses of `Listener` added by `main.py` and `praxis_tools/job_tools.py`.
+Without listeners, only the seconds spent in each kind of phase are measured (`JobEvents.seconds`),
+for a step's metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes
+are implemented as listeners: subclasses of `Listener` that `main.py` and
+`praxis_tools/job_tools.py` add.
 
 Reported facts:
 
     from_step, source   the step of the launch's first state, and "new", "disk" or "peers"
     trains_from         training starts after this step; also reported after a roll-back
     made                the metrics of this step are known
-    lost_to             steps up to this step of an earlier launch are recomputed
+    lost_to             steps from an earlier launch, up to this step, are recomputed
     ended_by            the request that ended training, such as "SIGTERM"; None after the last step
     nothing_to_do       why the launch runs no steps
     mesh, num_devices   the job's mesh
@@ -50,18 +51,18 @@ __all__ = (
     "events",
 )
 
-# The kinds of phases by which seconds are counted. The main thread is always in one of them.
+# The kinds of phases for which seconds are counted. The main thread is always in one of them.
 IMPORT = "import"  # From the start of the process: Python, libraries, the experiment's config.
 INIT = "init"  # Everything else outside the loop: mesh, tracing, checks, new state, loss curve.
 COMPILE = "compile"  # Compiling any function of the job.
-RESTORE = "restore"  # Verifying and reading the job's checkpoint, at the start or in a roll-back.
+RESTORE = "restore"  # Verifying and reading the job's checkpoint, at startup or in a roll-back.
 INPUT_WAIT = "input wait"  # The loop waits for a batch.
 STEP = "step"  # The rest of the loop: devices compute, metrics are written, hooks run.
 EVALUATION = "evaluation"
 SAVE = "save"  # Training waits for a save. Saving in the background is not included.
 KINDS = (IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, EVALUATION, SAVE)
 
-# Kinds of inner phases. The seconds of these and of any other kinds are added to the outer phase.
+# Kinds of inner phases. Seconds in these and all other kinds are added to the outer phase.
 DISPATCH = "dispatch"  # Dispatching a compiled function with collectives to the devices.
 ON_DEVICES = "on devices"  # Waiting for this process's devices.
 MEETING = "meeting"  # Waiting for the other processes, on the host.
@@ -73,8 +74,8 @@ class Phase(NamedTuple):
     Attributes:
       kind: The argument of `JobEvents.phase`: one of KINDS, or the kind of an inner phase, such as
         MEETING or "hook NAME".
-      counts_as: The element of KINDS to which its seconds are added: `kind`, or for an inner phase,
-        the kind of the outer phase.
+      counts_as: The element of KINDS to which the phase's seconds are added: `kind`, or for an
+        inner phase, the kind of the outer phase.
       doing: A description of the activity: `kind`, or for DISPATCH and ON_DEVICES, the outer
         phase's description followed by " on devices".
     """
@@ -85,7 +86,7 @@ class Phase(NamedTuple):
 
 
 class Listener:
-    """Base class of listeners to a job's events. By default, every method does nothing.
+    """Base class for listeners to a job's events. By default, every method does nothing.
 
     Methods are called synchronously, so a slow method delays training.
     """
@@ -95,11 +96,11 @@ class Listener:
 
         Args:
           phase: The phase.
-          step: The step that is saved or dispatched, if specified.
+          step: The step that is being saved or dispatched, if specified.
         """
 
     def resumes(self, phase: Phase) -> None:
-        """Called when an inner phase has ended and `phase` continues."""
+        """Called when an inner phase has ended and `phase` resumes."""
 
     def progress(self, step: int | None) -> None:
         """Called with the step after a training step, or with None after smaller progress."""
@@ -109,9 +110,9 @@ class Listener:
 
 
 class JobEvents:
-    """Reports the activity of this process to listeners, and measures its seconds by kind.
+    """Reports this process's activity to listeners, and measures the seconds per kind of phase.
 
-    The seconds of all kinds add up to the time since `began`. Only the main thread reports phases
+    The seconds for all kinds add up to the time since `began`. Only the main thread reports phases
     and progress; any thread may report facts.
 
     Args:
@@ -130,7 +131,7 @@ class JobEvents:
         self.launched()
 
     def launched(self, began: float | None = None) -> None:
-        """Resets all seconds for a launch that began at `began`, in Unix seconds, or now."""
+        """Resets all seconds for a launch that began at `began` (in Unix seconds; None for now)."""
         at = self._unix()
         with self._lock:
             self.began = at if began is None else min(began, at)
@@ -150,7 +151,7 @@ class JobEvents:
 
     @contextlib.contextmanager
     def phase(self, kind: str, step: int | None = None) -> Iterator[None]:
-        """Context manager for a phase, at whose end the outer phase resumes."""
+        """Context manager for a phase; on exit, the outer phase resumes."""
         outer = self._phase
         self.begins(kind, step)
         try:
@@ -161,7 +162,7 @@ class JobEvents:
                 listener.resumes(outer)
 
     def progress(self, step: int | None = None) -> None:
-        """Reports progress of the main thread, such as the end of training step `step`."""
+        """Reports progress in the main thread, such as the end of training step `step`."""
         for listener in self._listeners:
             listener.progress(step)
 
@@ -178,13 +179,13 @@ class JobEvents:
         return seconds
 
     def add_listener(self, listener: Listener) -> None:
-        """Adds a listener until the process ends."""
+        """Adds a listener until the process exits."""
         if listener not in self._listeners:
             self._listeners += (listener,)
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Adds a listener while the context is entered."""
+        """Context manager that adds a listener, and removes the listener on exit."""
         self._listeners += (listener,)
         try:
             yield
@@ -192,7 +193,7 @@ class JobEvents:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def _switch_to(self, phase: Phase) -> Phase:
-        """Adds the seconds of the current phase to its kind, and switches to `phase`."""
+        """Adds the current phase's seconds to the total for its kind, and switches to `phase`."""
         with self._lock:
             at = self._now()
             self._seconds[self._phase.counts_as] += at - self._since
@@ -203,8 +204,8 @@ class JobEvents:
 # The events of this process.
 events = JobEvents()
 
-# An older process did other work before this launch, as in a notebook, in a test run or in a shell
-# that was replaced by Python (exec).
+# A process older than this did other work before the launch, as in a notebook, in a test run or in
+# a shell that was replaced by Python (exec).
 _MAX_AGE_SECONDS = 60.0
 
 

@@ -18,11 +18,11 @@ class HealthFiles(contextlib.AbstractContextManager):
     """Context manager that maintains two empty files, `alive` and `ready`, in a directory.
 
     A probe checks the age of `alive` (`find DIR/alive -mmin -1`) and the existence of `ready`.
-    Files of a killed process are removed on entry, and both files are removed on exit. Errors in
-    updating `alive` are ignored, because the probe checks its age.
+    Files left by a killed process are removed on entry, and both files are removed on exit. Errors
+    in updating `alive` are ignored, because the probe checks the age of the file.
 
     Args:
-      directory: A directory that is only used by this process.
+      directory: A directory that is used only by this process.
     """
 
     def __init__(self, directory: Path):
@@ -47,7 +47,7 @@ class HealthFiles(contextlib.AbstractContextManager):
             self._is_ready = is_ready
 
     def __enter__(self) -> "HealthFiles":
-        """Raises ConfigError if the directory cannot be created or written."""
+        """Raises ConfigError if the directory cannot be created or written to."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._ready.unlink(missing_ok=True)
@@ -70,9 +70,9 @@ class HealthBeat(contextlib.AbstractContextManager):
 
     Attributes:
       files: The health files.
-      is_hung: Function that returns whether the process hangs. A separate thread calls it before
-        each update. While C code holds the GIL, this thread cannot run, so the file is not updated
-        either.
+      is_hung: Function that returns whether the process hangs. A separate thread calls this
+        function before each update. While C code holds the GIL, the thread cannot run, so the file
+        is not updated either.
     """
 
     def __init__(self, files: HealthFiles):

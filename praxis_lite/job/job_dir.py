@@ -1,4 +1,4 @@
-"""The paths of the files in a job directory, and the checks when a directory is opened."""
+"""The paths of files in a job directory, and the checks made when a directory is opened."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from praxis_lite.job.local_directory import local_directory
 
 __all__ = ("JobDir", "open_for_supervisors", "open_for_reading", "recorded_experiment")
 
-# The name, below decode/, of the dataset of prompts from --prompt and --prompts.
+# Name under decode/ of the dataset that contains the prompts from --prompt and --prompts.
 COMMAND_LINE = "command_line"
 
 
@@ -33,15 +33,18 @@ class JobDir:
         directory.
       config_txt: The config as text, one `path=value` per line.
       layout_txt: Shape, spec, bytes per device and padding of every array in the training state.
-      layout_json: The same information in JSON.
-      init_from_checkpoint_txt: The source of each variable of a job with pretrained weights.
+      layout_json: The contents of layout_txt in JSON.
+      init_from_checkpoint_txt: The source of each variable, for a job that starts from pretrained
+        weights.
       metrics_jsonl: One line per training step.
       eval_metrics_jsonl: One line per evaluation and dataset.
       certificates_jsonl: One line per certificate from training (run.certify_every_steps).
       timeline_jsonl: How each launch spent its time, with one line per save.
-      examples: Folder with one record per process of the rows that it fed to the training steps.
+      examples: Folder with one record per process, which lists the rows that the process fed to
+        training.
       loss_curve_png: Plot of the losses.
-      non_finite_txt: The origin of NaN and infinities in each step that run.debug_nans repeated.
+      non_finite_txt: The origin of NaN and infinite values in each step that was rerun for
+        run.debug_nans.
       residuals_jsonl: Measured and predicted seconds, with one line per profile and per
         --mode=plan --measure.
       elastic_jsonl: One line per change to the processes of an elastic job.
@@ -53,9 +56,9 @@ class JobDir:
       tokenizers: Folder with copies of the tokenizers used in the config.
       tensorboard: Folder of TensorBoard summaries.
       profiles: Folder of profiles, each named after its first step.
-      profile_request: Users create this file to request a profile. It may contain the number of
+      profile_request: File that a user creates to request a profile. It may contain the number of
         steps to profile.
-      trackers: Folder with the ids of this run in experiment trackers.
+      trackers: Folder with this run's ids in experiment trackers.
       checkpoints: Folder with one checkpoint per saved step.
     """
 
@@ -87,11 +90,11 @@ class JobDir:
     checkpoints = _child("checkpoints")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
-        """Returns the file of a dataset's prompts decoded with the checkpoint of `step`."""
+        """Returns the file of a dataset's decoded outputs at the checkpoint of `step`."""
         return self.path / "decode" / dataset / f"{step}.jsonl"
 
     def eval_jsonl(self, dataset: str, step: int) -> Path:
-        """Returns the file of per-example eval outputs of a dataset at the checkpoint of `step`."""
+        """Returns the file of a dataset's per-example eval outputs at the checkpoint of `step`."""
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
@@ -106,12 +109,12 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     """Opens a job directory for training, and creates it if needed.
 
     Args:
-      path: The directory, which may be missing, empty, or contain a job of `experiment`.
+      path: The directory, which may be missing or empty, or may contain a job of `experiment`.
       experiment: Full name of the experiment, "module.Class".
 
     Raises:
-      ConfigError: The path is a URL or a file, cannot be created or written, or contains anything
-        other than a job of this experiment.
+      ConfigError: The path is a URL or a file, cannot be created or written to, or contains
+        anything other than a job of this experiment.
     """
     job = open_for_supervisors(path)
     if job.config_json.is_file():
@@ -146,7 +149,7 @@ def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
 
 
 def _check_may_be_jobs(job: JobDir) -> None:
-    """Checks that an existing directory contains a job, or only files of a failed launch."""
+    """Checks that an existing directory contains a job, or only files left by a failed launch."""
     _check_is_directory(job)
     # A launch that failed before it created the job may have left a traceback, and supervisors may
     # have left their folder. Hidden files may belong to the desktop or the network file system.
@@ -171,7 +174,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
 
     Raises:
       ConfigError: The path is a URL, is a file, does not exist or contains no job, or `writes` is
-        True and the directory cannot be written.
+        True and the directory cannot be written to.
     """
     job = JobDir(local_directory(path))
     if not job.path.exists():
@@ -213,7 +216,7 @@ def recorded_experiment(job: JobDir) -> str:
 
 
 def _near_jobs(job: JobDir) -> str:
-    """Returns the end of a message that lists jobs inside or next to the directory."""
+    """Returns the end of an error message, which lists jobs inside or next to the directory."""
     jobs_inside = _jobs_in(job.path)
     if jobs_inside:
         return f": {first_few([str(job.path / name) for name in jobs_inside])}"

@@ -14,7 +14,7 @@ from praxis_lite.core.errors import ConfigError
 __all__ = ("JobLock", "is_training")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
-# Retry, because `is_training` in another process takes the lock for a moment.
+# Retry, because `is_training` in another process holds the lock for a moment.
 _TRIES, _RETRY_SECONDS = 5, 0.02
 
 
@@ -30,7 +30,8 @@ class JobLock(contextlib.AbstractContextManager):
       directory: The job directory.
       note: Function that prints a line.
       is_shared: Whether to take a shared lock. Workers of elastic jobs take shared locks, because a
-        suspended worker would keep an exclusive lock forever. Their supervisors coordinate them.
+        suspended worker would hold an exclusive lock forever. These workers are coordinated by
+        their supervisors.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None], *, is_shared: bool = False):
@@ -39,7 +40,7 @@ class JobLock(contextlib.AbstractContextManager):
         self._file = -1
 
     def __enter__(self) -> "JobLock":
-        """Raises ConfigError with the host and PID of another process that trains there, if any."""
+        """Raises ConfigError, with the host and PID, if another process is training there."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._lock()
@@ -83,7 +84,7 @@ class JobLock(contextlib.AbstractContextManager):
 
 
 def is_training(directory: Path) -> bool:
-    """Returns whether a process is training in a directory; False if there are no locks."""
+    """Returns whether a process is training in a directory; False if locks are unsupported."""
     try:
         file = os.open(directory / ".training", os.O_RDONLY)
     except OSError:
@@ -105,5 +106,5 @@ def _release_in_child() -> None:
         lock.__exit__()
 
 
-# A forked process inherits the lock, and might live longer than the training.
+# A forked process inherits the lock, and might outlive the training.
 os.register_at_fork(after_in_child=_release_in_child)

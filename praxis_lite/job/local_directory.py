@@ -46,14 +46,14 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
     try:
         str(directory).encode()  # Messages and config.txt are UTF-8.
         directory.stat()
-    except (FileNotFoundError, NotADirectoryError):  # The caller creates it, or reports an error.
+    except (FileNotFoundError, NotADirectoryError):  # The caller creates it or raises an error.
         pass
     except UnicodeEncodeError:
         raise ConfigError(
             f"{shortened(str(directory), 200)} is not UTF-8. Rename the directory, or use a "
             "symbolic link to it with a path in UTF-8."
         ) from None
-    except OSError as error:  # Too long, a loop of symbolic links, in an inaccessible directory.
+    except OSError as error:  # Too long, a loop of symbolic links, or in an inaccessible directory.
         raise ConfigError(
             f"{shortened(given)} is not a valid path ({error.strerror}). Choose a different "
             "directory."

@@ -45,7 +45,8 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
       The job directory in the first process, and an `OtherJobDir` in all other processes.
 
     Raises:
-      ConfigError: `open_dir` raised it, or a process cannot see the first process's directory.
+      ConfigError: `open_dir` raised this error, or a process cannot see the first process's
+        directory.
     """
     shared = local_directory(path)
     if processes.count() == 1:

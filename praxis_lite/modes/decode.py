@@ -1,4 +1,4 @@
-"""`main.py --mode=decode`: continues prompts with a checkpoint of a job."""
+"""`main.py --mode=decode`: continues prompts with a job's checkpoint."""
 
 import argparse
 import sys
@@ -88,7 +88,7 @@ class Decode(Mode):
 
 
 def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
-    """Returns the prompts of --prompt and --prompts. With --chat, strings are user messages."""
+    """Returns the prompts from --prompt and --prompts. With --chat, strings are user messages."""
     if not texts and file is None:
         return []
     from praxis_lite.trainer.decoding.user_prompts import read_prompts

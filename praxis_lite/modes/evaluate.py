@@ -1,4 +1,4 @@
-"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each new checkpoint."""
+"""`main.py --mode=eval`: evaluates one of a job's checkpoints, or each new checkpoint."""
 
 import argparse
 from typing import TYPE_CHECKING, Literal

@@ -41,7 +41,7 @@ def each_checkpoint(
 ) -> "Callable[[Callable[[Step], None]], None]":
     """Returns a function that takes a callback and calls it for each checkpoint to process.
 
-    With --follow, this waits for the first checkpoint of the job.
+    With --follow, this function first waits until the job has saved a checkpoint.
 
     Args:
       command: The common options.

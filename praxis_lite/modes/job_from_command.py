@@ -90,7 +90,7 @@ def job_on_mesh(
     """Builds and checks a job on its mesh, without compiling.
 
     Inside the context, errors about a file include the setting for that file, and out-of-memory
-    errors include the largest arrays.
+    errors list the largest arrays.
 
     Args:
       command: The common options.
@@ -127,7 +127,7 @@ def job_on_mesh(
         from praxis_lite.trainer.checks.memory import explaining_out_of_memory
 
         with explaining_out_of_memory(partitioner.layout):
-            # Only the modes without a directory pass None, and they do not read `files`.
+            # Only modes without a directory pass None, and these modes do not read `files`.
             files = command.job_dir
             yield JobOnMesh(partitioner, job, files)  # type: ignore[arg-type]  # See above.
 

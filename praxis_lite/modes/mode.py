@@ -31,7 +31,7 @@ class CommandLine:
       min_processes: The option --min_processes, which only --mode=train has.
       job_dir: The job directory, set after it has been opened. Tracebacks of errors in the user's
         code are stored there.
-      began: Start of the launch in Unix seconds. If None, the time of the call to `begin_launch`.
+      began: Start of the launch in Unix seconds. If None, the time when `begin_launch` is called.
     """
 
     mode: str = "train"
@@ -98,12 +98,12 @@ class Mode(abc.ABC):
     def run(self, command: CommandLine, *args: Any, **options: Any) -> int | None:
         """Runs the mode.
 
-        Subclasses declare their options as keyword-only parameters. `*args` is never used; type
-        checkers accept such overrides because of it.
+        Subclasses declare their options as keyword-only parameters. `*args` is never used, but lets
+        type checkers accept such overrides.
 
         Args:
           command: The common options.
-          *args: Never passed. With it, type checkers accept any keyword arguments in subclasses.
+          *args: Never passed; lets type checkers accept any keyword arguments in subclasses.
           **options: Values of the mode's options, by name.
 
         Returns:

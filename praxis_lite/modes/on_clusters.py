@@ -40,8 +40,9 @@ class Grace(Hook):
     """Warns once if stopping after SIGTERM may take longer than the cluster waits.
 
     The time to stop consists of the current step, another step in which all processes agree to
-    stop, the wait for a save in progress, and the last save. The duration of the longest step and
-    save is stored in the checkpoints, so that a resumed job can warn before its first step.
+    stop, the wait for a save in progress, and the last save. The durations of the longest step and
+    the longest save are stored in the checkpoints, so that a resumed job can warn before its first
+    step.
 
     Args:
       seconds: Seconds for which the cluster waits between SIGTERM and SIGKILL.

@@ -63,7 +63,7 @@ def parse_command_line(
 
 
 def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
-    """Returns the parser for command lines with a mode."""
+    """Returns the parser for command lines with this mode."""
     parser = Parser(
         prog="main.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -209,7 +209,7 @@ def _help_section(name: str, mode: Mode) -> str:
 
 
 class _OtherModeOption(argparse.Action):
-    """An argparse action that raises an error for an option of other modes."""
+    """An argparse action that raises an error for an option that belongs to other modes."""
 
     def __call__(
         self,

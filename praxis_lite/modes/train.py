@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LastStepUnsound(Error):
-    """The last step of a training that was saved was skipped, or its loss is not finite."""
+    """Training was saved, but the last step was skipped or has a loss that is not finite."""
 
     exit_status = 3
 
@@ -140,7 +140,7 @@ def begin_launch(command: CommandLine) -> "LaunchedConfig":
     """Starts measuring a launch, and returns the checked config of the command's experiment.
 
     Raises:
-      ConfigError: `experiment_of` raised it.
+      ConfigError: Raised by `experiment_of`.
     """
     events.launched(command.began)
     launched = experiment_of(command, trains=True)
@@ -171,14 +171,14 @@ def train_job(
       The job, and how training ended.
 
     Raises:
-      ConfigError: `launch.train` raised it.
-      LastStepUnsound: Training has ended and is saved, but the final weights should not be used.
+      ConfigError: Raised by `launch.train`.
+      LastStepUnsound: Training has ended and was saved, but the final weights should not be used.
     """
     with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
         mesh = job.partitioner.mesh
         events.report(mesh=dict(mesh.shape), num_devices=mesh.size)
         with events.phase(IMPORT):
-            # Import Orbax after the checks, so that their errors are reported sooner.
+            # Import Orbax after the checks, so that failed checks are reported sooner.
             from praxis_lite.trainer import launch
 
         if hooks or trackers:

@@ -1,4 +1,4 @@
-"""Reads Pax checkpoints, creates jobs from them, and converts weights from and to Pax."""
+"""Reads Pax checkpoints, creates jobs from them, and converts weights to and from Pax."""
 
 from praxis_lite.public_names import public_names
 

@@ -47,7 +47,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
         self.step, self._directory = step, directory
         self._shapes = _shapes(directory)
         state = directory / "state"
-        # Version 0.0 stores the arrays in the step's directory itself.
+        # In version 0.0, the arrays are in the step's directory itself.
         state = state if state.is_dir() else directory
         self._arrays: Mapping[str, np.ndarray | StoredArray]
         if (state / "checkpoint").exists() and not (state / DATABASE).exists():

@@ -1,8 +1,8 @@
-"""Command-line program that creates a job with the weights of a Pax checkpoint.
+"""Command-line program that creates a job with the weights from a Pax checkpoint.
 
     python -m praxis_lite.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
 
-The new job has a checkpoint at step 0, which `main.py` can train, evaluate or decode.
+The new job has a checkpoint at step 0, from which `main.py` can train, evaluate or decode.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def begin_job(
     new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
-    """Creates a job whose checkpoint at step 0 contains the weights of a Pax checkpoint.
+    """Creates a job whose checkpoint at step 0 contains the weights from a Pax checkpoint.
 
     Optimizer slots are initialized, and the training data starts at the first batch.
 
@@ -39,7 +39,7 @@ def begin_job(
       pax_directory: Pax job or checkpoint, as in `read_pax_checkpoint`.
       job_log_dir: New or empty directory for the job.
       step: Step of the Pax checkpoint, or None for the latest.
-      settings: Settings as for `--set`, "path=value" each.
+      settings: Settings "path=value", as for `--set`.
       ignore: Patterns of Pax variables to ignore; see `mdl_vars_from_pax`.
       new: Patterns of weights to initialize with the run's seed, because they are not in the Pax
         checkpoint; see `mdl_vars_from_pax`.

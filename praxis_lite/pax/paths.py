@@ -107,7 +107,7 @@ def _renamed(node: Any, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
-    """An array of a checkpoint whose shape is known before its values are read."""
+    """An array in a checkpoint, whose shape is known before the values are read."""
 
     checkpoint: PaxCheckpoint
     path: str
@@ -121,7 +121,7 @@ class LazyArray:
 
 
 def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens variables to a dict by path "a/b/c", without the collection.
+    """Flattens variables to a dict keyed by path "a/b/c", without the collection.
 
     Args:
       pax_vars: Nested mappings, or a mapping with keys "a/b/c" or "a.b.c". Paths may start with

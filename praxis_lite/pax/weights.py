@@ -1,7 +1,7 @@
 """Converts the variables of a Pax model to weights of our models, and back.
 
-Within a layer, names, shapes and semantics of weights are the same as in Pax (except RENAMES in
-`paths`). Differences are whether layers are stacked, padding, and the prefix of the model in its
+Within a layer, the names, shapes and semantics of weights are the same as in Pax (except RENAMES in
+`paths`). The differences are padding, whether layers are stacked, and the model's prefix in its
 task.
 """
 
@@ -42,10 +42,10 @@ class _Leaf:
         return self.spec.shape[len(self.spec.stack_shape) :]
 
     def layers(self, per_block: Mapping[str, int]) -> list[int]:
-        """Returns the indices of the array's layers in the stack, in the order of the array.
+        """Returns the indices of the array's layers in the stack, in array order.
 
         Args:
-          per_block: Number of layers per block of each stack.
+          per_block: Number of layers per block, for each stack.
         """
         num_blocks = math.prod(self.spec.stack_shape)
         first, step = self.split.block * num_blocks, per_block[self.split.stack]
@@ -100,7 +100,7 @@ def mdl_vars_from_pax(
 
 
 class FromPax:
-    """Initial state whose weights come from a Pax checkpoint, except for the weights in `new`.
+    """Initial state whose weights come from a Pax checkpoint, except for weights that match `new`.
 
     Args:
       variables: Result of `read_pax_checkpoint`.
@@ -195,7 +195,7 @@ def _leaves(model: NnxModel) -> Iterator[_Leaf]:
 
 
 def _per_block(paths: Iterable[StackPath]) -> dict[str, int]:
-    """Returns the number of layers per block of each stack."""
+    """Returns the number of layers per block, for each stack."""
     counts: dict[str, int] = {}
     for path in paths:
         counts[path.stack] = max(counts.get(path.stack, 1), 1 + path.inner)
@@ -203,7 +203,7 @@ def _per_block(paths: Iterable[StackPath]) -> dict[str, int]:
 
 
 def _without_prefix(arrays: dict[str, Any], first_names: set[str]) -> dict[str, Any]:
-    """Removes a prefix, such as "lm", that all Pax paths share but no path of the model has."""
+    """Removes a prefix, such as "lm", that all Pax paths share but no model path has."""
     while arrays:
         firsts = {_first_name(path) for path in arrays}
         if len(firsts) > 1 or firsts & first_names or "" in firsts:
@@ -243,7 +243,7 @@ class _PaxLayers:
                 self.sources[*split.name, layer] = path, i
 
     def _num_layers(self, path: str, split: StackPath) -> int:
-        """Returns the number of layers in a Pax array. If its rank is wrong, records an error."""
+        """Returns the number of layers in a Pax array, or records an error if its rank is wrong."""
         if split.name not in self.own_shapes:
             return 1  # `check_names` reports the array as unused.
         own_shape, shape = self.own_shapes[split.name], tuple(np.shape(self.pax_arrays[path]))
@@ -324,7 +324,7 @@ class _PaxLayers:
         if unpadded.shape[1:] != tuple(own_shape):
             self.errors.append(f"{path} has shape {shape} in Pax, {own_shape} in the model")
             return None
-        # Pax pads with zeros, so other values mean that the model is smaller than Pax's model.
+        # Pax pads with zeros, so other values mean that the model is smaller than the Pax model.
         if np.count_nonzero(array) != np.count_nonzero(unpadded):
             self.errors.append(
                 f"{path} has shape {shape} in Pax and {own_shape} in the model, but it is not zero "
@@ -332,12 +332,12 @@ class _PaxLayers:
             )
             return None
         if num_leading:
-            self.unpadded[path] = unpadded  # An unrolled model reads it once per layer.
+            self.unpadded[path] = unpadded  # Unrolled models read the array once per layer.
         return unpadded
 
 
 def _describe_layers(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
-    """Formats the layers of each path as " (layers 0, 1)", or "" if it is not in a stack."""
+    """Formats the layers of each path as " (layers 0, 1)", or "" if the path is not in a stack."""
     layers: dict[str, list[int]] = {}
     for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)

@@ -29,7 +29,7 @@ def changed_decoder(
     if not isinstance(task.decoder, Decoder):
         raise ConfigError(f"{type(task).__name__} has no decoder whose settings could be changed.")
     if decoder is None:
-        # Build it from the config, because the task has added its tokenizer's ids to its decoder.
+        # Build the decoder from the config, because task.decoder already has the tokenizer's ids.
         decoder = config.decoder
         if isinstance(decoder, fdl.Buildable):
             decoder = fdl.build(decoder)

@@ -10,7 +10,7 @@ from praxis_lite.trainer.metrics.svg_curve import Columns, legend, loss_svg
 
 __all__ = ("html_of",)
 
-# Names of the metrics of the last step that are shown if they exist.
+# Names of the metrics in the last step that are shown if they exist.
 _SHOWN = ("loss", "learning_rate", "grad_norm", "step_time", "tokens_per_second", "mfu")
 
 

@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 def _naming_settings(
     method: Callable[Concatenate["TrainedModel", _Params], _Result],
 ) -> Callable[Concatenate["TrainedModel", _Params], _Result]:
-    """Wraps a method so that its errors mention the settings that caused them."""
+    """Wraps a method so that error messages mention the settings that caused the errors."""
 
     @functools.wraps(method)
     def named(self: "TrainedModel", *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -58,11 +58,11 @@ class TrainedModel:
     """The weights of a job's checkpoint on a mesh, with methods that call the job's task.
 
     `praxis_lite.train` returns a model whose weights are restored on first use; `load` restores
-    them immediately. Each method compiles once per combination of array shapes. Decoding copies the
-    weights of stacked layers once per format that a decoder requires, and caches the copies.
-    Notebooks display the loss curve and the last metrics. A pickle refers to the checkpoint instead
-    of containing the weights. An unpickled model restores them on first use, on a mesh of the same
-    shape.
+    them immediately. Each method compiles once per combination of array shapes. For decoding, the
+    weights of stacked layers are copied once per format that a decoder requires, and the copies are
+    cached. Notebooks display the loss curve and the last metrics. A pickled model refers to the
+    checkpoint instead of containing the weights. An unpickled model restores the weights on first
+    use, on a mesh of the same shape.
 
     Attributes:
       step: Step of the checkpoint.
@@ -70,9 +70,8 @@ class TrainedModel:
       job: The job built from its config, with the mesh in use.
       partitioner: Partitioner of the job's task on the mesh.
       job_dir: Job directory, a `pathlib.Path`.
-      stopped_by: The request that stopped training, such as "SIGINT", or the reason for stopping
-        from early stopping or a hook. None if training reached its last step, and for loaded
-        models.
+      stopped_by: The request that stopped training, such as "SIGINT", or the reason given by early
+        stopping or by a hook. None if training reached its last step, and for loaded models.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class TrainedModel:
     def metrics(self) -> dict[str, np.ndarray]:
         """Columns of metrics.jsonl by name, such as "loss": float64[num_steps]; "step" is int64.
 
-        Missing values are NaN. The file is read at each access. Use
+        Missing values are NaN. The file is read on each access. Use
         `pandas.DataFrame(model.metrics)` to get a table.
         """
         return columns_in(self._files.metrics_jsonl)
@@ -182,8 +181,8 @@ class TrainedModel:
         Args:
           data: Name of a dataset in the job, an input pipeline, or one or more batches. As in
             --mode=eval, at most run.evaluation.max_batches batches of a dataset or pipeline are
-            read. Batches are dicts of NumPy arrays with any number of rows. If they lack "weights",
-            every row or label has weight 1.
+            read. Batches are dicts of NumPy arrays with any number of rows. If "weights" is
+            missing, every row or label has weight 1.
 
         Returns:
           The weighted mean of each metric over all batches, by name.

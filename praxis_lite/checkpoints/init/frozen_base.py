@@ -10,7 +10,7 @@ from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 
 Path = tuple[str, ...]
 # Trained weights in the same module as a frozen weight are treated as its adapters if they are
-# smaller by this factor.
+# smaller than the frozen weight by this factor.
 _ADAPTER_SIZE_RATIO = 2
 
 
@@ -63,7 +63,7 @@ def check_frozen_base(groups: WeightGroups, loaded: Collection[str], *, may_be_n
 
 
 def _has_adapters(size: int, trained: Sequence[Path], specs: Mapping[Path, WeightSpec]) -> bool:
-    """Returns whether the trained weights of the same module adapt a frozen weight of this size."""
+    """Returns whether the trained weights in the same module adapt a frozen weight of this size."""
     if any(path[-1] in ADAPTER_WEIGHTS for path in trained):
         return True
     trained_size = sum(_size(specs[path]) for path in trained)

@@ -66,8 +66,8 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
         }
         with opened(directory) as saved:
             while remaining:
-                # Several arrays may be loaded from the same stored array. Each pass reads it for
-                # one of them.
+                # Several arrays may be loaded from the same stored array. Each pass reads the
+                # stored array for one of these arrays.
                 targets = {source: path for path, source in remaining.items()}
                 actual = saved.restore_leaves(
                     {source: as_stored(path) for source, path in targets.items()}, mesh, step=step

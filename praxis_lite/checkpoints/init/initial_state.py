@@ -36,7 +36,7 @@ class InitialState(Protocol):
     def step(self) -> int: ...
 
     def keep(self, files: JobDir) -> None:
-        """Writes a report, or files of the source that the job needs, to the job directory."""
+        """Writes a report, or source files that the job needs, to the job directory."""
         ...
 
     def read(self, mesh: Mesh, note: Note) -> Mapping[str, jax.Array]:
@@ -44,7 +44,7 @@ class InitialState(Protocol):
 
         Args:
           mesh: The mesh.
-          note: Function that prints lines about the progress.
+          note: Function that prints progress messages.
 
         Returns:
           The padded arrays by path.
@@ -52,7 +52,7 @@ class InitialState(Protocol):
         ...
 
 
-# A function of the value of a setting in RunConfig and the layout of the job's TrainState.
+# A function of the value of a RunConfig setting and the layout of the job's TrainState.
 Source = Callable[[Any, StateLayout], InitialState]
 
 

@@ -66,13 +66,13 @@ def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
 def in_kept_form(
     layout: StateLayout, path: str, weight: jax.Array, mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts a weight to the arrays with which a layout stores it.
+    """Converts a weight to the arrays that a layout stores for the weight.
 
     Args:
       layout: The layout of the state.
       path: Path of the weight in `whole_layout(layout)`.
-      weight: The weight, padded and sharded as in `whole_layout(layout)`. It is deleted if the
-        layout packs it.
+      weight: The weight, padded and sharded as in `whole_layout(layout)`. The weight is deleted if
+        the layout packs it.
       mesh: The mesh.
 
     Returns:
@@ -98,7 +98,7 @@ def in_kept_form(
 def whole_arrays(
     layout: StateLayout, arrays: Mapping[str, jax.Array], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts the arrays of a layout to the arrays of `whole_layout(layout)`, by path."""
+    """Converts arrays from a layout to the arrays in `whole_layout(layout)`, by path."""
     leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
     whole_leaves = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
     unpacked = dict(arrays)

@@ -1,6 +1,6 @@
 """Rules that select the variables to load from other checkpoints into a new state.
 
-The rules are the same as in Pax, except that the task of the source is not needed, because a
+The rules are the same as in Pax, except that the source's task is not needed, because a
 checkpoint's manifest describes its arrays.
 """
 
@@ -21,7 +21,7 @@ class CheckpointLoadingRules:
     """Rules that map variables of a new state to the variables of a checkpoint.
 
     As in Pax, names are relative to mdl_vars: "params/softmax/logits_ffn/linear/w",
-    "non_trainable/...". Patterns are matched with `re.match`, that is from the start of the name.
+    "non_trainable/...". Patterns are matched with `re.match`, that is, from the start of the name.
 
     Attributes:
       load_rules: Pairs (pattern, template). A variable whose name matches the pattern is loaded
@@ -38,9 +38,9 @@ class CheckpointLoadingRules:
       step: The step, "best" for the best step by the metric in the source's settings, or None for
         the newest step.
       load_step: Whether the job starts at the checkpoint's step and position in the training data.
-        If several checkpoints set this, the first one is used.
-      load_opt_states: Whether to also load all opt_states. If several checkpoints set this, the
-        first one is used.
+        If this is set for several checkpoints, the first one is used.
+      load_opt_states: Whether to also load all opt_states. If this is set for several checkpoints,
+        the first one is used.
       partial_load_opt_states: Whether to load the slots of the loaded weights if their paths,
         shapes and dtypes match. The step counts of their optimizers are loaded too, so that
         schedules continue.

@@ -1,10 +1,9 @@
 """Reads Orbax checkpoints of `nnx.state(model)`.
 
 Array names are the paths of the module's variables. Checkpoints of
-`nnx.to_pure_dict(nnx.state(model))`, of parts of a state, and of other nested dicts are also
-supported.
+`nnx.to_pure_dict(nnx.state(model))`, parts of a state, and other nested dicts are also supported.
 
-The arrays are in one of three locations, which are detected by file names without Orbax's JSON
+The arrays are in one of three locations, which are detected from file names, without Orbax's JSON
 files:
 
     DIR/manifest.ocdbt          StandardCheckpointer
@@ -86,11 +85,11 @@ class NnxCheckpoint:
         return self._arrays[folder]
 
     def strings(self, step: object = None) -> list[str]:
-        """Returns a note if strings were saved, because their names are only in Orbax's JSON."""
+        """Returns a note if strings were saved, because only Orbax's JSON contains their names."""
         return [f"the strings in {_STRINGS}"] * (self._folder(step) / _STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
-        """Returns the names of all arrays and strings of a checkpoint that were not loaded.
+        """Returns the names of all arrays and strings in a checkpoint that were not loaded.
 
         Args:
           taken: Loaded paths, as in `leaves()`.
@@ -163,7 +162,7 @@ def _is_checkpoint(directory: Path) -> bool:
     """Returns whether a folder is an Orbax checkpoint that is not a step of a praxis_lite job."""
     if _has_arrays(directory):
         return True
-    is_job_step = (directory / ITEMS[0]).is_dir()  # Orbax writes its marks there too.
+    is_job_step = (directory / ITEMS[0]).is_dir()  # Orbax also writes its marks there.
     return not is_job_step and any((directory / mark).is_file() for mark in _MARKS)
 
 

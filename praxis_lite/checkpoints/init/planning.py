@@ -1,4 +1,4 @@
-"""Applies loading rules, to plan from which checkpoint each array of a new state is loaded."""
+"""Applies loading rules to plan which checkpoint each array in a new state is loaded from."""
 
 import collections
 import dataclasses
@@ -104,7 +104,7 @@ def source_text(directory: Path, step: int | None) -> str:
 
 
 def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
-    """Applies rules to the manifests of checkpoints, without reading arrays.
+    """Applies rules to checkpoint manifests, without reading arrays.
 
     Args:
       layout: Layout of the new TrainState.
@@ -140,7 +140,7 @@ def _left_out(sources: Mapping[str, Source]) -> dict[str, list[str]]:
 
 
 class _Planner:
-    """Applies the rules of one checkpoint: adds loaded arrays to `sources`, and collects errors."""
+    """Applies one checkpoint's rules: adds loaded arrays to `sources`, and collects errors."""
 
     def __init__(
         self,
@@ -187,15 +187,15 @@ class _Planner:
             self.errors += [_why_unused(pattern, names) for pattern in unused]
 
     def opt_states(self) -> None:
-        """Adds all opt_states, unless some are loaded from an earlier checkpoint."""
+        """Adds all opt_states, unless some are already loaded from an earlier checkpoint."""
         if self.rules.load_opt_states and not any(map(_is_of_opt_states, self.sources)):
             for path in sorted(filter(_is_of_opt_states, self.expected.keys() | self.saved.keys())):
                 self._add(path, path, "load_opt_states")
 
     def partial_opt_states(self) -> None:
-        """Adds the slots of weights that are loaded from this checkpoint, and their step counts.
+        """Adds the slots and step counts for weights that are loaded from this checkpoint.
 
-        Without the step count, loaded moments would get the bias correction for step 1.
+        Without the step count, the bias correction for step 1 would be applied to loaded moments.
         """
         if not self.rules.partial_load_opt_states:
             return
@@ -249,7 +249,7 @@ class _Planner:
         return average if average in self.saved else f"mdl_vars/params/{_weight(source)}"
 
     def _add(self, path: str, source: str, rule: str) -> None:
-        """Adds the source of an array, or an error if it is missing or has the wrong type."""
+        """Adds an array's source, or an error if the source is missing or has the wrong type."""
         expected, saved = self.expected.get(path), self.saved.get(source)
         if expected is None:
             self.errors.append(f"{path} is only in the checkpoint")

@@ -20,7 +20,7 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     """Returns the directory that contains a source's steps, and the step to load.
 
     Args:
-      key: Key of the rules, which is the directory if the rules do not specify a directory.
+      key: Key of the rules, used as the directory if the rules do not specify one.
       rules: The rules.
 
     Raises:

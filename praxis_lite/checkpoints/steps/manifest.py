@@ -79,7 +79,7 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
     Args:
       step_dir: The step's folder, for the error message.
       saved: Entries of the arrays in the step's manifest.
-      expected: Entries of the arrays of the model.
+      expected: Entries of the arrays in the model.
 
     Raises:
       ConfigError: A leaf is missing on one side, or its logical shape or dtype differs. The message

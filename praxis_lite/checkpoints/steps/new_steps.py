@@ -22,7 +22,7 @@ class NewSteps:
 
     def __init__(self, job_dir: JobDir, silent_seconds: float, note: Callable[[str], None]):
         self._job_dir, self._silent_seconds, self._note = job_dir, silent_seconds, note
-        # The identity of each step at the last poll. It changes if a step is saved again.
+        # The identity of each step at the last poll. The identity changes if a step is saved again.
         self._seen: dict[int, tuple[int, int]] = {}
 
     def wait_for_first(self) -> None:
@@ -49,8 +49,8 @@ class NewSteps:
     def until(self, is_last: Callable[[int], bool]) -> Iterator[int]:
         """Yields the newest step whenever there are new steps.
 
-        Ends when no process trains and the job has saved its last step, or after `silent_seconds`
-        without activity.
+        The iteration ends when no process trains and the job has saved its last step, or after
+        `silent_seconds` without activity.
 
         Args:
           is_last: Function that returns whether a step is the job's last step.
@@ -61,7 +61,7 @@ class NewSteps:
         active_at, newest = time.monotonic(), None
         while True:
             # Check for a running process before listing steps, because a job saves its last step
-            # before it ends.
+            # before exiting.
             trains, steps = is_training(self._job_dir.path), self._steps()
             new = [step for step, seen in steps.items() if self._seen.get(step) != seen]
             self._seen = steps

@@ -1,4 +1,4 @@
-"""Settings of a job's saves: when to save, which checkpoints to retain, how often to retry."""
+"""Settings for a job's saves: when to save, which checkpoints to retain, how often to retry."""
 
 import dataclasses
 import math

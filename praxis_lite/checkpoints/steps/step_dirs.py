@@ -2,7 +2,7 @@
 
 The invariant is that a folder whose name is a number is always complete, even if a process is
 killed: it is renamed to the number after all its files are on disk, and renamed again before any
-file is deleted. This file imports neither Orbax nor JAX, so that command-line tools start fast.
+file is deleted. This file imports neither Orbax nor JAX, so that command-line tools start quickly.
 
     N            a step                        N.saving*    is being written
     N.damaged*   failed verification           N.deleting*  is being deleted

@@ -76,7 +76,7 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
     """Syncs all files and folders below a folder to disk.
 
     Returns:
-      The size and digest of each file, by relative name.
+      The size and digest of each file, by relative path.
     """
     paths = _files(step_dir)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -88,7 +88,7 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns all files below a folder by relative name."""
+    """Returns all files below a folder by relative path."""
     return {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))

@@ -1,8 +1,8 @@
-"""Verifies the steps of a directory before they are used, and sets damaged ones aside.
+"""Verifies the steps of a directory before they are used, and sets damaged steps aside.
 
 A step is verified once per process, on first use, by reading all its files. Listing steps reads
 nothing. The job that owns the directory renames damaged steps. A process that only reads leaves
-them in place, because a job may be training in the directory.
+damaged steps in place, because a job may be training in the directory.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ class VerifiedSteps:
     Args:
       directory: The folder of all steps.
       owned: Whether this job owns the directory and may rename and delete steps.
-      note: Called with a message about each damaged step and what is done about it.
-      evaluated: Function that returns metrics by step from evaluations after the save. Metrics that
-        were saved with a step take precedence.
+      note: Called with a message about each damaged step and how it is handled.
+      evaluated: Function that returns metrics by step, from evaluations made after the save.
+        Metrics that were saved with a step take precedence.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Cleans up after killed saves and deletions, and completes saves that are not renamed."""
+        """Cleans up after killed saves and deletions, and completes interrupted renames."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             name = path.name.removesuffix(".saving")
@@ -90,7 +90,8 @@ class VerifiedSteps:
         """Verifies and returns the best undamaged step, or None if no step has the metric.
 
         Args:
-          ranking: The metric and mode. If None, those that were saved with the newest step.
+          ranking: The metric and mode. If None, the metric and mode saved with the newest step are
+            used.
         """
         if ranking is None:
             newest = self.newest()
@@ -155,8 +156,8 @@ class VerifiedSteps:
           The step's manifest.
 
         Raises:
-          StepLost: The job that trains in the directory deleted the step. This is raised on entry
-            if the step was deleted before, and on exit if it was deleted in the meantime.
+          StepLost: The job that trains in the directory deleted the step. Raised on entry if the
+            step was already deleted, and on exit if it was deleted while it was being read.
         """
         deleted = StepLost(
             f"The checkpoint of step {step} in {self.directory} was deleted by the job that trains "

@@ -1,4 +1,4 @@
-"""Reads a model's weights onto a mesh; each process only reads the bytes of its shards."""
+"""Reads a model's weights onto a mesh; each process reads only the bytes of its shards."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ SECONDS_BETWEEN_NOTES = 5.0
 def parts_in_files(
     family: Family, parts: Sequence[Part], files: TensorFiles, skipped_layers: Sequence[int] = ()
 ) -> list[Part]:
-    """Matches parts with the tensors in the files, whose names may have an additional prefix.
+    """Matches parts with the tensors in the files; tensor names may have an additional prefix.
 
     Args:
       family: Table of the model's family.
@@ -130,7 +130,8 @@ def read_weights(
       parts: Parts of all weights, from `parts_in_files`.
       files: Files of the model.
       note: Called with a progress message every few seconds.
-      convert: Takes the path and array of a weight, and returns the arrays to store for it by path.
+      convert: Function that takes the path and array of a weight, and returns the arrays to store
+        for this weight, by path.
     """
     parts_by_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -161,7 +162,7 @@ def _read_sharded(
 ) -> jax.Array:
     """Reads a weight, and transfers each shard to its devices before reading the next one.
 
-    `jax.make_array_from_callback` would store the shards of all devices on the host at once.
+    `jax.make_array_from_callback` would store the shards for all devices on the host at once.
     """
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
@@ -187,10 +188,10 @@ def _read_sharded(
 def _read_shard(
     leaf: LeafLayout, bounds: tuple[slice, ...], parts: Sequence[Part], files: TensorFiles
 ) -> np.ndarray:
-    """Returns the slice of a weight at `bounds` of its padded shape."""
+    """Returns the slice of a weight at `bounds` in its padded shape."""
     shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
     for part in parts:
-        # Skip parts outside the shard, such as layers or experts of other devices.
+        # Skip parts outside the shard, such as layers or experts on other devices.
         num_leading = len(part.index)
         index = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
         sizes = [x.stop - x.start for x in bounds[:num_leading]]
@@ -203,6 +204,7 @@ def _read_shard(
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    # Try the dot product first, because it allocates no array. It may overflow for finite values.
+    # Try the dot product first, because it allocates no array. The dot product may overflow for
+    # finite values.
     flat = array.reshape(-1)
     return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

@@ -31,11 +31,11 @@ FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPE
 
 
 class TensorFiles:
-    """The tensors in the safetensors files of a directory.
+    """The tensors in a directory's safetensors files.
 
     Args:
-      directory: Directory with model.safetensors, with several files and their index, or with the
-        tensors.json of a job, which contains names, shapes and dtypes but no values.
+      directory: Directory with model.safetensors, with several files and their index, or with a
+        job's tensors.json, which contains names, shapes and dtypes but no values.
 
     Attributes:
       file_of: File that contains each tensor.

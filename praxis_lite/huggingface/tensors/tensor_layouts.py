@@ -6,7 +6,7 @@ from typing import NamedTuple
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.layers.base.dims import CLASSES, NONE, Matrix
 
-# For each dim of a tensor, the dims of our weight that it merges, outermost first.
+# For each dim of a tensor, the dims of our weight that are merged into it, outermost first.
 Form = tuple[tuple[int, ...], ...]
 _HEADS, _HEAD_DIM, _EXPERT = "heads", "head_dim", "expert"
 _OF_TWO_DIMS = Matrix((0,), (1,))
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The slice of our weight that one tensor stores: one layer, or one expert of a layer.
+    """The slice of our weight that one tensor stores: one layer, or one expert in a layer.
 
     Attributes:
       sizes: Sizes of the dims.

@@ -36,8 +36,8 @@ def write_tensors(
 ) -> None:
     """Writes sharded weights to safetensors files of at most `max_file_bytes`.
 
-    Every process must call this function, but only the first one writes. The host stores the
-    tensors of only one file at a time.
+    Every process must call this function, but only the first process writes. The host holds the
+    tensors for only one file at a time.
 
     Args:
       directory: Existing directory.
@@ -94,7 +94,7 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
 
 
 class Pieces:
-    """Copies unpadded slices of sharded weights to the host, on every process."""
+    """Copies unpadded slices of sharded weights to the host, in every process."""
 
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Reconstructs which rows the final computation of each step used, from a job's record."""
+"""Reconstructs from a job's record which rows were used in the final computation of each step."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ class Segment:
 
     Attributes:
       starts: The `Start` line of each process, sorted by process.
-      first_step: The first step.
-      last_step: The last step.
+      first_step: First step of the segment.
+      last_step: Last step of the segment.
       spans: The spans of rows that the processes fed in these steps.
     """
 
@@ -31,7 +31,7 @@ class Segment:
 
     @property
     def number(self) -> int:
-        """Number of the start."""
+        """Number of the segment's start."""
         return self.starts[0].start
 
     @property
@@ -111,7 +111,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     """Extracts the valid history from a record, and checks it.
 
     Args:
-      record: All lines of a job.
+      record: All lines of the job's record.
       saved_step: Step of the latest checkpoint, from which the job would resume, or None if there
         is no checkpoint.
     """
@@ -166,17 +166,17 @@ def history_of(record: Record, saved_step: int | None) -> History:
 def _chain(
     groups: Mapping[int, Sequence[Start]], ends: Mapping[int, int], step: int
 ) -> list[tuple[int, int]]:
-    """Returns (start number, last valid step) for the starts that led to the state of `step`.
+    """Returns (start number, last valid step) for the starts that led to the state at `step`.
 
-    The chain is followed backwards: each start resumed from the state of the latest earlier start
-    at that step.
+    The chain is followed backwards: each start resumed from a state that was reached in the latest
+    earlier start that recorded that step.
     """
     chain, number = [], max(groups, default=0) + 1
     while step > 0:
         earlier = [other for other in groups if other < number and groups[other][0].step < step]
         if not earlier:
             break
-        # If no start recorded that step, there is a gap, which is reported by `_check_order`.
+        # If no start recorded that step, there is a gap, which `_check_order` reports.
         number = max([other for other in earlier if ends[other] >= step] or earlier)
         chain.append((number, min(step, ends[number])))
         if (first := groups[number][0]).is_new:
@@ -188,7 +188,7 @@ def _chain(
 def _segment(
     starts: Sequence[Start], spans: Sequence[RowSpan], last_step: int, faults: list[str]
 ) -> Segment:
-    """Returns the segment of a start up to `last_step`, and appends errors in its lines."""
+    """Returns a start's segment up to `last_step`, and appends errors in its lines to `faults`."""
     first = starts[0]
     segment = Segment(
         starts, first.step + 1, last_step, [span for span in spans if span.steps[1] <= last_step]
@@ -268,7 +268,7 @@ def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
 
 
 def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]) -> None:
-    """Appends errors between segments: missing steps, and skipped or repeated batches."""
+    """Appends errors between segments to `faults`: missing steps, skipped or repeated batches."""
     last = segments[-1].last_step if segments else 0
     if last < saved_step:
         faults.append(f"steps {last + 1} to {saved_step}, which is saved, are not on record")

@@ -1,4 +1,4 @@
-"""Reads and writes JOB/examples/PROCESS.jsonl, which records the rows that a process fed."""
+"""Reads and writes JOB/examples/PROCESS.jsonl, the record of the rows that a process trained on."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpan:
-    """A line about the rows that a process fed between two saves.
+    """A line that describes the rows that a process fed to training between two saves.
 
     The line is written before the second save.
 
@@ -61,7 +61,7 @@ class RowSpan:
       process: Index of the process.
       steps: First and last step.
       batches: Indices of the first and last batch.
-      skipped: Indices of skipped batches between them.
+      skipped: Indices of skipped batches between the first and the last batch.
       digest: Sum of the digests of all rows (`row_digests`), in hex.
     """
 

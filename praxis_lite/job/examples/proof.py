@@ -16,7 +16,7 @@ __all__ = ("faults_of_data",)
 def faults_of_data(
     history: History, pipeline: InputPipeline, progress: Callable[[int, int], None]
 ) -> list[str]:
-    """Checks that the recorded rows match the rows of the pipeline.
+    """Checks that the recorded rows match the pipeline's rows.
 
     Args:
       history: The valid history of the record.
@@ -39,7 +39,7 @@ def faults_of_data(
                 f"{segment.batch_size} rows, but the config has batch_size {pipeline.batch_size}"
             )
             return faults
-        # Each process has an active span, so there may be several at a step.
+        # Each process has an active span, so a step may have several active spans.
         spans_by_first_step: dict[int, list[int]] = {}
         for number, span in enumerate(segment.spans):
             spans_by_first_step.setdefault(span.steps[0], []).append(number)
@@ -70,7 +70,7 @@ def faults_of_data(
 
 
 def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
-    """Yields the digests of all rows of each step's batch, in the order of the steps."""
+    """Yields the digests of all rows in each step's batch, in step order."""
     indices = [
         segment.batch_of(step)
         for segment in history.segments

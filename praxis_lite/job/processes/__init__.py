@@ -1,4 +1,4 @@
-"""The processes of a job: how they connect, communicate and end.
+"""The processes of a job: how they connect, communicate and exit.
 
 This package does not depend on models, mesh axes or the job's files.
 """

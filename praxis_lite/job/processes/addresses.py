@@ -36,7 +36,7 @@ def own_address(coordinator: str | None) -> str:
         with contextlib.suppress(OSError):
             family, _, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(to)  # Selects the interface. A UDP socket sends no data here.
+                probe.connect(to)  # On a UDP socket, this only selects the interface.
                 address = probe.getsockname()[0]
             # A host may resolve its own name to 127.0.1.1.
             if not is_loopback(address) or (target == host and is_loopback(host)):

@@ -20,7 +20,7 @@ class Beats:
     Subclasses may also detect other failures, such as processes that are alive but stuck.
 
     Args:
-      seconds: Seconds between two heartbeats.
+      seconds: Seconds between heartbeats.
     """
 
     def __init__(self, seconds: float):
@@ -38,10 +38,10 @@ class Beats:
         return {}
 
     def receive(self, beats: Mapping[int, str]) -> None:
-        """Stores the latest heartbeats of other processes; called once per heartbeat sent.
+        """Stores the latest heartbeats from other processes; called once per heartbeat sent.
 
-        Silence is measured in heartbeats of this process instead of seconds, because this process
-        may have been suspended.
+        Silence is measured in heartbeats sent by this process instead of seconds, because this
+        process may have been suspended.
         """
         for process, text in beats.items():
             beat = json.loads(text)
@@ -56,13 +56,13 @@ class Beats:
           service: Client of JAX's coordination service.
 
         Returns:
-          The index of a stuck process if the job must end because of it, or None to continue. This
-          method has already reported the process.
+          The index of a stuck process if that process requires the job to end, or None to continue.
+          A returned process has already been reported.
         """
         return None
 
     def silent_seconds(self, process: int) -> float:
-        """Returns the seconds since the latest heartbeat of a process."""
+        """Returns the seconds since the latest heartbeat from a process."""
         return self._num_silent.get(process, 0) * self._seconds
 
     def describe_silence(self, process: int, seconds: float) -> str:

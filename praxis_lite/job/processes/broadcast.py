@@ -9,7 +9,8 @@ from praxis_lite.job import processes
 
 __all__ = ("from_first",)
 
-# Timeout for the other processes. It is long, because the first may verify a large checkpoint.
+# Timeout for the other processes. It is long, because the first process may verify a large
+# checkpoint.
 _TIMEOUT_SECONDS = 3600.0
 
 
@@ -24,8 +25,8 @@ def from_first(name: str, decide: Callable[[], Any]) -> Any:
       The result, after a round trip through JSON.
 
     Raises:
-      ConfigError: `decide` raised an exception with this message. The first process raises the
-        original exception.
+      ConfigError: `decide` raised an exception with this message in the first process, which raises
+        the original exception instead.
     """
     message, own_error = {}, None
     if processes.is_first():

@@ -56,12 +56,12 @@ def exchange_host_names(timeout_seconds: float) -> None:
 
 
 def count_on_this_host() -> int:
-    """Returns the number of the job's processes on hosts with the same name as this host."""
+    """Returns the number of the job's processes on hosts with this host's name."""
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
-    """Gathers a string from every process in all processes, which wait for each other.
+    """Exchanges strings between all processes, which wait for each other.
 
     `exchange(name, "")` is a barrier.
 
@@ -104,7 +104,7 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
             texts.append(text[1:])
     if missing:
         raise _timeout_error(name, missing, timeout_seconds)
-    # The last process that reads all strings deletes the keys.
+    # The last process to read all strings deletes the keys.
     if service.key_value_increment(f"{folder}/readers", 1) == count():
         service.key_value_delete(f"{folder}/")
     return texts

@@ -1,13 +1,13 @@
 """An authenticating proxy ("gate") for JAX's coordination service, which has no authentication.
 
-The service listens on a Unix socket that only its user can open. The gate of the first process
-accepts connections at the coordinator's address, and forwards a connection if the other side proves
-that it has the job's key. The proof is an HMAC-SHA256 over random numbers from both sides and the
-number of processes, and is computed by the gates of the other processes. Later traffic is neither
-signed nor encrypted.
+The service listens on a Unix socket that only the job's user can open. The gate of the first
+process accepts connections at the coordinator's address, and forwards a connection if the other
+side proves that it has the job's key. The proof is an HMAC-SHA256 over random numbers from both
+sides and the number of processes, and is computed by the gates of the other processes. Later
+traffic is neither signed nor encrypted.
 
 A gate is a separate process, so that it works even while C code in its parent holds the GIL. It
-ends when its parent ends. This file is also the script that the gate runs, so it only imports the
+exits when its parent exits. This file is also the script that the gate runs, so it imports only the
 standard library.
 """
 
@@ -33,11 +33,11 @@ _MAX_UNAUTHENTICATED = 32
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 2**16
-# Time for which a lost connection is kept open, so that this process can end before JAX detects the
-# loss and aborts it.
+# Time for which a lost connection is kept open, so that this process can exit before JAX detects
+# the loss and aborts the process.
 _LOST_SECONDS = 3.0
 
-_gates: list["Gate"] = []  # Keeps the gates alive until this process ends.
+_gates: list["Gate"] = []  # Keeps the gates alive until this process exits.
 
 
 class Gate:
@@ -98,7 +98,7 @@ class Gate:
         _gates.append(self)
 
     def wait_until_lost(self) -> None:
-        """Blocks until the connection to the first process is lost or the gate ends."""
+        """Blocks until the connection to the first process is lost or the gate exits."""
         # Read without Python's buffer, whose lock must be free when Python exits.
         os.read(self._stdout.fileno(), 64)
 
@@ -188,7 +188,7 @@ class _Proxy:
             writer.transport.abort()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards a connection of this process to the gate of the first process."""
+        """Forwards a connection from this process to the gate of the first process."""
         try:
             async with asyncio.timeout(_START_SECONDS):
                 while (remote := await self._connect()) is None:
@@ -282,7 +282,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
 def _main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGALRM)  # PR_SET_PDEATHSIG.
-    # Launchers send signals to all processes, but the parent decides when to end.
+    # Launchers send signals to all processes, but the parent decides when to exit.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())

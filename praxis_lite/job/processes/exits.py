@@ -1,4 +1,4 @@
-"""Ends a process without Python's cleanup, except for removing its temporary folders."""
+"""Ends a process without Python's cleanup, except for the removal of its temporary folders."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ _callbacks: list[Callable[[int, str], None]] = []
 
 
 def temporary_folder() -> Path:
-    """Creates a folder that is removed when this process ends, unless it is killed or aborts."""
+    """Creates a folder that is removed when this process exits, unless it is killed or aborted."""
     _folders.append(Path(tempfile.mkdtemp(prefix="praxis_lite_")))
     return _folders[-1]
 
@@ -24,7 +24,7 @@ def _remove_folders() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# A forked worker must not remove its parent's folders when it ends.
+# A forked worker must not remove its parent's folders when it exits.
 os.register_at_fork(after_in_child=_folders.clear)
 os.register_at_fork(after_in_child=_callbacks.clear)
 

@@ -1,4 +1,4 @@
-"""Handles signals and the time limit while training is called from Python, as in a notebook."""
+"""Handles signals and the time limit when training is called from Python, as in a notebook."""
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals

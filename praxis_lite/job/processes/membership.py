@@ -1,4 +1,4 @@
-"""The role of this process in an elastic job, whose number of processes changes while it runs."""
+"""The role of this process in an elastic job, whose number of processes changes during the run."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ class Membership:
       num_slots: Number of processes in the complete job (`--num_processes`).
       coordinator: "HOST:PORT" of JAX's coordination service in this generation.
       key: Secret that authenticates the processes to each other.
-      lost_status: Exit status of a process that ends because another process was lost.
+      lost_status: Exit status of a process that exits because another process was lost.
     """
 
     generation: int

@@ -1,12 +1,12 @@
 """Ends all processes of a job when one of them fails, and reports which one failed and why.
 
-Without this, the other processes would wait in a collective until JAX aborts them, and the error
-message would not identify the host. Three threads run in each process:
+Without this module, the other processes would wait in a collective until JAX aborts them, and the
+error message would not identify the host. Three threads run in each process:
 
 - `_send_heartbeats` writes a heartbeat to JAX's coordination service and reads other processes'
   heartbeats. The first process reads all heartbeats, and every other process reads the first
   process's heartbeat.
-- `_wait_for_failure` waits for a record in the coordination service that a process has failed.
+- `_wait_for_failure` waits until the coordination service records that a process has failed.
 - `_watch_service` checks that the coordination service, which runs in the first process, responds.
 """
 
@@ -31,7 +31,8 @@ from praxis_lite.job.processes.stacks import GilAlarm
 BEAT_SECONDS = 2.0
 # A live process may miss heartbeats for a while if C code holds the GIL.
 SILENT_SECONDS = 20.0
-# After this time without the GIL, a process writes its stacks, before others report it as silent.
+# After this time without the GIL, a process writes its stacks, before other processes report it as
+# silent.
 _GIL_SECONDS = 16.0
 # JAX's timeout. It must be longer, because JAX aborts processes without identifying the process
 # that failed. JAX sends two heartbeats in this time, so it aborts 25 to 50 s after a failure.
@@ -48,7 +49,7 @@ _NO_PROCESS = -1  # The process number in the record of a job that ended without
 _threads: list[threading.Thread] = []
 _beats: list[Beats] = []  # The heartbeats of this process, once it has called `watch`.
 _num_responses = 0  # Number of heartbeats that the service has accepted.
-_has_succeeded = threading.Event()  # Set when all processes have ended without an error.
+_has_succeeded = threading.Event()  # Set when all processes have finished without an error.
 _is_failing = threading.Event()  # Set when this process reports its own failure.
 
 
@@ -91,8 +92,8 @@ def _end_because_of_first(
 def ending_together() -> Iterator[None]:
     """Makes all processes of a job end together, after success or when a process fails.
 
-    After an exception in any process, all processes end with the exit status of that process. If a
-    process was killed, all other processes end with status 1.
+    After an exception in any process, all processes exit with the status of that process. If a
+    process was killed, all other processes exit with status 1.
     """
     try:
         yield
@@ -111,15 +112,15 @@ def ending_together() -> Iterator[None]:
         if processes.membership() is not None:
             _end_first_member_last()
         if processes.is_first() and _threads:
-            _record_end(_NO_PROCESS, "", 0)  # Lets `_wait_for_failure` return in all processes.
+            _record_end(_NO_PROCESS, "", 0)  # Makes `_wait_for_failure` return in all processes.
         for thread in _threads:
-            # A daemon thread in JAX's C++ code at Python's exit would abort the process.
+            # A daemon thread that runs JAX's C++ code when Python exits would abort the process.
             thread.join()
         jax.distributed.shutdown()
 
 
 def _end_first_member_last() -> None:
-    """Ends the workers of an elastic job, with the first worker last.
+    """Ends the workers of an elastic job, the first worker last.
 
     The first worker runs the coordination service. If recoverability is enabled, JAX does not wait
     for the other processes at the end, and aborts processes that lose the service.
@@ -135,7 +136,7 @@ def _end_first_member_last() -> None:
 
 
 def _end_member(error: BaseException, lost_status: int) -> NoReturn:
-    """Ends an elastic job's worker after an exception; its supervisor informs the other workers.
+    """Ends a worker in an elastic job after an exception; its supervisor informs other workers.
 
     Args:
       error: The exception.
@@ -154,7 +155,7 @@ def _end_member(error: BaseException, lost_status: int) -> NoReturn:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """Ends this process after an exception, and records it so that all other processes end."""
+    """Records an exception so that all other processes end, and ends this process."""
     if _is_collective_error(error):
         # Most likely, another process failed. Wait for `_wait_for_failure` to report it and to end
         # this process.
@@ -188,14 +189,14 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 def _record_end(process: int, reason: str, status: int) -> None:
-    """Records in the coordination service that a process has ended, unless one already has."""
+    """Records a process's end in the coordination service, unless an end is already recorded."""
     record = json.dumps({"process": process, "reason": reason, "status": status})
     with contextlib.suppress(RuntimeError):
         processes.client().key_value_set(_ENDED_KEY, record)
 
 
 def _record_own_end(status: int, reason: str) -> None:
-    """Records that this process ends, even if its main thread is busy. May take a few seconds."""
+    """Records that this process exits, even if its main thread is busy. May take a few seconds."""
     if not _has_succeeded.is_set():
         _is_failing.set()
         # Use a thread, because the call never returns if the service is stopped.
@@ -270,7 +271,7 @@ def _send_heartbeats() -> None:
 
 
 def _newest_beats(client: Any, process: int) -> dict[int, str]:
-    """Returns the heartbeats that this process monitors: all others, or only the first one."""
+    """Returns the heartbeats that this process monitors: all others, or the first process's."""
     if not processes.is_first():
         text = value_of(client, f"{_BEATS_KEY}/0")
         return {0: text} if text is not None else {}
@@ -283,8 +284,8 @@ def _newest_beats(client: Any, process: int) -> dict[int, str]:
 def _watch_service() -> None:
     """Ends this process if the first process, which runs the service, is suspended.
 
-    It also postpones the alarm that writes this process's stacks if C code holds the GIL, so that
-    no Python thread runs and the other processes receive no heartbeats.
+    It also postpones the alarm that writes this process's stacks. The alarm goes off while C code
+    holds the GIL, when no Python thread runs and the other processes receive no heartbeats.
     """
     num_responses = num_silent = 0
     with GilAlarm(_GIL_SECONDS) as alarm:

@@ -29,7 +29,7 @@ def check_same(summary: str, fields: Mapping[str, Any]) -> None:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
     by_process = [json.loads(text) for text in processes.exchange(summary, json.dumps(texts))]
-    # Names in the order of the first process, then names that only occur in other processes.
+    # Names in the first process's order, followed by names that occur only in other processes.
     names = dict.fromkeys(name for values in by_process for name in values)
     differing = [name for name in names if len({values.get(name) for values in by_process}) > 1]
     if not differing:

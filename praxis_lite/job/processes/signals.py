@@ -22,7 +22,7 @@ __all__ = ("STOPS_WORKER", "SignalListener", "listen_to_supervisor_only", "name"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # Sent by a supervisor to its worker, which ignores SIGNALS. SLURM sends SIGNALS to all processes on
-# a host, so a worker that did not ignore them would end at the second signal without saving.
+# a host, so a worker that did not ignore them would exit at the second signal without saving.
 STOPS_WORKER = signal.SIGUSR2
 
 # Requests a profile. Its default action would end the process.
@@ -44,12 +44,12 @@ class SignalListener(contextlib.AbstractContextManager):
     In a worker of an elastic job, STOPS_WORKER takes the place of SIGNALS.
 
     Python can only install handlers in the main thread. If the context manager is entered in a
-    different thread, no signals are handled. Signals that were ignored before remain ignored,
-    and the user's handler for PROFILES remains installed.
+    different thread, no signals are handled. Signals that are already ignored remain ignored, and
+    the user's handler for PROFILES remains installed.
     """
 
     def __init__(self) -> None:
-        # `time.monotonic` at which to call `_on_timeout`; set by the listening thread.
+        # Time (`time.monotonic`) at which to call `_on_timeout`; set by the listening thread.
         self._timeout_at: float | None = None
         self._has_stop_signal = False
         self._raised: SystemExit | None = None
@@ -77,7 +77,7 @@ class SignalListener(contextlib.AbstractContextManager):
         end_now(128 + signum, f"was ended by {cause}{outcome}")
 
     def _outcome(self) -> str:
-        """Returns a message about the latest checkpoint to append if the process ends, or ""."""
+        """Returns a message about the latest checkpoint, to append on exit, or ""."""
         return ""
 
     def _on_timeout(self) -> None:
@@ -98,7 +98,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._handlers, self._is_closing = {}, False
-        self._wakeup_fd = -1  # The previous wake-up descriptor; -1 is none.
+        self._wakeup_fd = -1  # The previous wake-up descriptor; -1 means none.
         self._caught_up = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -121,7 +121,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read.close()
         self._write.close()
         if self._raised is not None and error is not self._raised:
-            # Some code has replaced the SystemExit by a different exception.
+            # Some code has replaced the SystemExit with a different exception.
             raise self._raised from None
 
     def _end(self, status: int) -> None:
@@ -134,7 +134,8 @@ class SignalListener(contextlib.AbstractContextManager):
         if self in _active_listeners:
             _active_listeners.remove(self)
             for signum, handler in self._handlers.items():
-                # None is a handler that was not installed by Python and cannot be restored by it.
+                # None means that the handler was not installed by Python and cannot be restored by
+                # Python.
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup_fd)
 
@@ -173,15 +174,16 @@ class SignalListener(contextlib.AbstractContextManager):
 
 
 class EndsBySignal(SignalListener):
-    """Ends the process at the first signal, without a traceback. The status is 128 + its number.
+    """Ends the process at the first signal N, with exit status 128 + N.
 
-    A SystemExit is raised in the main thread, so that it can remove incomplete files. If it does
-    not end within CLEAN_UP_SECONDS, for example during a compilation, the process is ended.
+    No traceback is printed. A SystemExit is raised in the main thread, so that the thread can
+    remove incomplete files. If the thread does not exit within CLEAN_UP_SECONDS, for example during
+    a compilation, the process is ended.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._status = 0  # 128 + the number of the first signal, or 0 before it.
+        self._status = 0  # 128 + the number of the first signal, or 0 before the first signal.
         self._why = ""
 
     def _in_main_thread(self, signum: int) -> None:
@@ -223,7 +225,7 @@ def listen_to_supervisor_only() -> None:
 
 
 def _ignore(signum: int, frame: object) -> None:
-    """Does nothing. Unlike SIG_IGN, this is not inherited by programs that a worker starts."""
+    """Does nothing. Unlike SIG_IGN, it is not inherited by programs that a worker starts."""
 
 
 _stop_signals: tuple[int, ...] = SIGNALS

@@ -46,7 +46,7 @@ def install_stacks_handler() -> str:
 
 
 def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
-    """Returns the stacks of another process on this host, or "" if it does not respond in time.
+    """Returns the stacks of another process on this host, or "" if it does not answer in time.
 
     Args:
       pid: Id of a process that has called `install_stacks_handler`.
@@ -71,7 +71,7 @@ def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
 
 
 class GilAlarm(contextlib.AbstractContextManager):
-    """Timer that writes this process's stacks to standard error unless it is postponed.
+    """Timer that, unless postponed, writes this process's stacks to standard error.
 
     It uses a timer of the Linux kernel, so it fires even while C code holds the GIL and no Python
     thread runs. On other systems, it does nothing.
@@ -96,7 +96,7 @@ class GilAlarm(contextlib.AbstractContextManager):
         return self
 
     def postpone(self, seconds: float | None = None) -> None:
-        """Restarts the timer with the given seconds (default: as constructed); 0 cancels it."""
+        """Restarts the timer with the given seconds (default: the constructor's); 0 cancels it."""
         if self._libc is not None:
             spec = _Timer(after=int(self._seconds if seconds is None else seconds))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

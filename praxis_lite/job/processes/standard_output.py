@@ -18,13 +18,13 @@ __all__ = ("print_log",)
 def redirect_to_null(number: int) -> None:
     """Redirects a file descriptor to /dev/null, whether it is open or closed."""
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:  # `open` may return this same number if it was closed.
+    if null != number:  # `open` may return this same number if the descriptor was closed.
         os.dup2(null, number)
         os.close(null)
 
 
 class _FailsafeStream:
-    """A text stream that is redirected to /dev/null at its first error."""
+    """A text stream that is redirected to /dev/null on the first error."""
 
     def __init__(self, stream: Any, name: str, continues: Callable[[], bool]):
         self._stream, self._name, self._continues = stream, name, continues
@@ -78,9 +78,9 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
     """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      continues: Whether the process continues without them. Otherwise, it ends quietly, like a
-        program in a pipe. May also be a function that returns this and is called when output is
-        lost.
+      continues: Whether the process continues without its output. If False, the process exits
+        quietly, like a program in a pipe. May also be a function that returns such a bool and is
+        called when output is lost.
     """
     decide = continues if callable(continues) else lambda: continues
     original = sys.stdout, sys.stderr
@@ -121,4 +121,4 @@ def print_log() -> None:
         if not log.handlers:
             log.addHandler(_PrintHandler())
             log.setLevel(logging.INFO)
-            log.propagate = False  # A library's handler on the root logger would print it again.
+            log.propagate = False  # A library's root handler would print each message again.

@@ -52,13 +52,13 @@ def start(
       num_processes: The option --num_processes.
       process_id: The option --process_id.
       start_seconds: The option --start_seconds.
-      job_log_dir: The job directory, through which the processes share a secret key. If it is None
-        and the processes run on several hosts, connections are not authenticated, so the network
-        must be isolated.
-      beats: Class of the heartbeats.
+      job_log_dir: The job directory, through which the processes share a secret key. If None and
+        the processes run on several hosts, connections are not authenticated, so the network must
+        be isolated.
+      beats: Class that sends and receives the heartbeats.
 
     Raises:
-      ConfigError: A flag is wrong or missing, or the processes cannot be connected.
+      ConfigError: A flag is invalid or missing, or the processes cannot be connected.
     """
     require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
     found, found_by = find_others(coordinator, num_processes, process_id, os.environ)
@@ -79,7 +79,7 @@ def start(
 def connect_member(membership: Membership, start_seconds: int) -> None:
     """Connects a worker of an elastic job to the other workers of its generation.
 
-    Its supervisor monitors the worker; the threads of `peers` are not started.
+    The worker is monitored by its supervisor instead of by the threads in `peers`.
 
     Args:
       membership: The role of this process.
@@ -118,7 +118,7 @@ def process_numbers(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[int, int]:
-    """Returns (process_id, num_processes) of this process of an elastic job.
+    """Returns (process_id, num_processes) for this process in an elastic job.
 
     Raises:
       ConfigError: Neither flags nor environment variables specify these numbers.
@@ -203,7 +203,7 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | No
 
 
 def _is_tpu(environment: Mapping[str, str]) -> bool:
-    """Returns whether this is a host of a TPU slice with several hosts."""
+    """Returns whether this is a host in a TPU slice with several hosts."""
     return (
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
@@ -305,7 +305,7 @@ def _connect(
 
     Args:
       settings: Arguments for `jax.distributed.initialize`.
-      seconds: Maximum time to wait for the other processes before this process ends.
+      seconds: Maximum time to wait for the other processes before this process exits.
       key: The job's key, or the file to which the first process will write it. If None, the first
         process accepts any connection to its port.
       lost_status: Exit status after a timeout, in an elastic job.
@@ -328,7 +328,8 @@ def _connect(
                     "they start minutes apart, add --start_seconds=600.\n"
                 ).encode(),
             )
-            # With status 1, a cluster retries. This may help if a missing process starts later.
+            # With status 1, a cluster retries the job. This may help if a missing process starts
+            # later.
             os._exit(1 if lost_status == 2 else lost_status)
 
     threading.Thread(target=end_after_timeout, daemon=True).start()

@@ -48,7 +48,7 @@ class StopConsensus:
             return
         self._mesh = mesh
         devices = list(mesh.devices.flat)
-        # The index in the mesh of one device of each process.
+        # For each process, the index in the mesh of one of its devices.
         self._device_indices = {
             device.process_index: index for index, device in reversed(list(enumerate(devices)))
         }
@@ -59,7 +59,7 @@ class StopConsensus:
         self._slow = SlowHosts()
 
     def add_host_seconds(self, seconds: float) -> None:
-        """Adds time that this process's host spent in the current step, such as on its input."""
+        """Adds time that this process's host spent on the current step, such as reading input."""
         if not self._is_alone:
             self._host_seconds += seconds
 
@@ -77,8 +77,8 @@ class StopConsensus:
         """Combines the requests of all processes.
 
         If there are several processes, the result and the attributes are based on the requests in
-        the previous call. Their gather is already complete, because the loop has read the metrics
-        of the step before it.
+        the previous call. The gather of these requests is already complete, because the loop has
+        read the metrics of the preceding step.
 
         Args:
           stop_requested: Whether this process was requested to stop.
@@ -112,7 +112,7 @@ class StopConsensus:
             ]
         if processes.is_first():
             self._slow.add(requests[:, 1])
-        # Ignore a request if a save has started since it was made.
+        # Ignore a request if a save has started since the request was made.
         self.save_is_due = bool(requests[0, 2]) and not has_saved
         self.profile_steps = int(requests[:, 3].max())
         self.end_is_due = bool(requests[0, 4])
@@ -123,14 +123,14 @@ class StopConsensus:
 
 
 class SlowHosts:
-    """Logs a warning about processes whose host work is much slower than in other processes."""
+    """Logs a warning about processes whose host work is much slower than that of others."""
 
     def __init__(self) -> None:
         self._num_slow: dict[int, int] = {}
         self._warned_at: dict[int, float] = {}
 
     def add(self, seconds: np.ndarray) -> None:
-        """Adds the host seconds of each process in a step."""
+        """Adds each process's host seconds for a step."""
         # Use the lower median. With two processes, the mean would hide that one of them is slow.
         median = float(np.sort(seconds)[(len(seconds) - 1) // 2])
         for process, process_seconds in enumerate(seconds.tolist()):

@@ -1,4 +1,4 @@
-"""Handles requests to stop a training job, by signals or by its time limit."""
+"""Handles stop requests for a training job, from signals or from its time limit."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.exits import end_now
 
 # All processes of a job stop after the same step. Before the first step, a process that received a
-# stop request waits for that step for at most this time, and then ends. Schedulers kill a process
+# stop request waits for that step for at most this time, and then exits. Schedulers kill a process
 # after 30 s.
 PEERS_SECONDS = 20.0
 
@@ -16,7 +16,7 @@ class StopRequest(signals.SignalListener):
     """Context manager that handles SIGTERM, SIGINT, SIGHUP and a time limit.
 
     The first request is reported immediately on standard error. Before the first step, there is
-    nothing to save, so the process ends immediately. Its exit status is 0 after a signal, and 2 at
+    nothing to save, so the process exits immediately. The exit status is 0 after a signal, and 2 at
     the time limit, because a restarted job would reach the limit again. After the first call of
     `step_ended`, only `reason` is set; the training loop reads it, saves and stops. A second signal
     ends the process immediately with status 128 + the signal's number.
@@ -28,7 +28,8 @@ class StopRequest(signals.SignalListener):
 
     Attributes:
       reason: The request to stop this process, such as "SIGTERM", or None.
-      profile_requested: Whether SIGUSR1 has requested a profile. Reset by the code that starts it.
+      profile_requested: Whether SIGUSR1 has requested a profile. Reset by the code that starts the
+        profile.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -40,7 +41,7 @@ class StopRequest(signals.SignalListener):
         # Reentrant: the handler interrupts the main thread, which may hold the lock.
         self._lock = threading.RLock()
         self._has_stepped = self._ends_now = False
-        self._status = 0  # The exit status if the process ends before the first step.
+        self._status = 0  # The exit status if the process exits before the first step.
         self.reason: str | None = None
         self.profile_requested = False
 
@@ -51,7 +52,7 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Sets the step of the latest checkpoint for messages, or None if there is none yet."""
+        """Sets the step of the latest checkpoint for messages; None if there is no checkpoint."""
         self._has_begun, self._newest_step = True, newest_step
 
     def saved(self, newest_step: int | None) -> None:
@@ -125,7 +126,7 @@ class StopRequest(signals.SignalListener):
         return "there is no checkpoint yet" if self._has_stepped else "no step had been completed"
 
     def _end_before_any_step(self) -> BaseException:
-        """Returns the exception to raise after the first step if the process should have ended."""
+        """Returns the exception to raise after the first step if the process should have exited."""
         return self._raised or SystemExit(self._status)
 
     def _report_nothing_lost(self) -> None:
@@ -135,7 +136,7 @@ class StopRequest(signals.SignalListener):
         signals.write_line(f"{self.reason}: ended; nothing is lost: {self._newest_checkpoint()}")
 
     def _time_limit_message(self) -> str:
-        """Returns the error message for a time limit that ends before the first step."""
+        """Returns the error message for a time limit that expires before the first step."""
         return (
             f"{self.reason} expired before the first step, and {self._newest_checkpoint()}. It "
             "must be longer than the time for restoring and compiling: raise "

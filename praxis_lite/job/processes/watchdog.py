@@ -1,4 +1,4 @@
-"""Reports where a job hangs, by writing all stacks if no step ends for a given time."""
+"""Reports where a job hangs, by writing all stacks if no step completes for a given time."""
 
 import contextlib
 import faulthandler
@@ -31,14 +31,14 @@ class Watchdog(contextlib.AbstractContextManager):
 
     A report is a line on standard error with the last step and the current activity, followed by
     the stacks of all threads. The time until the next report doubles. If C code hangs while it
-    holds the GIL, no Python thread runs; then `faulthandler` writes the stacks, after at most twice
-    the time.
+    holds the GIL, no Python thread runs; in that case, `faulthandler` writes the stacks, after at
+    most twice the time.
 
     Args:
       seconds: Seconds without progress before a report, or None for no reports.
-      exits: Whether the process exits with status 1 after the first report. It does not exit during
-        a save, that is within `during(SAVING)` or while `is_saving` returns True. Saves only start
-        within `during(SAVING)`.
+      exits: Whether the process exits with status 1 after the first report. The process does not
+        exit during a save, that is, within `during(SAVING)` or while `is_saving` returns True.
+        Saves only start within `during(SAVING)`.
       is_saving: Function that returns whether a save runs in the background.
       stacks_txt: A file to which reports are appended, or None.
 
@@ -58,8 +58,8 @@ class Watchdog(contextlib.AbstractContextManager):
         self._exits, self._is_saving = exits, is_saving
         self._step: int | None = None
         self._doing = COMPILING
-        # Held from the decision to end the process until it ends, so that no save starts in
-        # between.
+        # Held from the decision to end the process until the process exits, so that no save starts
+        # in between.
         self._lock = threading.Lock()
         self.last_sign = self._last_step = time.monotonic()
         self._stopped = threading.Event()
@@ -72,12 +72,12 @@ class Watchdog(contextlib.AbstractContextManager):
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
-        """Restarts the timer, although no step has ended."""
+        """Restarts the timer, although no step has completed."""
         events.progress()
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
-        """Returns whether nothing progressed for `seconds`, except in compilation or saves."""
+        """Returns whether no progress was made for `seconds`, except while compiling or saving."""
         if self._seconds is None or self._doing in (COMPILING, SAVING) or self._is_saving():
             return False
         return time.monotonic() - self.last_sign > self._seconds
@@ -183,7 +183,7 @@ def write_report(report: str, stacks_txt: Path | None) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    # Bypass Python's buffers, because the hanging thread may hold their lock.
+    # Bypass Python's buffers, because the hanging thread may hold their locks.
     data = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         while data:
