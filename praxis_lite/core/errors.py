@@ -67,7 +67,7 @@ def require(condition: bool, setting: str, found: object, expected: str, change:
     Args:
       condition: Whether the setting is valid.
       setting: Path or name of the setting, such as "Linear.num_heads" or "run.seed".
-      found: Value of the setting. The message contains a truncated, printable repr.
+      found: Value of the setting. The message contains a truncated, printable repr of this value.
       expected: A short description of valid values, such as "a positive integer".
       change: Complete sentences that say what to change. Omit them if this is obvious from
         `expected`.

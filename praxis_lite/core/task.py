@@ -37,7 +37,7 @@ _Name = TypeVar("_Name", str, int)
 
 
 class Task(abc.ABC):
-    """Base class of tasks, which define the computation of a job as if for a single device.
+    """Base class for tasks, which define a job's computation as if for a single device.
 
     Args:
       model: A `Model`, or a function that takes `rngs` and returns an NNX module.
@@ -231,9 +231,9 @@ class Task(abc.ABC):
     def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
         """Maps paths of weights to functions that convert a layer's weight for decoding.
 
-        A function returns an array or a tree of arrays. Each has the rank of the weight, and each
-        dim has either the size of the weight's dim or size 1. The model must accept the result in
-        place of the weight. Weights without a function are not converted. By default, no weights
+        A function returns an array or a tree of arrays. Each array has the rank of the weight, and
+        each dim has either the size of the weight's dim or size 1. The model must accept the result
+        in place of the weight. Weights without a function are not converted. By default, no weights
         are converted.
         """
         return {}
@@ -247,7 +247,7 @@ class Task(abc.ABC):
         )
 
     def num_ids(self) -> Mapping[str, int]:
-        """Maps names of integer leaves of a batch to their number of valid ids.
+        """Maps the name of each integer leaf in a batch to its number of valid ids.
 
         Batches that contain invalid ids are rejected; see `check_ids`. By default, ids are not
         checked.
@@ -263,7 +263,7 @@ class Task(abc.ABC):
           what: Name of the dataset, for messages.
 
         Raises:
-          ConfigError: A leaf is missing. The message lists the leaves of the batch.
+          ConfigError: A leaf is missing. The message lists the leaves in the batch.
         """
         for name in required:
             if name not in inputs:

@@ -26,8 +26,8 @@ def path_mask(
         fdl.Partial(optax.adamw, weight_decay=0.1,
                     mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
 
-    A pattern need not match a weight of every optimizer. `collected_patterns` helps to find
-    patterns that match no weight of the model.
+    A pattern need not match a weight in every optimizer. Use `collected_patterns` to find patterns
+    that match no weight in the model.
 
     Args:
       include: One or more patterns, matched from the start of a weight's path under params
@@ -79,7 +79,7 @@ def collected_patterns() -> Iterator[set[str]]:
 
 
 def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
-    """Compiles one or more regular expressions that a setting contains.
+    """Compiles one or more regular expressions from a setting.
 
     Raises:
       ConfigError: A pattern is not a valid regular expression. The message names the setting.

@@ -1,4 +1,4 @@
-"""Infers PartitionSpecs of optimizer slots from the specs of their weights.
+"""Infers the PartitionSpecs for optimizer slots from the specs of their weights.
 
 This works for any optimizer: its `init` is traced on weights whose dims all have different sizes,
 so that each slot dim can be matched with a weight dim by its size. A slot dim is split like the
@@ -40,11 +40,11 @@ def extended_specs(
     weights are replicated over the axes, this is ZeRO-1 (Rajbhandari et al. 2020), also known as a
     sharded weight update (Xu et al. 2020, https://arxiv.org/abs/2004.13336).
 
-    The axes that the spec of a weight does not use yet are appended to the axes of one dim, so that
+    The axes that a weight's spec does not already use are appended to the axes of one dim, so that
     a device's shard of a slot is part of its shard of the weight. The dim is chosen to minimize
     padding; among equally good dims, the largest is used. Stacked dims are used only if no other
-    dim is suitable, because gradients are computed layer by layer. A spec is not extended if each
-    dim of its weight has fewer elements than shards.
+    dim is suitable, because gradients are computed layer by layer. A spec is not extended if every
+    dim of its weight would have fewer elements than shards.
 
     Args:
       weight_specs: Nested dict of WeightSpec.
@@ -130,10 +130,10 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
     """Returns the specs of a group's slots, with the stacked dims in front.
 
-    The optimizer's `init` is traced at the real shapes for the slots, and at up to two probe
-    shapes, in which all dims of a weight have different sizes, to match the dims of slots with dims
-    of weights. The second probe keeps sizes from growing, because some optimizers treat large
-    weights differently.
+    The optimizer's `init` is traced with the real shapes to find the slots. It is also traced with
+    up to two sets of probe shapes, in which all dims of a weight have different sizes, to match the
+    dims of slots with dims of weights. In the second set, if possible, no dim is larger than its
+    real size, because some optimizers treat large weights differently.
     """
     stack_rank = len(group.stack_shape)
     split = dict(_leaves(partition_specs))
@@ -158,7 +158,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
     ]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
-        # The path of a slot ends with the path of its weight, unless it belongs to no weight.
+        # The path of a slot ends with the path of its weight, unless the slot belongs to no weight.
         ends = (path[start:] for start in range(len(path)))
         weight = next((weights[end] for end in ends if end in weights), None)
         if weight is None:

@@ -30,7 +30,7 @@ PyTree = Any
 Path = tuple[str, ...]
 _NOTHING: frozenset[int] = frozenset()
 _SLOTS = frozenset({-1})  # Denotes slots in sets of weight indices.
-# Names in optax for functions that an update may require.
+# optax's names for functions that an update may require.
 _FUNCTIONS = ("value_fn", "grad_fn", "obj_fn", "hessian_fn", "grad")
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -58,7 +58,7 @@ def over_whole_tree(
 
     Args:
       optimizer: Updates a tree in which each layer is a leaf (see `Layers`).
-      stack_ranks: Maps the path of a weight to its number of leading dims that stack layers.
+      stack_ranks: Maps the path of a weight to the number of its leading dims that stack layers.
     """
 
     def init(weights: PyTree) -> PyTree:
@@ -103,12 +103,13 @@ def couples_weights(
 
     Args:
       optimizer: The optimizer.
-      weight_specs: WeightSpecs of all weights that it updates, by path.
+      weight_specs: WeightSpecs of all weights that the optimizer updates, by path.
       owner: Name of the class with the setting `optimizer`, for messages.
 
     Raises:
       ConfigError: The optimizer requires arguments that a training step does not provide, such as a
-        function to reevaluate the loss, or returns updates whose shapes differ from the weights.
+        function to reevaluate the loss, or returns updates whose shapes differ from those of the
+        weights.
     """
 
     def leaf_of(spec: WeightSpec) -> Any:

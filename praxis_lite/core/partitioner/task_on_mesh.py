@@ -131,7 +131,7 @@ def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
     job has no rules, the caller's rules stay in effect.
 
     Raises:
-      ConfigError: A mesh is set, and a rule uses an axis that it does not have.
+      ConfigError: A mesh is set, and a rule uses an axis that the mesh does not have.
     """
     rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
     mesh = jax.sharding.get_abstract_mesh()

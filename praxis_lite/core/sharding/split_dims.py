@@ -99,7 +99,7 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     """Constrains the sharding of an activation, or its type over Explicit axes.
 
     If the mapping is None, no constraint is added; if all of its entries are None, the activation
-    is replicated. Without a mesh (for example, if a notebook calls a layer directly), `x` is
+    is replicated. Without a mesh (for example, if a layer is called directly in a notebook), `x` is
     returned unchanged. Inside `jax.shard_map`, manual axes are removed from the mapping, because
     `x` is already a device's block along them.
 

@@ -1,6 +1,6 @@
-"""Strategies choose sharding rules for arrays by patterns that match their paths.
+"""Chooses sharding rules for arrays using strategies: patterns that match the arrays' paths.
 
-Use them for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
+Use strategies for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
 array is split by the rules of the first pattern that matches its complete path.
 """
 
@@ -76,7 +76,7 @@ def infer_sharding(
 
 
 def _is_box(x: Any) -> bool:
-    # Detects boxes of Flax Linen by their attributes, because this package does not import it.
+    # Detects boxes of Flax Linen by their attributes, because this package does not import Flax.
     return hasattr(x, "names") and hasattr(x, "unbox")
 
 
@@ -84,7 +84,7 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
     """Checks the patterns of a strategy and parses its rules.
 
     Raises:
-      BadPattern: A pattern is not a regular expression. BadPattern is also a re.error.
+      BadPattern: A pattern is not a valid regular expression. BadPattern is also a re.error.
       ConfigError: An entry is not a pair, or its rules are invalid (see `parsed_rules`).
     """
     pairs = []
