@@ -75,7 +75,7 @@ def compute_metrics(
       before: Metrics that the task returned, by name.
 
     Raises:
-      ConfigError: A metric has the same name as a metric of the task, reads a missing key, or
+      ConfigError: A metric has the same name as one of the task's metrics, reads a missing key, or
         returns neither a value per weight nor a valid pair. The message names the metric.
     """
     pairs = {}

@@ -32,7 +32,7 @@ WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
 PerExampleOut = Mapping[str, jax.Array]
 # Metrics including "loss", optionally with per-example outputs, which --mode=eval writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
-# Names of arrays in a batch, or their positions among the arguments of a model.
+# Names of arrays in a batch, or their positions among a model's arguments.
 _Name = TypeVar("_Name", str, int)
 
 
@@ -241,7 +241,7 @@ class Task(abc.ABC):
     def decode_to_records(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns a JSON-serializable record per real example of a decoded batch."""
+        """Returns a JSON-serializable record for each real example in a decoded batch."""
         raise ConfigError(
             f"{type(self).__name__} cannot write decoded outputs. Implement `decode_to_records`."
         )

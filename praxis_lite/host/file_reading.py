@@ -153,7 +153,7 @@ def descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of strict JSON.
+    """Reads a strict JSON file.
 
     Raises:
       ConfigError: The file cannot be read, or is not JSON.

@@ -145,7 +145,7 @@ class FirstRuns:
             if mesh is not None:
                 patch_matmuls(lowered, mesh)
             check_program_fits(
-                lowered.compile(),  # The call below uses the cached program.
+                lowered.compile(),  # The call below uses the cached executable.
                 arrays[0].sharding.addressable_devices if arrays else (),
                 self._program,
                 self._advice,

@@ -13,7 +13,7 @@ _NO_MEMORY = re.compile(
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Returns the message of an out-of-memory error in an exception's causes, or None."""
+    """Returns the message of an out-of-memory error among an exception's causes, or None."""
     for cause in causes(error):
         text, name = str(cause), type(cause).__name__
         if (

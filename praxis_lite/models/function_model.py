@@ -56,7 +56,7 @@ class FunctionModel(Model):
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params, without arrays."""
-        # Create the key inside, because creating it outside would compile two programs.
+        # Create the key inside, because creating it outside would trigger two compilations.
         shapes = jax.eval_shape(lambda: self._init_checked(jax.random.key(0)))
         leaves, structure = jax.tree.flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]

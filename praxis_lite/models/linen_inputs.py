@@ -94,7 +94,7 @@ def training_flags(
 def as_config_error(
     module: nn.Module, action: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Converts Flax and JAX errors from tracing a model to a ConfigError that names the layer."""
+    """Converts Flax and JAX errors from tracing a model into a ConfigError that names the layer."""
     try:
         yield
     except (flax_errors.FlaxError, TypeError, ValueError) as error:

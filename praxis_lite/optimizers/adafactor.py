@@ -256,7 +256,7 @@ def _normalized(
 def _second_moment_decay(
     method: str, decay_adam: float, decay_pow: float, count: jax.Array
 ) -> jax.Array:
-    """Returns the decay rate of the second moment, which is 0 in the first update."""
+    """Returns the decay rate for the second moment, which is 0 in the first update."""
     number = count.astype(jnp.float32) + 1.0
     if method == "pow":
         return 1.0 - number**-decay_pow
@@ -269,7 +269,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
-    """Converts a tree of named tuples to one tree per field."""
+    """Converts a tree of named tuples into one tree per field."""
     return [
         jax.tree.map(lambda item, i=i: item[i], tree, is_leaf=lambda x: isinstance(x, kind))
         for i in range(len(kind._fields))
@@ -279,7 +279,7 @@ def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
 def zero_slots(
     shape: Shape, dims: tuple[int, int] | None, momentum_dtype: str | None
 ) -> WeightSlots:
-    """Returns the slots of a weight before the first update.
+    """Returns a weight's slots before the first update.
 
     Args:
       shape: Shape of the weight.

@@ -1,4 +1,4 @@
-"""Pax's Adam, which stores bias-corrected moments and clips the update of each tensor."""
+"""Pax's Adam, which stores bias-corrected moments and clips the update for each tensor."""
 
 from typing import Any, NamedTuple
 

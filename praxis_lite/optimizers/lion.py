@@ -31,8 +31,8 @@ def lion(
 ) -> optax.GradientTransformation:
     """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
 
-    It is the same as `optax.lion`, except that optax rounds a bfloat16 momentum one more time. In
-    optax, `weight_decay` defaults to 1e-3.
+    The updates are the same as with `optax.lion`, except that optax rounds a bfloat16 momentum one
+    more time. In optax, `weight_decay` defaults to 1e-3.
 
     Args:
       learning_rate: A number, or a schedule that maps the number of updates to a rate.

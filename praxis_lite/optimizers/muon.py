@@ -113,7 +113,7 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
 
 
 def _subscripts(equation: str) -> tuple[str, str, str]:
-    """Returns the einsum subscripts of the inputs, the weight and the outputs."""
+    """Returns the einsum subscripts for the inputs, the weight and the outputs."""
     match = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not match:
         raise ConfigError(

@@ -7,7 +7,7 @@ from optax:
     learning_rate=fdl.Config(linear_rampup_cosine_decay,
                              warmup_steps=500, decay_start=501, decay_end=20_000, max=3e-4)
 
-Names are Pax's in snake case. Pax's rate is `learning_rate * schedule(step)`, which is
+The names are Pax's, in snake case. Pax's rate is `learning_rate * schedule(step)`, which is
 `scaled(learning_rate, schedule)` here. A cosine with restarts is `optax.sgdr_schedule`.
 
 If two steps are equal (`decay_start == decay_end`), the rate jumps at that step.
@@ -179,7 +179,7 @@ def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
 
 
 def require_positive(name: str, **settings: float) -> None:
-    """Raises ConfigError if a setting of the schedule `name` is not positive."""
+    """Raises ConfigError if a setting in the schedule `name` is not positive."""
     for setting, value in settings.items():
         require(value > 0, f"{name}: {setting}", value, "a positive number")
 

@@ -48,7 +48,7 @@ class TensorBoard(Tracker):
             raise
 
     def resume_from(self, step: int) -> None:
-        """Makes TensorBoard hide the events of steps after `step`."""
+        """Makes TensorBoard hide the events for steps after `step`."""
         start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 

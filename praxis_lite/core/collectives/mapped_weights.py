@@ -24,7 +24,7 @@ def gather_of(
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns the function that gathers a weight from its blocks, for `ShardedWeight.gather`.
 
-    The derivative of `all_gather` is `psum_scatter`: the gradients of all devices are summed, and
+    The derivative of `all_gather` is `psum_scatter`: the gradients from all devices are summed, and
     each device keeps its block of the sum. The compiler still splits the gathered weight over axes
     that are not manual.
 

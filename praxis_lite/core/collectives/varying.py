@@ -43,8 +43,9 @@ def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
 def on_any_device(flag: jax.Array) -> jax.Array:
     """Returns a bool scalar that is True if `flag` is True on any device.
 
-    Used as a loop condition, it makes all devices run the same number of iterations, so that every
-    device takes part in the collectives in each iteration, such as the all-gather of a weight.
+    Used as a loop condition, the result makes all devices run the same number of iterations, so
+    that every device takes part in the collectives in each iteration, such as the all-gather of a
+    weight.
     """
     axes = tuple(sorted(varying_axes(flag)))
     return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag

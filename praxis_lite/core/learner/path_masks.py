@@ -62,10 +62,10 @@ def path_mask(
 
 @contextlib.contextmanager
 def collected_patterns() -> Iterator[set[str]]:
-    """Yields a set that collects the patterns of all masks applied in the body.
+    """Yields a set of the patterns from all masks that are applied in the body.
 
-    The learner traces the `init` of its optimizers in the body, and then compares the patterns with
-    the paths of all weights:
+    The learner traces its optimizers' `init` in the body, and then compares the patterns with the
+    paths of all weights:
 
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)

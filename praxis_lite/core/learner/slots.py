@@ -95,7 +95,7 @@ def _extended(
 def slot_specs(
     groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
-    """Returns the PartitionSpecs of all slots by group, with the structure of `BoundLearner.init`.
+    """Returns the PartitionSpecs for all slots by group, with the structure of `BoundLearner.init`.
 
     Args:
       groups: Groups of `WeightGroups` by name.
@@ -109,7 +109,7 @@ def slot_specs(
 
 
 def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> dict[str, PyTree]:
-    """Returns the memory kind of each slot and each moving average.
+    """Returns the memory kind for each slot and each moving average.
 
     Args:
       opt_shapes: Shapes of the result of `BoundLearner.init`.
@@ -128,7 +128,7 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
-    """Returns the specs of a group's slots, with the stacked dims in front.
+    """Returns the specs for a group's slots, with the stacked dims in front.
 
     The optimizer's `init` is traced with the real shapes to find the slots. It is also traced with
     up to two sets of probe shapes, in which all dims of a weight have different sizes, to match the

@@ -82,8 +82,8 @@ class BoundLearner:
         """Returns (params, opt_states, scalars, is_skipped) after a step.
 
         A step is skipped if its loss, gradient or learning rate is not finite, or if its gradient
-        is too large. A skipped step increments the counts of skipped steps, but does not change
-        weights, slots or averages, and does not advance schedules.
+        is too large. When a step is skipped, the counts of skipped steps are incremented, but
+        weights, slots and averages do not change, and schedules do not advance.
 
         Args:
           grads: Float32 gradients of the trained weights.

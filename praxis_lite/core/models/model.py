@@ -23,7 +23,7 @@ class ShardedWeight:
     """A device's block of a weight inside a `jax.shard_map`, created by `core.collectives`.
 
     Attributes:
-      block: The block of this device, including padding.
+      block: This device's block, including padding.
       gather: Takes a block, and returns the complete, unpadded weight. Given one layer of a stacked
         block, it returns the weight of that layer. The gradient with respect to a block is the
         device's block of the sum over devices.

@@ -22,9 +22,9 @@ _SLOT_KEYS = ("opt_sharding", "optimizer_sharding")
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     """Returns the WeightSpec that a variable declares, without resolving names to mesh axes.
 
-    Flax's `out_sharding` (set by `nnx.with_partitioning`, `nnx.with_metadata` and `nnx.Param(...,
-    out_sharding=)`; previously `sharding=`) becomes `logical_axes`. The entries are either mesh
-    axes or logical names, which can be told apart only with the rules and the mesh.
+    Flax's `out_sharding` (set by `nnx.with_partitioning`, `nnx.with_metadata` and
+    `nnx.Param(..., out_sharding=)`; previously `sharding=`) becomes `logical_axes`. The entries are
+    either mesh axes or logical names, which can be told apart only with the rules and the mesh.
     `sharding_rules` becomes `logical_axis_rules`, and `optimizer_sharding` becomes `slot_axes`. A
     split-dims mapping from one of our layers takes precedence.
 

@@ -47,7 +47,7 @@ if jax.__version_info__ < (0, 12):
 
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
-    """Returns (path, leaf) for each variable and plain array of a module, without duplicates."""
+    """Returns (path, leaf) for each variable and plain array in a module, without duplicates."""
     return list(nnx.to_flat_state(nnx.compat.split(module)[1]))
 
 

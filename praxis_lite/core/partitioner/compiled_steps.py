@@ -1,4 +1,4 @@
-"""Step: a compiled step of a task on a mesh, which can be called, traced or lowered."""
+"""Step: a task's compiled step on a mesh, which can be called, traced or lowered."""
 
 import functools
 from collections.abc import Callable

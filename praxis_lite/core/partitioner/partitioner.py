@@ -1,4 +1,4 @@
-"""Partitioner: compiles sharded init, train, eval and decode steps of a task for a mesh."""
+"""Partitioner: compiles a task's sharded init, train, eval and decode steps for a mesh."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class Partitioner:
     Args:
       task: The task, written as if for a single device.
       mesh: The mesh. Its Explicit axes become part of array types inside train and eval steps. The
-        state is stored on a mesh of the same devices with Auto axes.
+        state is stored on a mesh with the same devices and Auto axes.
       gradients: Strategy for computing gradients and metrics, such as
         `praxis_lite.core.collectives.ExplicitCollectives`. If None, XLA partitions the
         single-device computation.
@@ -202,12 +202,12 @@ class Partitioner:
         Pass the result to `decode_step` or to functions wrapped by `with_mdl_vars`.
 
         Args:
-          mdl_vars: Weights of a state.
+          mdl_vars: Weights from a state.
           donates: Whether to delete each weight after its conversion. Otherwise both copies stay in
             memory.
 
         Raises:
-          ConfigError: `mdl_vars` are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not this Partitioner's weights.
         """
         name = "for_decoding: mdl_vars"
         return self.decoding_weights.convert(mdl_vars, name, donates=donates)
@@ -219,7 +219,7 @@ class Partitioner:
         return {step.kind: step for step in steps}
 
     def key(self, seed: int) -> jax.Array:
-        """Returns the key of a run, replicated over the mesh."""
+        """Returns the key for a run, replicated over the mesh."""
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
@@ -249,11 +249,11 @@ class Partitioner:
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
-        """Returns the rows of a global batch that this process feeds."""
+        """Returns the rows of a global batch that this process feeds to its devices."""
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
-        """Returns the weights of a state, or their averages, for evaluation and decoding.
+        """Returns the weights from a state, or their averages, for evaluation and decoding.
 
         Args:
           state: A TrainState. Only the `opt_states` in `Learner.eval_opt_states` are read.
@@ -291,7 +291,7 @@ class Partitioner:
           has_splits: Whether arguments and results already have shardings, which are then kept.
 
         Raises:
-          ConfigError: `mdl_vars` are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not this Partitioner's weights.
         """
         lay_out: Callable[[PyTree], PyTree] = (lambda tree: tree) if has_splits else evenly
 

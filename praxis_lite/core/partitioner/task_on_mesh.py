@@ -61,7 +61,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Drops padding rows and reshards each array by its rank; called while tracing."""
+        """Drops padding rows and reshards each array by its rank; call it while tracing."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)

@@ -178,7 +178,7 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
 @jax.named_scope("inputs")
 def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns the inputs of a batch without padding rows; called inside a compiled step."""
+    """Returns the inputs of a batch without padding rows; call it inside a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:

@@ -64,7 +64,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     """Simulates devices on JAX's CPU backend; call it before JAX creates an array.
 
     Each process simulates its share, at most MAX_SIMULATED_DEVICES; larger meshes need real
-    devices. Programs on accelerators are not affected. If the user sets the device count in the
+    devices. Computations on accelerators are not affected. If the user sets the device count in the
     environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
     With jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:

@@ -1,4 +1,4 @@
-"""MeshConfig: an experiment's settings for the axes of its mesh and their sizes."""
+"""MeshConfig: an experiment's settings for the names and sizes of its mesh axes."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The Rule type and its arguments, and a parser for the rule strings of a strategy."""
+"""The Rule type and its arguments, and a parser for the rule strings in a strategy."""
 
 import ast
 import dataclasses

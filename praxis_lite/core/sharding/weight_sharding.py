@@ -22,7 +22,7 @@ class WeightSharding:
     """A job's rules for weights whose layers declare no mesh axes.
 
     Attributes:
-      strategy: (pattern, rules) pairs. A weight is split by the rules of the first pattern that
+      strategy: (pattern, rules) pairs. A weight is split by the rules for the first pattern that
         matches its complete path under params. A pattern's rules are a string such as
         `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule object, or a list of these. The rules start
         from the mesh axes that the layer declares, and use logical names only if they include
@@ -102,7 +102,7 @@ class ShardingDecisions:
     Attributes:
       weight_specs: The model's tree of WeightSpecs, with names resolved to mesh axes and
         `declared_by` filled in.
-      notes: Messages about replicated weights and dropped names, each with the weights concerned.
+      notes: Messages about replicated weights and dropped names, each with the affected weights.
     """
 
     weight_specs: PyTree

@@ -22,7 +22,8 @@ class WeightSpec:
     Attributes:
       shape: Logical shape, including leading stacked dims.
       dtype: Dtype of the stored weight.
-      split_dims_mapping: Mesh axes of the dims of a single layer. If None, they are not split.
+      split_dims_mapping: Mesh axes for the dims of a single layer. If None, these dims are not
+        split.
       stack_split_dims_mapping: An entry per stacked dim, outermost first. Its length is the number
         of leading dims that stack layers.
       logical_axes: A name or None per dim of the complete shape. Rules resolve these names to mesh

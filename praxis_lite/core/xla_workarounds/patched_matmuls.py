@@ -102,7 +102,7 @@ class PatchedFunction:
 
 
 def _patch_module(module: Any, mesh: Mesh, report: Callable[[str], None]) -> bool:
-    """Patches an MLIR module in place; returns whether XLA could permute any of its matmuls."""
+    """Patches an MLIR module in place; returns whether XLA could permute results of any matmul."""
     # JAX adds attributes for its settings at run time.
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         report(
@@ -192,7 +192,7 @@ def _closed(product: Product, split: Split, spec: Spec | None = None) -> Any:
 
     Args:
       product: The matmul.
-      split: Sharding of one of its arrays.
+      split: Sharding of one of the matmul's arrays.
       spec: Mesh axes per dim that replace the axes of `split`. They must be a permutation or a
         subset of the axes of `split`.
     """

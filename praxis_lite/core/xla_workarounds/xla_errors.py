@@ -7,12 +7,12 @@ does not. In addition, four kinds of convolutions are wrong even without padding
   table is such a scatter, and its first row was wrong. Workaround: replace padding with the neutral
   element before scattering.
 - If two operations slide a window over the same split array (cumulative sums, pooling,
-  convolutions), the second operation reads the padding of the first, such as -inf in a sum.
+  convolutions), the second operation reads padding from the first, such as -inf in a sum.
   Workaround: give each operation a separate copy of the array.
 - The gradient of max pooling with overlapping windows is wrong if the array is split along a
   window dim, evenly or not. Workaround: replicate these dims.
-- The gradient of the filter of a depthwise or grouped convolution is wrong if the batch is split
-  and another mesh axis is unused. Workaround: compute it as sums of products.
+- The filter gradient of a depthwise or grouped convolution is wrong if the batch is split and
+  another mesh axis is unused. Workaround: compute it as sums of products.
 - A grouped convolution is wrong if its channels are split within a group. Workaround: replicate the
   channels.
 - A convolution with split spatial dims is summed over replicas if the mesh has another axis.
@@ -57,7 +57,7 @@ def without_xla_errors(
     Args:
       function: A function of trees of arrays.
       static_argnums: Same as for `jax.jit`.
-      also: Additional transformation of the traced jaxpr. It must preserve the results.
+      also: Additional transformation of the traced jaxpr, which must preserve the results.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
 """Types of mesh axes: Auto (XLA chooses shardings) or Explicit (array types contain them).
 
-All meshes of the library are created here, with explicit axis types, because JAX's functions have
+All meshes in the library are created here, with explicit axis types, because JAX's functions have
 different defaults (`jax.make_mesh` Explicit, `Mesh` Auto).
 
 Outside compiled steps, arrays are on meshes of Auto axes, because JAX has no type for an array that
@@ -61,7 +61,7 @@ def is_typed() -> bool:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the same devices with Auto axes, as the state requires."""
+    """Returns a mesh with the same devices and Auto axes, as the state requires."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
 
 
@@ -223,7 +223,7 @@ def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
 
 
 def note_untyped(path: str, reason: str) -> None:
-    """Records the reason why a layer of the traced step uses Auto axes."""
+    """Records the reason why a layer in the traced step uses Auto axes."""
     notes = _notes.get()
     if notes is not None:
         notes.setdefault(path, reason)
