@@ -28,7 +28,7 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
     """Makes intermediate arrays, such as logits, available to the metrics in `Task.metrics`.
 
     Call this in `compute_loss` or in a loss function, but outside scans and remat, because arrays
-    cannot leave the bodies of these functions. Arrays that no metric reads cost nothing.
+    cannot leave the bodies of these functions. Arrays that are not used by any metric cost nothing.
     """
     shared = _shared.get()
     if shared is not None:

@@ -156,7 +156,7 @@ class Task(abc.ABC):
 
         The result may also be a pair (metrics, per-example outputs), where the outputs are arrays
         [B, ...] by name. `--mode=eval` writes them as one line per real row; training discards
-        them.
+        these outputs.
 
         Args:
           model: The module with its weights (see `Model.module`).

@@ -53,7 +53,7 @@ class MissingPackage(ConfigError):
 class NeedsPackage:
     """Base class of configurable classes that need an optional package.
 
-    A job can thus report all missing packages that its config needs before it starts.
+    Before a job starts, it can thus report all missing packages that its config requires.
 
     Attributes:
       needed_package: The package's import name, or None if no package is needed.

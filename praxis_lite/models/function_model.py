@@ -172,7 +172,7 @@ def _path(path: tuple) -> str:
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError if two entries have the same path, or one is inside the other."""
+    """Raises ConfigError if two entries have the same path, or one entry is inside another."""
     counts = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")

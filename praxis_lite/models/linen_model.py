@@ -198,8 +198,9 @@ class BoundLinen:
         Args:
           args: Positional arguments of the method.
           method: Name of a method, or a function. If None, `__call__`.
-          rngs: Keys by stream. If None, evaluation has no keys, and in training, "dropout" gets the
-            key of the pass (a different key in each call), and all other streams share another key.
+          rngs: Keys by stream. If None, evaluation has no keys, and in training, "dropout" receives
+            the key of the pass (a different key in each call), and all other streams share another
+            key.
           kwargs: Keyword arguments of the method.
 
         Raises:

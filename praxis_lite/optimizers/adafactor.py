@@ -118,8 +118,8 @@ def adafactor(
         that matches the start of a weight's path applies. None disables weight decay.
       layerwise_adaptation: Whether to scale the step of each weight to the root mean square of the
         weight (LAMB, https://arxiv.org/abs/1904.00962).
-      exclude_from_layerwise_adaptation: Patterns of weights to exclude from this adaptation,
-        matched from the start of their paths.
+      exclude_from_layerwise_adaptation: Patterns for weights to exclude from this adaptation,
+        matched from the start of the weights' paths.
       maybe_inf_to_nan: Whether to replace infinities with NaN, because a division would otherwise
         hide them.
 

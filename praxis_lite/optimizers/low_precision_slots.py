@@ -38,7 +38,7 @@ def low_precision_slots(
     Scalar slots and slots with other dtypes (counts) are not changed. The random bits depend only
     on the count and on the slot's path, so runs are repeatable and do not depend on the mesh. The
     layers of a stack share the random bits. Do not use this for optimizers whose slots are weights,
-    such as schedule-free ones.
+    such as schedule-free optimizers.
 
     Args:
       learning_rate: Learning rate of `optimizer`.

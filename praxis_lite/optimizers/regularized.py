@@ -41,7 +41,7 @@ def regularized(
       decoupled_weight_decay: Decay factor: in each update, the weight times the learning rate and
         this factor is subtracted from the weight.
       skip_lp_1d_vectors: Whether to exclude scalars and vectors from L1 and L2. As in Pax,
-        decoupled decay still applies to them.
+        decoupled decay still applies to these weights.
       skip_lp_regularization: One or more patterns of weights to exclude from all three, as in Pax's
         collection SKIP_LP_REGULARIZATION. The patterns are matched from the start of a weight's
         path under params (`re.match`).

@@ -194,8 +194,8 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
       schedules: The schedules; one more than the number of boundaries.
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or their number is not the number of
-        schedules minus one.
+      ConfigError: Boundaries are not in ascending order, or their number is not one less than the
+        number of schedules.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)

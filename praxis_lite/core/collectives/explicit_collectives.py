@@ -44,8 +44,8 @@ class ExplicitCollectives:
     each device runs the model on its rows of the batch:
 
     - A weight that is split over these axes (fully sharded data parallelism) is gathered when the
-      model reads it, and gathered again when a layer is recomputed in the backward pass. Its
-      gradient is reduce-scattered.
+      model reads it, and gathered again when a layer is recomputed in the backward pass. The
+      weight's gradient is reduce-scattered.
     - Gradients of other weights, metrics and batch statistics are summed over devices once per
       step, after all micro-batches. Without this strategy, gradients would be summed once per
       micro-batch.

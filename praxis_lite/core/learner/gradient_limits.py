@@ -82,7 +82,8 @@ def limits_by_optimizer(
     """Returns the gradient limits for each optimizer by name; "" is the main optimizer.
 
     Args:
-      main: Limits for the main optimizer. Without separate scaling, they apply to all optimizers.
+      main: Limits for the main optimizer. Without separate scaling, these limits apply to all
+        optimizers.
       auxiliary: AuxiliaryOptimizers.
       apply_separate_scaling: Whether gradients are clipped by a separate global norm for each
         optimizer instead of the global norm of all gradients.

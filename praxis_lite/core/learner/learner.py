@@ -55,9 +55,9 @@ class Learner:
 
     Patterns are matched against paths of weights under params, such as
     `softmax/logits_ffn/linear/w`. Stacked weights are updated one layer at a time, so that
-    optimizers that read complete tensors, such as Adafactor or LAMB, treat a stack like separate
-    layers. Optimizers whose updates read other weights or draw random numbers are called once, with
-    a separate leaf per layer (`whole_tree_optimizers`).
+    optimizers that use complete tensors, such as Adafactor or LAMB, treat a stack like separate
+    layers. Optimizers whose update for a weight depends on other weights or on random numbers are
+    called once, with a separate leaf per layer (`whole_tree_optimizers`).
 
     Args:
       optimizer: Takes `learning_rate` and returns an optax transformation, such as

@@ -151,7 +151,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = probe_slots(lambda shape: shape)
-    # Trace the second probe only for slots that the first one does not explain.
+    # Trace the second probe only for slots whose dims the first probe does not match.
     probes = [
         (functools.cache(lambda resize=resize: jax.tree.leaves(probe_slots(resize))), resize)
         for resize in (_distinct_above, _distinct_below)

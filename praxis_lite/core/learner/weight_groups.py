@@ -36,9 +36,9 @@ class Group:
       stack_shape: Sizes of the leading dims that stack layers, or () for unstacked weights.
       paths: Paths of the weights.
       optimizer_name: Name of an auxiliary optimizer, or "" for the main optimizer.
-      stack_ranks: For optimizers whose updates read other weights, maps the path of each weight to
-        the number of its leading dims that stack layers. None if the optimizer updates one layer at
-        a time.
+      stack_ranks: For optimizers whose update for a weight depends on other weights, maps the path
+        of each weight to the number of its leading dims that stack layers. None if the optimizer
+        updates one layer at a time.
     """
 
     optimizer: optax.GradientTransformation
@@ -134,8 +134,8 @@ def grouped(
       optimizers: Optimizers by name.
       by_stack: Whether to update stacks one layer at a time. If False, stacks are treated as single
         arrays in the group "unstacked".
-      whole_tree: Names of optimizers whose updates read other weights. Each of these optimizers
-        gets a single group, "whole".
+      whole_tree: Names of optimizers whose update for a weight depends on other weights. Each of
+        these optimizers gets a single group, "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     groups, stack_ranks = {}, {name: dict[Path, int]() for name in whole_tree}

@@ -1,4 +1,4 @@
-"""Detects optimizers whose updates read several weights, and applies them to all weights at once.
+"""Detects optimizers whose updates depend on several weights; applies them to all weights at once.
 
 Examples are an optimizer that clips by the global norm, Prodigy, and noise, which must differ
 between layers. These optimizers receive one tree in which every layer of a stack is a separate
@@ -97,7 +97,7 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
 def couples_weights(
     optimizer: optax.GradientTransformation, weight_specs: Mapping[Path, WeightSpec], owner: str
 ) -> bool:
-    """Returns whether the update of a weight reads other weights or draws random numbers.
+    """Returns whether the update for a weight depends on other weights or on random numbers.
 
     To find out, the update is traced with logical shapes and two layers per stack.
 

@@ -65,8 +65,8 @@ def value_and_grad(
       fixed: Values that are not differentiated: `{"frozen": weights, "loss_scale": scalar}`.
       params: Weights to differentiate with respect to.
       non_trainable: Variables that each micro-batch updates for the next micro-batch.
-      inputs: Arrays [B, ...] and scalars. Micro-batch i gets the rows r with r % N == i, and all
-        scalars.
+      inputs: Arrays [B, ...] and scalars. Micro-batch i contains the rows r with r % N == i, and
+        all scalars.
       key: PRNG key, into which the index of each micro-batch is folded.
       num_micro_batches: Number N of micro-batches. If it is 1, there is no loop, and `loss_fn`
         receives `key` unchanged.

@@ -66,7 +66,7 @@ def train_step(
     settings, groups = bound.settings, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
-    if settings.variational_noise is not None:  # Only trainable weights get noise.
+    if settings.variational_noise is not None:  # Add noise only to trainable weights.
         trainable = settings.variational_noise.apply(trainable, key, state.step)
     is_scaled = settings.loss_scale is not None
     scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())

@@ -74,7 +74,7 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
     """Returns a bool array [B] that is True for rows with a nonzero weight.
 
     Args:
-      inputs: NumPy or JAX arrays. If they lack "weights", the result is True for all rows.
+      inputs: NumPy or JAX arrays. Without "weights", the result is True for all rows.
     """
     num_rows = num_rows_of(inputs)
     if "weights" not in inputs:

@@ -25,7 +25,7 @@ class WeightSharding:
       strategy: (pattern, rules) pairs. A weight is split by the rules for the first pattern that
         matches its complete path under params. A pattern's rules are a string such as
         `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule object, or a list of these. The rules start
-        from the mesh axes that the layer declares, and use logical names only if they include
+        from the mesh axes that the layer declares, and use logical names only if the rules include
         `logical_partitioning`. If no pattern matches, logical names are resolved directly. If
         `strategy` is None, no patterns are used.
       logical_axis_rules: (name, mesh axes) pairs; the first applicable pair wins. Alternatively, a
@@ -34,7 +34,7 @@ class WeightSharding:
       allow_padding: Whether `fsdp` may split a dim that is not divisible by the number of devices.
       unmapped_logical_axes: How to treat a name that has no rule and is not a mesh axis: "error",
         or "replicate" to leave the dim unsplit and report it.
-      stack_axis_names: Names of leading dims that stack layers. Optimizers that read complete
+      stack_axis_names: Names of leading dims that stack layers. Optimizers that use complete
         tensors process these stacks one layer at a time.
 
     Raises:
