@@ -47,7 +47,7 @@ class ExplicitCollectives:
       model reads it, and gathered again when a layer is recomputed in the backward pass. The
       weight's gradient is reduce-scattered.
     - Gradients of other weights, metrics and batch statistics are summed over devices once per
-      step, after all micro-batches. Without this strategy, gradients would be summed once per
+      step, after all micro-batches. The compiler would instead sum gradients over devices in each
       micro-batch.
 
     The compiler still handles splits over other mesh axes (tensor parallelism). Init, the learner's

@@ -1,4 +1,4 @@
-"""Strategies for computing gradients and metrics on a mesh; by default, XLA partitions them."""
+"""Strategies for computing gradients and metrics on a mesh, by default with XLA's partitioner."""
 
 import dataclasses
 from collections.abc import Callable
