@@ -1,4 +1,4 @@
-"""The core framework: models, tasks, and a Partitioner that compiles their steps for any mesh.
+"""The core framework: models, tasks, and a Partitioner that compiles a task's steps for any mesh.
 
 This package requires only jax, flax, optax and numpy. It never imports the packages that are built
 on it: layers, optimizers, data, experiments and checkpoints.

@@ -1,4 +1,4 @@
-"""Names of user-provided functions, and checks of their signatures."""
+"""Formats the names of user-provided functions, and checks their signatures."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ __all__ = ("callable_name", "check_takes", "function_name")
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """Returns "module.name" of a function, a class or a callable instance."""
+    """Returns "module.name" for a function, a class or a callable instance."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if not isinstance(name, str):
         return f"{callable_name(type(function))} object"

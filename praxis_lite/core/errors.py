@@ -46,7 +46,7 @@ class OutOfMemory(Error):
 
 
 class PeerLost(Error):
-    """Another process of the job failed or does not respond, so this process cannot continue."""
+    """Another process in the job failed or is not responding, so this process cannot continue."""
 
 
 class FailedSave(Error):
@@ -58,7 +58,7 @@ class StepLost(ConfigError):
 
 
 class NotCertified(Error):
-    """Certification of a step found a difference; the state is saved, and all hosts stop."""
+    """A difference was found when certifying a step; the state is saved, and all hosts stop."""
 
 
 def require(condition: bool, setting: str, found: object, expected: str, change: str = "") -> None:
@@ -67,7 +67,7 @@ def require(condition: bool, setting: str, found: object, expected: str, change:
     Args:
       condition: Whether the setting is valid.
       setting: Path or name of the setting, such as "Linear.num_heads" or "run.seed".
-      found: Value of the setting. The message contains a truncated, printable repr.
+      found: Value of the setting. The message contains a truncated, printable repr of this value.
       expected: A short description of valid values, such as "a positive integer".
       change: Complete sentences that say what to change. Omit them if this is obvious from
         `expected`.

@@ -1,6 +1,6 @@
 """Visits, rewrites and evaluates jaxprs, for jax 0.10 to 0.12.
 
-Callers provide a function for a single equation. This module handles the nesting of jaxprs in
+Callers provide a function for a single equation, and this module handles the jaxprs nested in
 loops, branches and calls.
 """
 
@@ -37,7 +37,7 @@ def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
 
 
 def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """Expands a high-level primitive of JAX to a call of its jaxpr.
+    """Expands a high-level JAX primitive into a call to its jaxpr.
 
     With the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3, JAX stores the operations of a
     remat or custom derivative in a Python object until compilation. The primitive that names values
@@ -61,7 +61,7 @@ def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
 
 
 def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]) -> Any:
-    """Replaces each equation of a jaxpr by the equations that `rule` returns for it.
+    """Replaces each equation in a jaxpr with the equations that `rule` returns for it.
 
     Inner jaxprs are rewritten before the equation that contains them. An unchanged jaxpr is
     returned as the same object, and a jaxpr that is called twice is rewritten once.
@@ -70,7 +70,7 @@ def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.Jaxp
     done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
     def rewrite_param(value: Any) -> Any:
-        if isinstance(value, tuple):  # The branches of a condition.
+        if isinstance(value, tuple):  # The branches of a `cond`.
             new = tuple(map(rewrite_param, value))
             return value if _are_same(new, value) else new
         if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):

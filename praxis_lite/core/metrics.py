@@ -1,4 +1,4 @@
-"""Computes metrics of a batch as (value, weight) pairs, including user-defined metrics.
+"""Computes metrics for a batch as (value, weight) pairs, including user-defined metrics.
 
 Means over micro-batches, devices, hosts and evaluation sets are weighted by these weights.
 """
@@ -28,7 +28,7 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
     """Makes intermediate arrays, such as logits, available to the metrics in `Task.metrics`.
 
     Call this in `compute_loss` or in a loss function, but outside scans and remat, because arrays
-    cannot leave their bodies. Arrays that no metric reads cost nothing.
+    cannot leave the bodies of these functions. Arrays that are not used by any metric cost nothing.
     """
     shared = _shared.get()
     if shared is not None:
@@ -37,7 +37,7 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def collect_shared_outputs() -> Iterator[dict[str, Any]]:
-    """Yields a dict that collects the arrays that the body passes to `share_outputs`."""
+    """Yields a dict of the arrays that are passed to `share_outputs` in the body."""
     shared: dict[str, Any] = {}
     token = _shared.set(shared)
     try:
@@ -72,10 +72,10 @@ def compute_metrics(
       metrics: User-defined metrics by name.
       outputs: Arrays that the task shared during the forward pass.
       inputs: The batch.
-      before: Metrics by name that the task returned.
+      before: Metrics that the task returned, by name.
 
     Raises:
-      ConfigError: A metric has the same name as a metric of the task, reads a missing key, or
+      ConfigError: A metric has the same name as one of the task's metrics, reads a missing key, or
         returns neither a value per weight nor a valid pair. The message names the metric.
     """
     pairs = {}
@@ -107,7 +107,7 @@ def compute_metrics(
 
 
 class _Named(dict[str, Any]):
-    """A dict whose error for a missing key names the metric that reads it."""
+    """A dict that raises an error with the metric's name if a key is missing."""
 
     def __init__(self, reader: str, provider: str, values: Mapping[str, Any]):
         super().__init__(values)

@@ -32,12 +32,12 @@ WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
 PerExampleOut = Mapping[str, jax.Array]
 # Metrics including "loss", optionally with per-example outputs, which --mode=eval writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
-# Names of arrays in a batch, or their positions among the arguments of a model.
+# Names of arrays in a batch, or their positions among a model's arguments.
 _Name = TypeVar("_Name", str, int)
 
 
 class Task(abc.ABC):
-    """Base class of tasks, which define the computation of a job as if for a single device.
+    """Base class for tasks, which define a job's computation as if for a single device.
 
     Args:
       model: A `Model`, or a function that takes `rngs` and returns an NNX module.
@@ -156,7 +156,7 @@ class Task(abc.ABC):
 
         The result may also be a pair (metrics, per-example outputs), where the outputs are arrays
         [B, ...] by name. `--mode=eval` writes them as one line per real row; training discards
-        them.
+        these outputs.
 
         Args:
           model: The module with its weights (see `Model.module`).
@@ -231,9 +231,9 @@ class Task(abc.ABC):
     def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
         """Maps paths of weights to functions that convert a layer's weight for decoding.
 
-        A function returns an array or a tree of arrays. Each has the rank of the weight, and each
-        dim has either the size of the weight's dim or size 1. The model must accept the result in
-        place of the weight. Weights without a function are not converted. By default, no weights
+        A function returns an array or a tree of arrays. Each array has the rank of the weight, and
+        each dim has either the size of the weight's dim or size 1. The model must accept the result
+        in place of the weight. Weights without a function are not converted. By default, no weights
         are converted.
         """
         return {}
@@ -241,13 +241,13 @@ class Task(abc.ABC):
     def decode_to_records(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns a JSON-serializable record per real example of a decoded batch."""
+        """Returns a JSON-serializable record for each real example in a decoded batch."""
         raise ConfigError(
             f"{type(self).__name__} cannot write decoded outputs. Implement `decode_to_records`."
         )
 
     def num_ids(self) -> Mapping[str, int]:
-        """Maps names of integer leaves of a batch to their number of valid ids.
+        """Maps the name of each integer leaf in a batch to its number of valid ids.
 
         Batches that contain invalid ids are rejected; see `check_ids`. By default, ids are not
         checked.
@@ -263,7 +263,7 @@ class Task(abc.ABC):
           what: Name of the dataset, for messages.
 
         Raises:
-          ConfigError: A leaf is missing. The message lists the leaves of the batch.
+          ConfigError: A leaf is missing. The message lists the leaves in the batch.
         """
         for name in required:
             if name not in inputs:

@@ -9,7 +9,8 @@ from pathlib import Path
 __all__ = ("LIBRARY_FOLDERS",)
 
 _PACKAGE = Path(__file__).parents[1]
-# Folders of the library. They exclude experiments/ in a checkout, which is user code.
+# Folders of the library. The folder experiments/ in a checkout is not included, because it contains
+# user code.
 LIBRARY_FOLDERS = tuple(
     f"{folder}{os.sep}"
     for folder in (_PACKAGE, _PACKAGE.parent / "praxis_tools", _PACKAGE.parent / "tasks")

@@ -19,7 +19,7 @@ __all__ = (
     "read_json",
 )
 
-# Deeper nesting would exceed the recursion limit of code that traverses the value. The limit of
+# Deeper nesting would exceed the recursion limit in code that traverses the value. The limit of
 # Python's own parser depends on the Python version.
 MAX_NESTING = 200
 _BLOCK_BYTES = 1 << 16  # Bytes per read from the end of a file.
@@ -30,7 +30,7 @@ def parse_json(text: str) -> Any:
 
     Raises:
       ValueError: The text is not JSON, is nested too deeply, or contains a duplicate key, NaN, an
-        infinity, or a number too large for 64 bits. The message is the reason.
+        infinity, or a number too large for 64 bits. The message states the reason.
     """
     try:
         return json.loads(
@@ -94,7 +94,7 @@ def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yields (offset, text) for each line of a file in reverse order, without line breaks.
 
     The first result is the text after the last line break, which is b"" or an incomplete line. The
-    file is only read as far as needed.
+    file is read only as far as needed.
     """
     # Read blocks from the end. The text before offset `end` has not been searched yet. `partial`
     # contains the parts, last part first, of a line whose start has not been found.
@@ -153,7 +153,7 @@ def descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file of strict JSON.
+    """Reads a strict JSON file.
 
     Raises:
       ConfigError: The file cannot be read, or is not JSON.

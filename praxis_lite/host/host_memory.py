@@ -19,8 +19,8 @@ __all__ = ("FirstRuns", "available_bytes", "check_program_fits", "check_room_for
 # Tolerance for comparisons, because the kernel's numbers are estimates.
 _SLACK = 1.05
 
-# For each version of control groups: the files with the limit and the usage, and the prefix of the
-# page cache's entries.
+# For each version of control groups: the files that contain the limit and the usage, and the prefix
+# of the entries for the page cache.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
@@ -30,8 +30,8 @@ _FILES = {
 def available_bytes(root: Path = Path("/")) -> float:
     """Returns the number of bytes that this process may still allocate.
 
-    psutil reports the machine's memory even in a container, so the limits of control groups and
-    ulimit are taken into account as well.
+    psutil reports the machine's memory even in a container, so the limits set by control groups and
+    ulimit are also taken into account.
 
     Args:
       root: The folder that contains proc and sys.
@@ -43,8 +43,9 @@ def available_bytes(root: Path = Path("/")) -> float:
 def check_room_for_devices(num_simulated: int) -> None:
     """Checks that the address space of this process (ulimit -v) is large enough for JAX's threads.
 
-    If it is too small, JAX aborts the process. JAX needs about 1.3 GiB for one simulated device and
-    a tiny model, and 1.8 GiB for eight devices. Only clearly smaller limits raise an error.
+    If the address space is too small, JAX aborts the process. JAX needs about 1.3 GiB for one
+    simulated device and a tiny model, and 1.8 GiB for eight devices. Only clearly smaller limits
+    raise an error.
 
     Args:
       num_simulated: Number of simulated devices.
@@ -72,8 +73,8 @@ def check_program_fits(
     """Checks that this host has enough memory to run a compiled function on simulated devices.
 
     Call this between compiling and running the function. The check is needed because Linux
-    overcommits memory: allocations succeed, and the process is killed when it writes to memory that
-    does not exist. The arguments are not counted, because they are already in memory.
+    overcommits memory: allocations succeed, and the process is killed only when it writes to memory
+    that does not exist. The arguments are not counted, because they are already in memory.
 
     Args:
       compiled: The compiled function.
@@ -107,7 +108,7 @@ def check_program_fits(
 class FirstRuns:
     """Runs jitted functions, checking before the first run of each that the host has enough memory.
 
-    It also applies the workaround for the XLA bug that permutes results of matmuls.
+    This class also applies the workaround for the XLA bug that permutes the results of matmuls.
 
     Args:
       program: Subject of error messages, as for `check_program_fits`.
@@ -124,7 +125,8 @@ class FirstRuns:
         Args:
           function: A jitted function, or a step of a Partitioner.
           *args: The arguments, with arrays on the devices on which the function runs.
-          key: Distinguishes the shapes if the function is compiled for several of them.
+          key: Identifies the shapes of the arguments, if the function is compiled for several sets
+            of shapes.
 
         Raises:
           OutOfMemory: This host has too little memory to run the function.
@@ -143,7 +145,7 @@ class FirstRuns:
             if mesh is not None:
                 patch_matmuls(lowered, mesh)
             check_program_fits(
-                lowered.compile(),  # The call below uses the cached program.
+                lowered.compile(),  # The call below uses the cached executable.
                 arrays[0].sharding.addressable_devices if arrays else (),
                 self._program,
                 self._advice,
@@ -153,7 +155,7 @@ class FirstRuns:
 
 
 def _free_bytes_of_groups(root: Path) -> Iterator[float]:
-    """Yields the free bytes of each memory control group of this process."""
+    """Yields the number of free bytes in each of this process's memory control groups."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:

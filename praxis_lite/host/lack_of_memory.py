@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 from praxis_lite.core.errors import OutOfMemory, shortened
 
-# Messages of XLA, TensorStore, C++ and Python. gRPC errors about large messages are excluded.
+# Messages from XLA, TensorStore, C++ and Python. gRPC errors about large messages are excluded.
 _NO_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*larger than max)|\bbad_alloc\b|can't start new thread"
 )
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Returns the message of an out-of-memory error in an exception's causes, or None."""
+    """Returns the message of an out-of-memory error among an exception's causes, or None."""
     for cause in causes(error):
         text, name = str(cause), type(cause).__name__
         if (
             isinstance(cause, MemoryError)
             or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
-            or name == "ResourceExhaustedError"  # TensorFlow's, which may not be installed.
+            or name == "ResourceExhaustedError"  # From TensorFlow, which may not be installed.
             or (name == "JaxRuntimeError" and "out of memory" in text.lower())
             or _NO_MEMORY.search(text)
         ):

@@ -9,8 +9,8 @@ from praxis_lite.core.errors import ConfigError
 
 __all__ = ("optional_module", "require_package")
 
-# The pip name of each import name, and the extra in setup.py that installs it. The extra is None if
-# the package is part of the default installation on supported Python versions.
+# The pip name for each import name, and the extra in setup.py that installs it. The extra is None
+# if the package is part of the default installation on supported Python versions.
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
@@ -53,7 +53,7 @@ class MissingPackage(ConfigError):
 class NeedsPackage:
     """Base class of configurable classes that need an optional package.
 
-    Before a job starts, an error can thus list all missing packages that its config needs.
+    Before a job starts, it can thus report all missing packages that its config requires.
 
     Attributes:
       needed_package: The package's import name, or None if no package is needed.
@@ -68,11 +68,11 @@ class NeedsPackage:
 
 
 def optional_module(name: str, needed_by: str) -> ModuleType:
-    """Imports and returns a module of one of the PACKAGES.
+    """Imports and returns a module from one of the PACKAGES.
 
     Args:
       name: Full name of the module, such as "matplotlib.figure".
-      needed_by: Subject of the error message, which is a setting or feature such as "TfRecords".
+      needed_by: Subject of the error message: a setting or feature, such as "TfRecords".
 
     Raises:
       ConfigError: The package is not installed, or its import fails.
@@ -95,8 +95,7 @@ def require_package(package: str, needed_by: str) -> None:
 
     Args:
       package: The package's import name.
-      needed_by: Subject of the error message, which is a setting or feature such as
-        "vision.digits".
+      needed_by: Subject of the error message: a setting or feature, such as "vision.digits".
 
     Raises:
       ConfigError: The package is not installed. The message explains how to install it.

@@ -13,7 +13,7 @@ from praxis_lite.host.whole_files import write_whole
 
 
 class RemoteError(RuntimeError):
-    """An exception in another process, whose traceback is the message.
+    """An exception in another process, with the traceback from that process as the message.
 
     Attributes:
       description: Result of `describe_error` in that process.

@@ -1,4 +1,4 @@
-"""Writes files atomically, so readers see the old or the new content, even after a crash."""
+"""Writes files atomically, so readers see either the old or the new content, even after a crash."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ def user_cache() -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
 
-    A killed process may leave the temporary file.
+    A killed process may leave the temporary file behind.
 
     Raises:
       ConfigError: The file cannot be written. An existing file is unchanged.
@@ -60,8 +60,8 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 def new_directory(path: Path, last: str) -> Iterator[Path]:
     """Writes files to a new or empty directory, where they appear only once all are written.
 
-    The body writes to the subfolder `.partial`. A killed process may leave this subfolder, which is
-    cleared by the next call. If the body fails, the directory is unchanged.
+    The body writes to the subfolder `.partial`. A killed process may leave this subfolder behind;
+    the next call clears it. If the body fails, the directory is unchanged.
 
     Args:
       path: The directory.

@@ -35,11 +35,11 @@ class FunctionModel(Model):
     Args:
       init: Takes a key, and returns params. Bind further arguments with functools.partial
         (fdl.Partial).
-      specs: The mesh axes of weights: a tree like the params, a prefix of it as for the shardings
-        of `jax.jit`, or a function that takes the params' shapes (jax.ShapeDtypeStructs) and
-        returns such a tree. A leaf is a PartitionSpec or an equivalent tuple; missing trailing
-        entries are not split. If a leaf is None, the task's `weight_sharding` applies. If the
-        params are a tuple or list, a tuple contains the specs of its entries.
+      specs: The mesh axes for weights: a tree like the params, a prefix of such a tree (as for the
+        shardings passed to `jax.jit`), or a function that takes the params' shapes
+        (jax.ShapeDtypeStructs) and returns such a tree. A leaf is a PartitionSpec or an equivalent
+        tuple; dims without an entry are not split. If a leaf is None, the task's `weight_sharding`
+        applies. If the params are a tuple or list, a tuple contains the specs of its entries.
 
     Raises:
       ConfigError: `init` requires more arguments than a key. Later, when the specs are read: `init`
@@ -56,7 +56,7 @@ class FunctionModel(Model):
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params, without arrays."""
-        # Create the key inside, because creating it outside would compile two programs.
+        # Create the key inside, because creating it outside would trigger two compilations.
         shapes = jax.eval_shape(lambda: self._init_checked(jax.random.key(0)))
         leaves, structure = jax.tree.flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
@@ -85,7 +85,7 @@ class FunctionModel(Model):
     def init(self, key: jax.Array) -> MdlVars:
         paths, shapes, _ = self._abstract
         leaves = jax.tree.leaves(self._init(key))
-        # Convert Python numbers, whose weak type a step would not preserve.
+        # Convert Python numbers, because their weak types would not be preserved in a step.
         arrays = [jnp.asarray(x, s.dtype) for x, s in zip(leaves, shapes, strict=True)]
         return _mdl_vars(paths, arrays)
 
@@ -107,7 +107,7 @@ class FunctionModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
-        """Returns the params with the tree structure of `init`; keys are passed by the task."""
+        """Returns the params with the tree structure from `init`; the keys are ignored."""
         paths, _, structure = self._abstract
         params = traverse_util.flatten_dict(gather_sharded(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
@@ -121,7 +121,7 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
-    # For an array or a dict, a tuple cannot be a tree, so it is a spec.
+    # For an array or a dict, a tuple cannot be a tree, so it must be a spec.
     if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
         yield from [specs] * num_leaves
     elif num_leaves:
@@ -172,7 +172,7 @@ def _path(path: tuple) -> str:
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError if two entries have the same path, or one is inside the other."""
+    """Raises ConfigError if two entries have the same path, or one entry is inside another."""
     counts = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")

@@ -24,7 +24,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     Args:
       path: Path of the leaf, for error messages.
       leaf: A shape, which may be boxed.
-      own_shape: Shape in its layer; additional leading dims are stacked layers.
+      own_shape: Shape of the weight in its layer; additional leading dims are stacked layers.
     """
     value = unbox(leaf)
     spec = WeightSpec(tuple(value.shape), value.dtype)
@@ -70,7 +70,7 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def _check_box(path: str, leaf: Any) -> None:
-    """Checks a box before Flax constrains its sharding, where JAX's errors would be less clear.
+    """Checks a box before Flax constrains its sharding, because JAX's errors would be less clear.
 
     Raises:
       ConfigError: The box's names do not match the weight's dims, or the axes of the current mesh.
@@ -90,7 +90,8 @@ def initialize_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
     its box may have three names for a kernel with two dims, which JAX rejects if a mesh is set.
 
     Args:
-      own_shapes: Output dict, from paths to the shape of each weight in its layer. May be None.
+      own_shapes: Output dict that maps the path of each weight to its shape in its layer. May be
+        None.
 
     Raises:
       ConfigError: When called: an initializer's box does not match its weight or the mesh.

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 
-# Names of arguments that select training, with their value in training.
+# Names of arguments that select the training mode, with their values in training.
 TRAINING_FLAGS = {
     "train": True,
     "training": True,
@@ -81,7 +81,7 @@ def training_flags(
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(None, *args, **kwargs).arguments
-    except TypeError:  # The call of the function raises a better error.
+    except TypeError:  # Calling the function raises a better error.
         return {}
     return {
         name: is_training == when_training
@@ -94,7 +94,7 @@ def training_flags(
 def as_config_error(
     module: nn.Module, action: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Converts Flax and JAX errors from tracing a model to a ConfigError that names the layer."""
+    """Converts Flax and JAX errors from tracing a model into a ConfigError that names the layer."""
     try:
         yield
     except (flax_errors.FlaxError, TypeError, ValueError) as error:

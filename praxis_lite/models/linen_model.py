@@ -47,7 +47,7 @@ class LinenModel(Model):
         weights; for modules where training is a setting instead of an argument.
       init_method: Name of the method that creates all variables. If None, `__call__`.
       sown_collections: Collections to drop from the state, in addition to "intermediates" and
-        collections that grow with every call, as `sow` creates them by default.
+        collections that grow with every call, which `sow` creates by default.
 
     Raises:
       ConfigError: From `weight_specs`: the module cannot be initialized with these inputs.
@@ -141,7 +141,7 @@ class LinenModel(Model):
 
         with nn.intercept_methods(initialize_off_mesh()):
             after = jax.eval_shape(call_again, before)
-        # JAX annotates the structures with the name of a module that it lacks.
+        # JAX's type annotations for tree structures refer to a module that does not exist.
         grown = {
             name
             for name, tree in before.items()
@@ -156,7 +156,7 @@ class LinenModel(Model):
     def _init(self, key: jax.Array, own_shapes: OwnShapes | None = None) -> dict[str, Any]:
         args, kwargs = jax.tree.map(example_array, self._arguments())
         with nn.intercept_methods(initialize_off_mesh(own_shapes)):
-            # Flax uses "params" for streams without a key, such as "dropout".
+            # For streams without a key, such as "dropout", Flax uses the key "params".
             return dict(
                 self.linen_module.init({"params": key}, *args, method=self.init_method, **kwargs)
             )
@@ -171,8 +171,8 @@ class BoundLinen:
 
     Attributes:
       linen_module: The module.
-      variables: The variables by collection, updated by calls.
-      sown: The values that the last call sowed by collection, including "intermediates".
+      variables: The variables by collection, which are updated by calls.
+      sown: The values sown in the last call, by collection, including "intermediates".
       key: Random key of the pass; None in evaluation.
     """
 
@@ -198,8 +198,9 @@ class BoundLinen:
         Args:
           args: Positional arguments of the method.
           method: Name of a method, or a function. If None, `__call__`.
-          rngs: Keys by stream. If None, evaluation has no keys. Training then passes the key of the
-            pass to "dropout" (a different key in each call), and a shared key to all other streams.
+          rngs: Keys by stream. If None, evaluation has no keys, and in training, "dropout" receives
+            the key of the pass (a different key in each call), and all other streams share another
+            key.
           kwargs: Keyword arguments of the method.
 
         Raises:
@@ -211,7 +212,7 @@ class BoundLinen:
         if rngs is None and self.key is not None:
             key, num_before = self.key, self._num_calls
             key = jax.random.fold_in(key, num_before) if num_before else key
-            # Flax uses "params" for missing streams.
+            # For missing streams, Flax uses the key "params".
             others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
             rngs = {"dropout": key, "params": others}
         self._num_calls += 1

@@ -14,14 +14,15 @@ functions. Settings are listed where Pax's defaults differ from optax's:
     Lamb, Lars                   optax.lamb, optax.lars
     ShardedAdafactor             adafactor
 
-Wrap them in `regularized` for l1_regularizer_weight, l2_regularizer_weight, skip_lp_1d_vectors,
-decoupled_weight_decay and SKIP_LP_REGULARIZATION. The Learner itself clips gradients and maintains
-the EMA. Its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
+Wrap an optimizer in `regularized` for l1_regularizer_weight, l2_regularizer_weight,
+skip_lp_1d_vectors, decoupled_weight_decay and SKIP_LP_REGULARIZATION. The Learner itself clips
+gradients and maintains the EMA. The Learner's learning_rate is Pax's learning_rate times
+lr_schedule (`schedules.scaled`).
 
 A Learner also accepts `DynamicLossScale`, for float16, and `VariationalNoise`.
 
 There are also optimizers that Pax does not have: `soap`, Muon (from optax, with `muon_matrices`),
-and schedule-free AdamW (from optax; evaluation uses its averages, see `evaluation_params`).
+and schedule-free AdamW (from optax; evaluation uses averaged weights, see `evaluation_params`).
 """
 
 from praxis_lite.core.learner.path_masks import collected_patterns, path_mask

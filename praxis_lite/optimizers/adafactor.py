@@ -36,7 +36,7 @@ class WeightSlots(NamedTuple):
       m_scale: Scales of an integer momentum, with the shape of the weight without its first dim.
       vr: Row means of the second moment: the mean over one of the two factored dims.
       vc: Column means of the second moment: the mean over the other factored dim.
-      v: Second moment of a weight that is not factored, with the shape of the weight.
+      v: Unfactored second moment, with the shape of the weight.
     """
 
     m: jax.Array
@@ -81,18 +81,18 @@ def adafactor(
 
     Updates are float32 for weights of any dtype.
 
-    `optax.adafactor` computes the same steps for decay_method="pow", a float32 momentum, sorted
+    `optax.adafactor` computes the same steps with decay_method="pow", a float32 momentum, sorted
     dims and no weight decay. It does not support "adam" decay, an integer momentum or layer-wise
     adaptation, factors the two largest dims instead of the last two, and does not multiply its
     weight decay by the learning rate.
 
     Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to prevent a fusion in
-    XLA. This implementation omits the term, which makes a difference for gradients of 1e9 and more.
-    With sorted dims, Pax normalizes the row statistics of some weights of rank 3 or more along a
-    different dim than the paper. This implementation always uses the second largest dim.
+    XLA. This implementation omits the term, which matters only for gradients of 1e9 or more. With
+    sorted dims, Pax normalizes the row statistics of some weights of rank 3 or more along a
+    different dim than in the paper. This implementation always uses the second largest dim.
 
     Args:
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       decay_method: Decay of second moments: "adam" for the rate `decay_adam` with Adam's bias
         correction, or "pow" for the rate 1 - (update number)^-`decay_pow`.
       decay_adam: Rate for "adam", in (0, 1).
@@ -100,7 +100,7 @@ def adafactor(
       beta1: Decay of the momentum, which averages steps rather than gradients, or 0 for no
         momentum.
       quantized_dtype: Dtype of the stored momentum: "float32", "bfloat16", "int8" or "int16".
-        Integers have a float32 scale per column (the maximum over the first dim).
+        Integer dtypes have a float32 scale per column (the maximum over the first dim).
       clip_threshold: Maximum root mean square of a weight's step before the learning rate is
         applied, or None for no clipping.
       factored: Whether to store second moments of weights with two or more dims as row and column
@@ -118,9 +118,10 @@ def adafactor(
         that matches the start of a weight's path applies. None disables weight decay.
       layerwise_adaptation: Whether to scale the step of each weight to the root mean square of the
         weight (LAMB, https://arxiv.org/abs/1904.00962).
-      exclude_from_layerwise_adaptation: Patterns of weights to exclude from this adaptation,
-        matched from the start of their paths.
-      maybe_inf_to_nan: Whether to replace infinities by NaN, because a division would hide them.
+      exclude_from_layerwise_adaptation: Patterns for weights to exclude from this adaptation,
+        matched from the start of the weights' paths.
+      maybe_inf_to_nan: Whether to replace infinities with NaN, because a division would otherwise
+        hide them.
 
     Raises:
       ConfigError: A setting is out of range, or a pattern is not a valid regular expression.
@@ -149,7 +150,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def settings_by_weight(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns each weight's decay, and whether it has layer-wise adaptation."""
+        """Returns each weight's decay factor, and whether layer-wise adaptation applies to it."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(
@@ -255,7 +256,7 @@ def _normalized(
 def _second_moment_decay(
     method: str, decay_adam: float, decay_pow: float, count: jax.Array
 ) -> jax.Array:
-    """Returns the decay rate of the second moment, which is 0 in the first update."""
+    """Returns the decay rate for the second moment, which is 0 in the first update."""
     number = count.astype(jnp.float32) + 1.0
     if method == "pow":
         return 1.0 - number**-decay_pow
@@ -268,7 +269,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
-    """Converts a tree of named tuples to one tree per field."""
+    """Converts a tree of named tuples into one tree per field."""
     return [
         jax.tree.map(lambda item, i=i: item[i], tree, is_leaf=lambda x: isinstance(x, kind))
         for i in range(len(kind._fields))
@@ -278,12 +279,12 @@ def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
 def zero_slots(
     shape: Shape, dims: tuple[int, int] | None, momentum_dtype: str | None
 ) -> WeightSlots:
-    """Returns the slots of a weight before the first update.
+    """Returns a weight's slots before the first update.
 
     Args:
       shape: Shape of the weight.
-      dims: The dims that the row and the column statistics drop, or None if the weight is not
-        factored; see `factored_dims`.
+      dims: The dims to average over for the row means and the column means, or None if the weight
+        is not factored; see `factored_dims`.
       momentum_dtype: Dtype of the stored momentum, or None for no momentum.
     """
     absent = jnp.zeros((1,), jnp.float32)
@@ -298,14 +299,14 @@ def zero_slots(
 
 
 def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int] | None:
-    """Returns the dims that row and column statistics drop, or None if a weight is not factored.
+    """Returns the dims to average over for the row and column means, or None if not factored.
 
     Args:
       shape: Shape of the weight.
-      by_size: Whether to factor the largest and the second largest dim instead of the last two
-        dims. Among dims of equal size, the last one is treated as the largest, as in optax;
-        `slots.py` relies on this. Pax treats the first one as the largest, so `vr` and `vc` of such
-        weights are swapped.
+      by_size: Whether to factor the largest and second-largest dims instead of the last two dims.
+        Among dims of equal size, the last one is treated as the largest, as in optax; `slots.py`
+        relies on this. Pax treats the first one as the largest, so `vr` and `vc` are swapped for
+        such weights.
       min_size: Minimum size of both dims if `by_size` is set.
     """
     if len(shape) < 2:
@@ -319,8 +320,8 @@ def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int]
 def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Converts a float32 momentum to its storage format (m, m_scale).
 
-    Integers are symmetric around 0, and the largest value of each column is mapped to the end of
-    the range. A scalar has no columns and stays float32.
+    The integer range is symmetric around 0, and the largest magnitude in each column is mapped to
+    the end of the range. A scalar has no columns and stays float32.
     """
     if dtype in ("bfloat16", "float32"):
         return m.astype(dtype), jnp.zeros((1,), jnp.float32)
@@ -332,7 +333,7 @@ def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 
 
 def dequantize_momentum(m: jax.Array, m_scale: jax.Array) -> jax.Array:
-    """Returns the float32 momentum; inverse of `quantize_momentum`."""
+    """Returns the float32 momentum; the inverse of `quantize_momentum`."""
     if jnp.issubdtype(m.dtype, jnp.integer):
         return m.astype(jnp.float32) * m_scale[None]
     return m.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Pax's Adam, which stores bias-corrected moments and clips the update of each tensor."""
+"""Pax's Adam, which stores bias-corrected moments and clips the update for each tensor."""
 
 from typing import Any, NamedTuple
 
@@ -38,20 +38,20 @@ def adam(
     Without clipping, the updates are the same as with `optax.adam` and with Pax's
     `sharded_adam=False`, but the slots differ. Pax corrects the decay rates for the bias (Shazeer
     and Stern 2018, "Adafactor", section 7.1). optax instead corrects the values that it reads from
-    the slots, so its m is (1 - beta1**count) times Pax's m. v should not be converted from optax's
+    the slots, so optax's m is (1 - beta1**count) times Pax's m. Do not convert v from optax's
     slots: the error would be 2e-5 after 1,000 updates. Slots are float32 for weights of any dtype.
     Pax's `maybe_inf_to_nan` is not needed, because the learner skips steps with gradients that are
     not finite.
 
     Args:
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       beta1: Decay rate of m.
       beta2: Decay rate of v.
-      epsilon: Constant that is added to the square root. The default in optax is 1e-8.
+      epsilon: Constant that is added to the square root. In optax, the default is 1e-8.
       epsilon_root: Constant that is added inside the square root.
       clip_threshold: Maximum root mean square of a tensor's update before the learning rate is
         applied, or 0 for no clipping, as in optax.
-      weight_decay: Factor for the weight decay of all weights, which is added after clipping. To
+      weight_decay: Weight decay factor for all weights. The decay is added after clipping. To
         exclude weights, use `regularized`.
 
     Raises:
@@ -82,6 +82,6 @@ def adam(
 
 
 def _bias_corrected(beta: float, count: jax.Array) -> jax.Array:
-    """Returns the decay rate of the next update that keeps a moment unbiased."""
+    """Returns the decay rate for the next update that keeps the moment unbiased."""
     t = count.astype(jnp.float32)
     return beta * (1.0 - beta**t) / (1.0 - beta ** (t + 1.0))

@@ -31,17 +31,17 @@ def lion(
 ) -> optax.GradientTransformation:
     """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
 
-    It is the same as `optax.lion`, except that optax rounds a bfloat16 momentum once more. The
-    default of `weight_decay` in optax is 1e-3.
+    The updates are the same as with `optax.lion`, except that optax rounds a bfloat16 momentum one
+    more time. In optax, `weight_decay` defaults to 1e-3.
 
     Args:
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       beta1: Weight of the momentum in the average whose sign is the update.
       beta2: Decay rate of the momentum.
       clip_threshold: Maximum root mean square of a tensor's update before the learning rate is
         applied, or 0 for no clipping. The root mean square is never above 1, so only thresholds
         below 1 have an effect.
-      weight_decay: Factor for the weight decay of all weights, which is added after clipping. To
+      weight_decay: Weight decay factor for all weights. The decay is added after clipping. To
         exclude weights, use `regularized`.
       m_dtype: Dtype of the stored momentum.
 

@@ -13,9 +13,9 @@ from praxis_lite.core.errors import is_whole, require
 class DynamicLossScale:
     """A loss scale that shrinks when gradients overflow, and otherwise grows at regular intervals.
 
-    A step multiplies the loss by the scale and divides the float32 gradients by it. This preserves
-    values below 6e-8, which float16 would round to zero in the backward pass. If the factors are
-    powers of two, all other values keep their digits. See Micikevicius et al. 2018
+    In each step, the loss is multiplied by the scale, and the float32 gradients are divided by it.
+    This preserves values below 6e-8, which float16 would round to zero in the backward pass. If the
+    factors are powers of two, scaling is exact for all other values. See Micikevicius et al. 2018
     (arXiv:1710.03740). bfloat16 does not need loss scaling.
 
     Attributes:
@@ -23,7 +23,8 @@ class DynamicLossScale:
       growth_interval: Number of consecutive finite steps after which the scale is multiplied by
         growth_factor.
       growth_factor: Factor above 1.
-      backoff_factor: Factor between 0 and 1 that is applied after a step that is not finite.
+      backoff_factor: Factor between 0 and 1 by which the scale is multiplied after a non-finite
+        step.
       min_scale: Minimum scale.
       max_scale: Maximum scale.
 
@@ -59,7 +60,7 @@ class DynamicLossScale:
             require(is_valid, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns the initial scale, and 0 for the number of finite steps since it last changed."""
+        """Returns the initial scale, and 0 as the number of finite steps since its last change."""
         return {
             "scale": jnp.asarray(self.initial_scale, jnp.float32),
             "num_good_steps": jnp.zeros((), jnp.int32),

@@ -1,9 +1,9 @@
 """Stores the slots of any optimizer in bfloat16, with stochastic rounding.
 
-The relative distance of adjacent bfloat16 numbers is at least 1/256. An average with a decay of
-0.999 changes by less than half of this distance per update, so rounding to nearest would never
+The relative distance between adjacent bfloat16 numbers is at least 1/256. An average with a decay
+of 0.999 changes by less than half of this distance per update, so rounding to nearest would never
 change it. Stochastic rounding rounds up with a probability that is proportional to the distance
-from the lower neighbor, so that the average changes as much as in float32 in expectation. JAX
+from the lower neighbor, so that, in expectation, the average changes as much as in float32. JAX
 provides this rounding only inside TPU kernels (`pallas.tpu.stochastic_round`).
 """
 
@@ -36,9 +36,9 @@ def low_precision_slots(
     """Returns an optimizer that computes in float32 and stores its float32 slots in bfloat16.
 
     Scalar slots and slots with other dtypes (counts) are not changed. The random bits depend only
-    on the count and the path of a slot, so runs are repeatable and do not depend on the mesh. The
+    on the count and on the slot's path, so runs are repeatable and do not depend on the mesh. The
     layers of a stack share the random bits. Do not use this for optimizers whose slots are weights,
-    such as schedule-free ones.
+    such as schedule-free optimizers.
 
     Args:
       learning_rate: Learning rate of `optimizer`.

@@ -1,21 +1,22 @@
 """Selects the weights that Muon treats as matrices; AdamW updates the other weights.
 
-Muon (Keller Jordan 2024) replaces the momentum of a matrix by approximately the nearest orthogonal
-matrix, in five Newton-Schulz steps. The implementation in optax must be told which dims of each
-weight form a matrix:
+Muon (Keller Jordan 2024) replaces the momentum of a matrix with an approximation of the nearest
+orthogonal matrix, computed in five Newton-Schulz steps. The implementation in optax must be told
+which dims of each weight form a matrix:
 
     optimizer=fdl.Partial(
         optax.contrib.muon, consistent_rms=0.2, weight_decay=0.1, adam_b2=0.95,
         muon_weight_dimension_numbers=fdl.Config(muon_matrices),
     )
 
-`consistent_rms=0.2` scales a step to the size of AdamW's, so both can use AdamW's learning rate and
-weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982). Without it, a step is scaled by
-sqrt(max(1, outputs / inputs)), which requires a rate of about 0.02. The defaults in optax are
-beta=0.95 with Nesterov momentum, which also applies to its AdamW, eps=1e-8 and no weight decay.
+`consistent_rms=0.2` scales a step to the size of AdamW's, so both optimizers can use AdamW's
+learning rate and weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982). Without this
+setting, a step is scaled by sqrt(max(1, outputs / inputs)), which requires a rate of about 0.02.
+The defaults in optax are beta=0.95 with Nesterov momentum, which also applies to the AdamW part,
+eps=1e-8 and no weight decay.
 
-A matrix has one slot of the same shape, half as much memory as with Adam. Other weights have the
-two slots of Adam.
+A matrix has one slot of the same shape, which takes half the memory that Adam needs. Other weights
+have Adam's two slots.
 """
 
 import re
@@ -41,18 +42,18 @@ def muon_matrices(
 ) -> Callable[[PyTree], PyTree]:
     """Returns a function from weights to matrix dims, for optax's `muon_weight_dimension_numbers`.
 
-    A layer declares for each weight which of its dims a matmul sums over and which dims become
+    Layers declare, for each weight, which dims are summed over in a matmul and which dims become
     outputs. Attention weights are matrices [model dims, all heads]. The query, key and value parts
     of a combined weight, each expert, and each block of a gate are separate matrices. AdamW updates
     embeddings, softmax weights, biases, scales, low-rank adapters and 1D weights. Other 2D weights,
     such as Flax's, are treated as matrices [inputs, outputs].
 
     Args:
-      equations: Maps patterns, matched from the start of a weight's path under params
-        (`re.match`), to the einsum that uses the weight, or to None for AdamW. The first matching
-        pattern applies, and overrides the declarations of layers. Dims that are summed over are
-        inputs of the matrix, and dims that occur only in the outputs are its outputs. Dims that
-        occur in both index separate matrices:
+      equations: Maps patterns, matched from the start of a weight's path under params (`re.match`),
+        to the einsum in which the weight is used, or to None for AdamW. The first matching pattern
+        applies, and overrides the declarations of layers. Dims that are summed over are inputs of
+        the matrix, and dims that occur only in the outputs are its outputs. Dims that occur in both
+        the inputs and the outputs index separate matrices:
 
           {"network/.*/w": "hwi,hwio->o",           # a convolution
            ".*/post/w": "nk,nkd->d",                # use_nhd_shape
@@ -112,7 +113,7 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
 
 
 def _subscripts(equation: str) -> tuple[str, str, str]:
-    """Returns the einsum subscripts of the inputs, the weight and the outputs."""
+    """Returns the einsum subscripts for the inputs, the weight and the outputs."""
     match = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not match:
         raise ConfigError(

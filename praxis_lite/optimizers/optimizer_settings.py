@@ -1,4 +1,4 @@
-"""Checks of optimizer settings, and the clipping, decay and rate that Adam and Lion share."""
+"""Checks optimizer settings, and builds the clipping, decay and scaling shared by Adam and Lion."""
 
 import optax
 
@@ -6,7 +6,7 @@ from praxis_lite.core.errors import is_number, require
 
 
 def require_decay_rates(optimizer: str, **rates: float) -> None:
-    """Raises ConfigError if a decay rate of moments is not in [0, 1)."""
+    """Raises ConfigError if a decay rate for moments is not in [0, 1)."""
     for name, rate in rates.items():
         is_valid = is_number(rate) and 0 <= rate < 1
         require(is_valid, f"{optimizer}: {name}", rate, "a number in [0, 1)")
@@ -36,10 +36,10 @@ def build_clipped_optimizer(
 
     Args:
       direction: Transformation from gradients to directions.
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       clip_threshold: Maximum root mean square of a tensor's update before the learning rate is
         applied, or 0 for no clipping.
-      weight_decay: Factor for the weight decay of all weights, which is added after clipping.
+      weight_decay: Weight decay factor for all weights. The decay is added after clipping.
     """
     parts = [direction]
     if clip_threshold:

@@ -29,26 +29,28 @@ def regularized(
                     decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")
 
     L1 and L2 terms are added to the gradient after the learner's clipping and before the optimizer,
-    so they also affect its slots. Decoupled decay (Loshchilov and Hutter 2019) does not.
+    so they also affect the optimizer's slots. Decoupled decay (Loshchilov and Hutter 2019) does
+    not.
 
     Args:
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       optimizer: Takes `learning_rate` and returns an optax transformation.
-      l1_regularizer_weight: Factor for the signs of weights, which are added to the gradient.
-      l2_regularizer_weight: Factor for the weights, which are added to the gradient.
-      decoupled_weight_decay: Factor for the weights, which are multiplied by the learning rate and
-        subtracted from the weights.
+      l1_regularizer_weight: L1 factor: the sign of each weight, times this factor, is added to the
+        gradient.
+      l2_regularizer_weight: L2 factor: each weight, times this factor, is added to the gradient.
+      decoupled_weight_decay: Decay factor: in each update, the weight times the learning rate and
+        this factor is subtracted from the weight.
       skip_lp_1d_vectors: Whether to exclude scalars and vectors from L1 and L2. As in Pax,
-        decoupled decay still applies to them.
+        decoupled decay still applies to these weights.
       skip_lp_regularization: One or more patterns of weights to exclude from all three, as in Pax's
-        collection SKIP_LP_REGULARIZATION. They are matched from the start of a weight's path under
-        params (`re.match`).
+        collection SKIP_LP_REGULARIZATION. The patterns are matched from the start of a weight's
+        path under params (`re.match`).
       ewc_regularizer_weight: Weight of elastic weight consolidation (Kirkpatrick et al. 2017,
-        arXiv:1612.00796), where all weights are equally important. In each update, the difference
-        from the weight at the start of the job is multiplied by the learning rate and by half of
-        this factor, and subtracted from the weight. Slots of the optimizer are not affected, but an
-        additional slot stores each initial weight. To apply EWC to some weights only, use an
-        AuxiliaryOptimizer.
+        arXiv:1612.00796), with all weights treated as equally important. In each update, the
+        difference from the weight at the start of the job is multiplied by the learning rate and by
+        half of this factor, and subtracted from the weight. Slots of the optimizer are not
+        affected, but an additional slot stores each initial weight. To apply EWC only to some
+        weights, use an AuxiliaryOptimizer.
 
     Raises:
       ConfigError: Two regularizers are set, a factor is negative, or a pattern is not a valid

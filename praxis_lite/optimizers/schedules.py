@@ -1,16 +1,16 @@
 """Pax's learning rate schedules.
 
 Each function here returns a schedule: a function of a count (int, NumPy integer or traced int32)
-that returns a float32 scalar. `learning_rate` of a Learner accepts such a schedule, or any of
-optax's:
+that returns a float32 scalar. A Learner's `learning_rate` may be such a schedule, or any schedule
+from optax:
 
     learning_rate=fdl.Config(linear_rampup_cosine_decay,
                              warmup_steps=500, decay_start=501, decay_end=20_000, max=3e-4)
 
-Names are Pax's in snake case. Pax's rate is `learning_rate * schedule(step)`, which is
+The names are Pax's, in snake case. Pax's rate is `learning_rate * schedule(step)`, which is
 `scaled(learning_rate, schedule)` here. A cosine with restarts is `optax.sgdr_schedule`.
 
-If two steps are equal (`decay_start == decay_end`), the rate jumps there.
+If two steps are equal (`decay_start == decay_end`), the rate jumps at that step.
 """
 
 import functools
@@ -69,8 +69,8 @@ def polynomial(
     """Returns a polynomial schedule: y0 until step x0, y1 from step x1, a polynomial in between.
 
     Args:
-      start: (x0, y0), the first step of the polynomial and its value.
-      limit: (x1, y1), the last step of the polynomial and its value.
+      start: (x0, y0), the first step of the polynomial and the value at that step.
+      limit: (x1, y1), the last step of the polynomial and the value at that step.
       power: Exponent of the polynomial.
       origin: "start" to interpolate with r ** power, or "limit" to interpolate with
         1 - (1 - r) ** power, where r is the fraction of the steps from x0 to x1.
@@ -179,23 +179,23 @@ def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
 
 
 def require_positive(name: str, **settings: float) -> None:
-    """Raises ConfigError if a setting of the schedule `name` is not positive."""
+    """Raises ConfigError if a setting in the schedule `name` is not positive."""
     for setting, value in settings.items():
         require(value > 0, f"{name}: {setting}", value, "a positive number")
 
 
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
-    """Joins schedules in sequence; each of them counts steps from 0.
+    """Joins schedules in sequence; each schedule counts its steps from 0.
 
     This is `optax.join_schedules` with checks.
 
     Args:
       boundaries: First step of each schedule, except for the first schedule.
-      schedules: The schedules, one more than there are boundaries.
+      schedules: The schedules; one more than the number of boundaries.
 
     Raises:
-      ConfigError: Boundaries are not in ascending order, or their number is not the number of
-        schedules minus one.
+      ConfigError: Boundaries are not in ascending order, or their number is not one less than the
+        number of schedules.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)
@@ -358,13 +358,13 @@ def transformer(
     worker_replicas: int = 1,
     decay_end: int | None = None,
 ) -> Schedule:
-    """Returns the schedule of Vaswani et al. 2017: linear warmup, then 1 / sqrt(model_dim * n).
+    """Returns the schedule from Vaswani et al. 2017: linear warmup, then 1 / sqrt(model_dim * n).
 
     n is the step count plus one.
 
     Args:
       warmup_steps: Number of warmup steps per replica.
-      model_dim: Model dim, by which rates are scaled.
+      model_dim: Model dim; rates are divided by its square root.
       worker_replicas: Factor for the number of warmup steps.
       decay_end: Step after which the rate is constant. If None, the decay never ends.
     """

@@ -7,7 +7,7 @@ The slots of a weight [d0, .., dk] are float32. Two slots have the shape of the 
 For each dim of size d up to `max_precond_dim`, there are two more slots [d, d]: the covariance of
 the gradient along this dim, and its eigenbasis. A weight [D, F] thus needs 2 (D D + F F) more
 floats than with Adam. Use an auxiliary optimizer for embeddings with a small vocabulary, because
-rotation also moves rows that no token has used.
+rotation also changes the rows of tokens that have not occurred yet.
 """
 
 import functools
@@ -37,8 +37,8 @@ class SoapState(NamedTuple):
       nu: Second moments of rotated gradients, with the shapes of the weights.
       covariances: A tuple per weight, which contains an array [d, d] per dim, or [1, 1] for dims
         that are not rotated.
-      bases: Eigenvectors of the covariances as columns, in descending order of eigenvalues. They
-        have the same structure as `covariances`.
+      bases: Eigenvectors of the covariances as columns, in descending order of eigenvalues, with
+        the same structure as `covariances`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # Hides tuple.count, as in optax.
@@ -62,11 +62,11 @@ def soap(
     """Returns SOAP with decoupled weight decay, multiplied by the learning rate as in AdamW.
 
     Args:
-      learning_rate: A number, or a schedule of the number of updates.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
       b1: See `scale_by_soap`.
       b2: See `scale_by_soap`.
       eps: See `scale_by_soap`.
-      weight_decay: Factor for the weights, which are added to the directions.
+      weight_decay: Decay factor: each weight, times this factor, is added to its direction.
       weight_decay_mask: See `optax.adamw`.
       precondition_frequency: See `scale_by_soap`.
       max_precond_dim: See `scale_by_soap`.
@@ -106,7 +106,7 @@ def scale_by_soap(
       eps: Constant that is added to the square root of the second moment.
       precondition_frequency: Number of updates between refreshes of the bases. A refresh consists
         of a power iteration step and a QR decomposition per dim, which every device repeats.
-      max_precond_dim: Largest dim to rotate. The time of a refresh is cubic in this dim.
+      max_precond_dim: Largest dim to rotate. The time for a refresh is cubic in this dim.
 
     Raises:
       ConfigError: A decay is outside [0, 1), or the frequency or the largest dim is below 1.
@@ -174,7 +174,7 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns whether a dim is rotated; if it is not, its array is [1, 1]."""
+    """Returns whether a dim is rotated; the array of a dim that is not rotated is [1, 1]."""
     return square.shape[0] > 1
 
 
@@ -190,7 +190,7 @@ def _without_rounding(m: jax.Array, v: jax.Array, bases: tuple[jax.Array, ...]) 
     """Zeros rotated `m` along eigenvectors whose gradients are only rounding errors.
 
     Otherwise the division by the square root of `v` would amplify rounding errors, so that weights
-    without gradient, such as embeddings of unused tokens, would move as far as other weights.
+    without gradients, such as embeddings of unused tokens, would change as much as other weights.
     """
     for dim, basis in enumerate(bases):
         if _is_basis(basis):
@@ -221,7 +221,7 @@ def _eigenbasis(covariance: jax.Array) -> jax.Array:
     """Returns eigenvectors as columns, in descending order of eigenvalues."""
     eigenvalues, vectors = (x[..., ::-1] for x in jnp.linalg.eigh(covariance))
     # A gradient [D, F] is zero along F - D directions. Their basis from `eigh` depends on rounding
-    # errors, so weights would depend on the mesh. Replace it by a reproducible basis.
+    # errors, so weights would depend on the mesh. Replace it with a reproducible basis.
     is_null = eigenvalues <= _NEGLIGIBLE * eigenvalues[0]
     null = jnp.where(is_null[None], vectors, 0)
     random = jax.random.normal(jax.random.key(0, impl="threefry2x32"), covariance.shape)
@@ -238,7 +238,7 @@ def _next_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
             basis = bases[i][dim]
             power = _tensordot(covariance, basis, axes=1)
             eigenvalues = jnp.sum(basis * power, axis=0)
-            # Keep directions without gradient, which QR would replace by arbitrary directions.
+            # Keep directions without gradients, which QR would replace with arbitrary directions.
             power += _NEGLIGIBLE * jnp.max(eigenvalues) * basis
             order = jnp.argsort(-eigenvalues)
             nu[i] = jnp.take(nu[i], order, axis=dim)
@@ -251,9 +251,9 @@ def _apply_if(is_due: jax.Array, fn: Callable[[PyTree], PyTree], slots: PyTree) 
     """Returns `fn(slots)` if `is_due`, otherwise `slots`, and computes only the selected branch.
 
     `jax.vmap` over the layers of a stack would convert a `lax.cond` to a select that computes both
-    branches, so every step would decompose the matrices of all layers. This function has a custom
-    batching rule that also uses a `cond`: it applies `fn` if any layer is due. All layers are due
-    at the same time.
+    branches, so the matrices of all layers would be decomposed in every step. This function has a
+    custom batching rule that also uses a `cond`: it applies `fn` if any layer is due. All layers
+    are due at the same time.
     """
 
     @jax.custom_batching.custom_vmap

@@ -64,8 +64,8 @@ class VariationalNoise:
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
         """Adds noise to matching weights, from step `start_step` on.
 
-        The noise of a weight depends only on the key, its path and its logical shape, but not on
-        the mesh or on other weights.
+        The noise for a weight depends only on the key and on the weight's path and logical shape,
+        but not on the mesh or on other weights.
 
         Args:
           params: Nested dict of the trained weights; see `check`.
@@ -79,7 +79,8 @@ class VariationalNoise:
             name = path_of(path)
             if not self._matches(name):
                 return weight
-            # Differs from the keys of dropout and other draws, which fold in small numbers.
+            # Differs from the keys for dropout and other draws, for which small numbers are folded
+            # in.
             weight_key = jax.random.fold_in(key, zlib.crc32(f"variational_noise/{name}".encode()))
             noise = scale * jax.random.normal(weight_key, weight.shape)
             return weight + noise.astype(weight.dtype)

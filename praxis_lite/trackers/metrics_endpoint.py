@@ -22,14 +22,14 @@ MAX_CONNECTIONS = 16
 
 @dataclasses.dataclass
 class MetricsEndpoint(Tracker):
-    """Serves GET /metrics with the latest metrics, in the text format of Prometheus.
+    """Serves GET /metrics with the latest metrics, in Prometheus's text format.
 
     If the port is in use, a note is printed, and training continues without the endpoint.
 
     Attributes:
       port: The port. If 0, a free port is used and printed.
-      host: The address to listen on. The default is only reachable from this machine. The Host
-        header of requests must be a name of this machine.
+      host: The address to listen on. The default is reachable only from this machine. The Host
+        header in requests must be a name of this machine.
       every: See `Tracker.every`.
     """
 
@@ -51,7 +51,7 @@ class MetricsEndpoint(Tracker):
         run.note(f"metrics for Prometheus: http://{host}:{self._server.server_port}/metrics")
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Sets the metrics of a step or evaluation."""
+        """Updates the metrics after a step or an evaluation."""
         self._numbers.add(step, scalars)
 
     def end(self, ending: Ending) -> None:
@@ -73,7 +73,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     """Serves each connection in a thread, and closes the oldest connection if there are too many.
 
-    Slow clients therefore do not block other clients, and only use a few file descriptors.
+    Slow clients therefore do not block other clients, and use only a few file descriptors.
     """
 
     daemon_threads = True
@@ -97,7 +97,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors of clients that have closed their connection."""
+        """Ignores errors from clients that have closed their connections."""
 
 
 def _check_host(host: str, app: WSGIApplication) -> WSGIApplication:

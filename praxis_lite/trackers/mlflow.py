@@ -10,10 +10,10 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# The tag by which a later launch finds its run, because MLflow assigns the run ids.
+# The tag by which later launches find the run, because MLflow assigns the run ids.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# Limits of MLflow: characters per key, characters per param, and params per request.
+# MLflow's limits: characters per key, characters per param, and params per request.
 _KEY, _PARAM, _PARAMS = 250, 6000, 100
 
 

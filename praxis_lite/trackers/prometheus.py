@@ -25,7 +25,7 @@ class LatestMetrics(Collector):
       run: The description of the run.
 
     Attributes:
-      registry: A registry of prometheus-client that contains only these gauges.
+      registry: A prometheus-client registry that contains only these gauges.
       is_running: Whether the run is still running.
     """
 
@@ -38,7 +38,7 @@ class LatestMetrics(Collector):
         self.registry.register(self)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Sets the metrics of a step or evaluation."""
+        """Updates the metrics after a step or an evaluation."""
         for name, value in scalars.items():
             dataset, slash, metric = name.partition("/")
             if slash and dataset in self._datasets:
@@ -68,8 +68,9 @@ class PrometheusTextfile(Tracker):
     """Writes the latest metrics of a run to a file, atomically and at most once a second.
 
     Attributes:
-      directory: The directory of node_exporter's --collector.textfile.directory, which must exist.
-        The file is praxis_lite_ID.prom in this directory. If None, the file is JOB/metrics.prom.
+      directory: The directory passed to node_exporter as --collector.textfile.directory, which must
+        exist. The file is praxis_lite_ID.prom in this directory. If None, the file is
+        JOB/metrics.prom.
       every: See `Tracker.every`.
     """
 
@@ -89,7 +90,7 @@ class PrometheusTextfile(Tracker):
         )
 
     def start(self, run: TrackedRun) -> None:
-        """Writes the file with the gauge praxis_lite_running 1."""
+        """Writes the file with the gauge praxis_lite_running set to 1."""
         folder = run.job_log_dir if self.directory is None else Path(self.directory)
         name = "metrics" if self.directory is None else f"praxis_lite_{run.id}"
         self._path, self._numbers = folder / f"{name}.prom", LatestMetrics(run)
@@ -101,7 +102,7 @@ class PrometheusTextfile(Tracker):
         self._write()
 
     def end(self, ending: Ending) -> None:
-        """Writes the file with the gauge praxis_lite_running 0."""
+        """Writes the file with the gauge praxis_lite_running set to 0."""
         self._numbers.is_running = False
         self._write()
 

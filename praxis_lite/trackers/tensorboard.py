@@ -26,14 +26,15 @@ class TensorBoard(Tracker):
     def start(self, run: TrackedRun) -> None:
         """Opens an event file. Raises ConfigError if tensorboardX is not installed."""
         log_dir = run.job_log_dir / "tensorboard"
-        # Do not use SummaryWriter, whose thread ends on a full disk, after which calls block.
+        # Do not use SummaryWriter, whose thread exits when the disk is full, after which calls
+        # block.
         writer, self._event_pb2, self._summary = (
             optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
             for name in ("event_file_writer", "proto.event_pb2", "summary")
         )
         log_dir.mkdir(exist_ok=True)
         # Add nanoseconds to the file name. tensorboardX uses seconds, so a run that resumes within
-        # a second would overwrite its file.
+        # a second would overwrite its previous file.
         self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
         try:
             for title, values in (("config", run.config), ("facts", run.facts)):
@@ -47,7 +48,7 @@ class TensorBoard(Tracker):
             raise
 
     def resume_from(self, step: int) -> None:
-        """Makes TensorBoard hide the events of steps after `step`."""
+        """Makes TensorBoard hide the events for steps after `step`."""
         start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 
@@ -79,7 +80,8 @@ class TensorBoard(Tracker):
         try:
             self._events.flush()
         finally:
-            # EventsWriter.close() leaves the file open if a flush fails, as on a full disk.
+            # EventsWriter.close() leaves the file open if a flush fails, for example because the
+            # disk is full.
             self._events._py_recordio_writer.close()
 
     def _add(self, step: int, summary: Any) -> None:

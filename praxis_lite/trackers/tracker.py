@@ -40,18 +40,19 @@ class TrackedRun:
 
 
 class Tracker(NeedsPackage):
-    """Base class of trackers, which record the metrics of a run. Subclass it.
+    """Base class for trackers, which record the metrics of a run.
 
-    The trackers of a job are in `RunConfig.trackers`, by name. All methods except `check` are
+    A job's trackers are listed by name in `RunConfig.trackers`. All methods except `check` are
     called on a copy in a separate thread of the first process, so a tracker that fails or hangs
     does not affect training. After an exception in `start`, the tracker is not called again in this
-    launch. After an exception in any other method, calls continue.
+    launch. After an exception in any other method, calls to the tracker continue.
 
     The constructor should only store settings. Import packages and connect in `start`.
 
     Attributes:
-      every: Record metrics every this many steps. If None, run.log_every_steps, or else about 200
-        steps per run. The last step and all evaluations are always recorded.
+      every: Interval in steps at which metrics are recorded. If None, it is run.log_every_steps, or
+        else an interval that gives about 200 records per run. The last step and all evaluations are
+        always recorded.
       latest_only: Whether to send only the latest metrics, at most once a second.
       needed_package: Import name of an optional package that the tracker needs, or None.
     """
@@ -67,7 +68,7 @@ class Tracker(NeedsPackage):
         """Starts recording, or continues an earlier launch's run if it has the same `run.id`."""
 
     def resume_from(self, step: int) -> None:
-        """Hides the records of steps after `step`, which will be recorded again.
+        """Hides the records for steps after `step`; these steps will be recorded again.
 
         Called after `start`, and after a rollback from a loss spike. If a tracker does not override
         this method, steps that it has already recorded are not sent to it again.

@@ -14,9 +14,9 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# Maximum number of queued calls. With fifty numbers each, they take tens of megabytes.
+# Maximum number of queued calls. With fifty numbers per call, a full queue takes tens of megabytes.
 MAX_QUEUED_CALLS = 10_000
-# Minimum number of seconds between two calls for a tracker with `latest_only`.
+# Minimum number of seconds between two calls to a tracker with `latest_only`.
 LATEST_ONLY_SECONDS = 1.0
 
 
@@ -36,7 +36,7 @@ class TrackerThread(threading.Thread):
     """Calls the methods of a tracker, in the order in which they were queued.
 
     An exception in `start` disables the tracker for this launch. After an exception in another
-    method, calls continue. Only the first exception is reported.
+    method, the tracker is still called. Only the first exception is reported.
 
     Args:
       name: Name of the tracker in `RunConfig.trackers`.
@@ -45,7 +45,7 @@ class TrackerThread(threading.Thread):
       is_due: Function that returns whether to send the metrics of a step to the tracker.
 
     Attributes:
-      notes: Messages for the user, which are printed by the loop.
+      notes: Messages for the user, which the training loop prints.
       is_due: The argument `is_due`.
     """
 
@@ -61,7 +61,7 @@ class TrackerThread(threading.Thread):
         self._recorded_step = self._recorded_evaluation = 0
 
     def resume_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
-        """Queues a call of the tracker's `resume_from`.
+        """Queues a call to the tracker's `resume_from`.
 
         Args:
           step: Step after which training continues.
@@ -74,7 +74,7 @@ class TrackerThread(threading.Thread):
         self._call(self._tracker.resume_from, step)
 
     def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queues the metrics of a step, if it is due."""
+        """Queues the metrics of a step, if the step is due."""
         if step <= self._recorded_step or not self.is_due(step):
             return
         if self._tracker.latest_only:
@@ -103,7 +103,7 @@ class TrackerThread(threading.Thread):
         self._call(self._tracker.image, step, name, png)
 
     def end(self, ending: Ending) -> None:
-        """Queues a call of the tracker's `end`, after which the thread stops."""
+        """Queues a call to the tracker's `end`, after which the thread stops."""
         self._calls.put(functools.partial(self._tracker.end, ending))
         self._calls.put(None)
 

@@ -10,7 +10,7 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # Timeout for starting and finishing a run. By default, W&B waits for 90 s at the start and without
-# a limit at the end, which would delay the end of the process.
+# a limit at the end, so the process would exit late.
 _TIMEOUT_SECONDS = 20
 
 
@@ -20,7 +20,7 @@ class WeightsAndBiases(Tracker):
 
     `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and similar variables apply as usual
     (https://docs.wandb.ai). Offline runs are stored in JOB/wandb, with one folder per launch, for
-    `wandb sync`. Numbers are plotted over the metric "step".
+    `wandb sync`. Numbers are plotted against the metric "step".
 
     Attributes:
       project: W&B project of the run. If None, W&B's environment variables or defaults.
@@ -40,7 +40,7 @@ class WeightsAndBiases(Tracker):
         """Starts the run, or continues the run of an earlier launch."""
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
-            # Do not redirect the job's output or delay the end of the process.
+            # Do not redirect the job's output or delay the exit of the process.
             console="off",
             silent=True,
             disable_git=True,
@@ -85,5 +85,5 @@ class WeightsAndBiases(Tracker):
             self._run.log({"step": step, name: self._wandb.Image(str(path))})
 
     def end(self, ending: Ending) -> None:
-        """Finishes the run in W&B, which marks it as failed after an exception."""
+        """Finishes the W&B run, marking it as failed after an exception."""
         self._run.finish(exit_code=int(ending == "failed"))

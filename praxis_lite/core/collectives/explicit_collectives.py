@@ -41,24 +41,26 @@ class ExplicitCollectives:
     """Runs train and eval steps with explicit collectives; pass it to a Partitioner as `gradients`.
 
     The layout of the state does not change, so checkpoints are interchangeable. Along `data_axes`,
-    each device runs the model on its rows of a batch:
+    each device runs the model on its rows of the batch:
 
     - A weight that is split over these axes (fully sharded data parallelism) is gathered when the
-      model reads it, and gathered again when the backward pass recomputes a layer. Its gradient is
-      reduce-scattered.
+      model reads it, and gathered again when a layer is recomputed in the backward pass. The
+      weight's gradient is reduce-scattered.
     - Gradients of other weights, metrics and batch statistics are summed over devices once per
-      step, after all micro-batches. The compiler would sum gradients once per micro-batch.
+      step, after all micro-batches. The compiler would instead sum gradients over devices in each
+      micro-batch.
 
     The compiler still handles splits over other mesh axes (tensor parallelism). Init, the learner's
     update, decoding and checkpoints work as they do without this strategy.
 
     Means over devices are weighted by the metrics' weights, so losses and gradients equal those on
     one device. Values that are not sums over rows differ, as they do with micro-batches: batch norm
-    normalizes with each device's statistics, its running statistics are averaged over devices with
-    the loss weights, and a router balances the load per device. Each device uses a different key.
+    uses the statistics of each device, its running statistics are averaged over devices with the
+    loss weights, and a router balances the load on each device separately. Each device uses a
+    different key.
 
-    Batches are padded with copies of the first row that have `weights` 0. JAX checks which values
-    vary between devices (`check_vma`).
+    Batches are padded with copies of the first row, with `weights` set to 0. JAX checks which
+    values vary between devices (`check_vma`).
 
     Attributes:
       data_axes: Mesh axes with explicit collectives.
@@ -67,12 +69,12 @@ class ExplicitCollectives:
     data_axes: Sequence[str] = ("data",)
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
-        """Returns the functions that compute gradients and metrics of a task on a mesh.
+        """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
-          ConfigError: An axis is not in the mesh; `data_axes` have only one device but the mesh has
-            more; a weight's dim is split over both a data axis and another axis; stacked layers are
-            split over a data axis; or some weights are in host memory.
+          ConfigError: An axis is not in the mesh; the `data_axes` have only one device, but the
+            mesh has more; a weight's dim is split over both a data axis and another axis; stacked
+            layers are split over a data axis; or some weights are in host memory.
         """
         if layout.has_host_memory:
             raise ConfigError(
@@ -157,14 +159,14 @@ class _OnMesh:
         del lay_out
         inputs = self._padded(inputs, num_micro_batches)
         # Expected weight of a device's micro-batch. Dividing by it keeps the differentiated value
-        # as large as the loss, so that it stays in the range of float16.
+        # as large as the loss, so that the value stays in the range of float16.
         size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
             # Cast to varying, because JAX would otherwise sum gradients of replicated weights in
-            # each micro-batch. They are summed once, below.
+            # each micro-batch. The gradients are summed once, below.
             fixed, blocks, old, key = varying_over(
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
@@ -181,7 +183,8 @@ class _OnMesh:
                 }
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # A "loss" of weight 1 turns the weighted mean of accumulation into a plain mean.
+                # With a "loss" of weight 1, the weighted mean in `accumulation` becomes a plain
+                # mean.
                 unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
                 # The loss must vary over devices, so that every device contributes to the sum.
@@ -292,7 +295,7 @@ def on_each_device(
       others: Pairs of a tree and its PartitionSpecs (or one PartitionSpec for all leaves).
       out: PartitionSpecs of the results.
       data_axes: Manual mesh axes; the compiler handles the other axes.
-      axis_rules: Logical axis rules of the job, which Linen layers apply to activations.
+      axis_rules: The job's logical axis rules, which Linen layers apply to activations.
 
     Raises:
       ConfigError: The model constrains an array over a data axis.
@@ -318,7 +321,7 @@ def on_each_device(
 
 @contextlib.contextmanager
 def _explaining_constraint_errors(data_axes: Sequence[str]) -> Iterator[None]:
-    """Converts JAX's error for a constraint over a manual axis to a ConfigError."""
+    """Converts JAX's error for a constraint over a manual axis into a ConfigError."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -335,10 +338,11 @@ def _explaining_constraint_errors(data_axes: Sequence[str]) -> Iterator[None]:
 def with_nonzero_weights(
     inputs: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Replaces the weights by ones if all of them are 0; also returns whether any was nonzero.
+    """Replaces the weights with ones if all of them are 0; also returns whether any was nonzero.
 
-    If all weights of a device are 0, the caller multiplies its results by 0. Without the
-    replacement, the mean over zero rows could be NaN, and so would be the sums over devices.
+    If all weights of a device are 0, the caller multiplies the device's results by 0. Without the
+    replacement, the mean over zero rows could be NaN, and the sums over devices would then also be
+    NaN.
     """
     if "weights" not in inputs:
         return dict(inputs), jnp.ones((), bool)
@@ -349,7 +353,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes that the backward pass of a gather has not summed over."""
+    """Sums a gradient over the data axes not already summed over in a gather's backward pass."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad

@@ -24,7 +24,7 @@ def gather_of(
 ) -> Callable[[jax.Array], jax.Array]:
     """Returns the function that gathers a weight from its blocks, for `ShardedWeight.gather`.
 
-    The derivative of `all_gather` is `psum_scatter`: the gradients of all devices are summed, and
+    The derivative of `all_gather` is `psum_scatter`: the gradients from all devices are summed, and
     each device keeps its block of the sum. The compiler still splits the gathered weight over axes
     that are not manual.
 
@@ -65,8 +65,8 @@ def gather_of(
 
         local_spec = PartitionSpec(*auto_spec[num_removed:])
         if manual and auto_axes:
-            # Make the other axes manual, too: otherwise XLA extends an all-gather over some of the
-            # axes that split a dim to all of them.
+            # Make the other axes manual, too: otherwise, XLA extends an all-gather over some of the
+            # axes that split a dim to all of those axes.
             all_gather = jax.shard_map(
                 all_gather,
                 in_specs=local_spec,
@@ -149,7 +149,7 @@ def mapped_weight(
 
 
 def sharded(blocks: Any, weights: Any) -> Any:
-    """Wraps each block that the model must gather as a ShardedWeight; others stay arrays.
+    """Wraps each block that the model must gather in a ShardedWeight; other leaves stay arrays.
 
     Args:
       blocks: Tree of arrays inside the `jax.shard_map`.
@@ -158,7 +158,7 @@ def sharded(blocks: Any, weights: Any) -> Any:
 
     def wrap(block: jax.Array, weight: MappedWeight) -> jax.Array | ShardedWeight:
         if block.shape[: len(weight.layers)] != weight.layers:
-            # Remove padded layers, because a loop over layers must not run them.
+            # Remove padding layers, because a loop over layers must not run them.
             block = block[tuple(map(slice, weight.layers))]
         return ShardedWeight(block, weight.gather, weight.path) if weight.gather else block
 

@@ -14,7 +14,7 @@ PyTree = Any
 
 
 def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) -> int:
-    """Returns how many padding rows make the batch size a multiple of `multiple`.
+    """Returns the number of padding rows that make the batch size a multiple of `multiple`.
 
     Args:
       inputs: Arrays [B, ...], or their shapes.
@@ -23,7 +23,7 @@ def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) ->
         "4 microbatches".
 
     Raises:
-      ConfigError: The batch needs padding rows, but has no leaf "weights" to mark them.
+      ConfigError: The batch needs padding rows, but has no leaf "weights" to mark these rows.
     """
     num_rows = num_rows_of(inputs)
     num_missing = -num_rows % multiple
@@ -55,5 +55,5 @@ def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping
 
 
 def num_weights_of(inputs: Mapping[str, PyTree]) -> int:
-    """Returns the size of `weights`, or the batch size if a batch has no `weights`."""
+    """Returns the size of `weights`, or the batch size if the batch has no `weights`."""
     return inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)

@@ -1,8 +1,9 @@
 """Casts arrays to vary over the manual axes of a `jax.shard_map`.
 
-Along a manual axis an array is either replicated or varying. JAX tracks this in array types because
-it sums the gradients of replicated arrays over devices. A loop's carry must have the same type
-before and after each iteration. `jnp.zeros` is replicated, so loops cast their initial values.
+Along a manual axis, an array is either replicated or varying. JAX tracks this in array types
+because it sums the gradients of replicated arrays over devices. A loop's carry must have the same
+type before and after each iteration. `jnp.zeros` is replicated, so the initial values of loops must
+be cast.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ PyTree = Any
 
 
 def varying_axes(tree: PyTree) -> frozenset[str]:
-    """Returns the manual axes over which any array of `tree` varies.
+    """Returns the manual axes over which any array in `tree` varies.
 
     The result is empty outside `jax.shard_map` and under `check_vma=False`.
     """
@@ -35,15 +36,16 @@ def varying_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Casts the arrays of `tree` to vary over all axes over which `tree` or `others` vary."""
+    """Casts the arrays in `tree` to vary over all axes over which `tree` or `others` vary."""
     return varying_over(tree, varying_axes((tree, others)))
 
 
 def on_any_device(flag: jax.Array) -> jax.Array:
     """Returns a bool scalar that is True if `flag` is True on any device.
 
-    Used as a loop condition, it makes all devices run the same number of iterations, so that all of
-    them take part in the collectives of each iteration, such as the all-gather of a weight.
+    Used as a loop condition, the result makes all devices run the same number of iterations, so
+    that every device takes part in the collectives in each iteration, such as the all-gather of a
+    weight.
     """
     axes = tuple(sorted(varying_axes(flag)))
     return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag

@@ -21,10 +21,10 @@ class GradientLimits:
     Attributes:
       clip_gradient_norm_to_value: Maximum global norm of the gradients.
       clip_gradient_single_norm_to_value: Maximum norm of the gradient of each weight. In a stack,
-        it applies to each layer separately.
+        the limit applies to each layer separately.
       clip_gradient_to_value: Maximum magnitude of each gradient element.
-      skip_step_gradient_norm_value: Steps are skipped if their norm before clipping is at least
-        this large.
+      skip_step_gradient_norm_value: Steps are skipped if the gradient norm before clipping is at
+        least this large.
       owner: Name of the class with these settings, for messages.
 
     Raises:
@@ -82,10 +82,11 @@ def limits_by_optimizer(
     """Returns the gradient limits for each optimizer by name; "" is the main optimizer.
 
     Args:
-      main: Limits for the main optimizer. Without separate scaling, they apply to all optimizers.
+      main: Limits for the main optimizer. Without separate scaling, these limits apply to all
+        optimizers.
       auxiliary: AuxiliaryOptimizers.
-      apply_separate_scaling: Whether gradients are clipped by the global norm for each optimizer
-        instead of the global norm of all gradients.
+      apply_separate_scaling: Whether gradients are clipped by a separate global norm for each
+        optimizer instead of the global norm of all gradients.
 
     Raises:
       ConfigError: A limit of an auxiliary optimizer is invalid or would be ignored, or separate

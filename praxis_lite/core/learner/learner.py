@@ -47,7 +47,7 @@ class WeightNoise(Protocol):
     """Noise that is added to weights before gradients are computed."""
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-        """Returns `params` with the noise of a step added."""
+        """Returns `params` with the noise for a step added."""
 
 
 class Learner:
@@ -55,16 +55,16 @@ class Learner:
 
     Patterns are matched against paths of weights under params, such as
     `softmax/logits_ffn/linear/w`. Stacked weights are updated one layer at a time, so that
-    optimizers that read complete tensors, such as Adafactor or LAMB, train them like separate
-    layers. Optimizers whose updates read other weights or draw random numbers are called once, with
-    a separate leaf per layer (`whole_tree_optimizers`).
+    optimizers that use complete tensors, such as Adafactor or LAMB, treat a stack like separate
+    layers. Optimizers whose update for a weight depends on other weights or on random numbers are
+    called once, with a separate leaf per layer (`whole_tree_optimizers`).
 
     Args:
       optimizer: Takes `learning_rate` and returns an optax transformation, such as
         `fdl.Partial(optax.adamw, b2=0.98)`.
       learning_rate: A number, or a schedule that maps the number of updates to a rate.
-      auxiliary_optimizers: Optimizers and rates for weights that match their patterns. Other
-        weights use `optimizer`.
+      auxiliary_optimizers: Optimizers and learning rates for the weights that match each
+        optimizer's pattern. Other weights use `optimizer`.
       apply_separate_scaling: Whether to compute gradient norms, for clipping and for skipping
         steps, separately for each optimizer, and to use the limits of auxiliary optimizers.
         Otherwise, the global norm of all gradients is used.
@@ -84,8 +84,9 @@ class Learner:
       variational_noise: A VariationalNoise, which is added to weights before gradients are
         computed, or None.
       slot_mesh_axes: Additional mesh axes that slots are split over (ZeRO-1).
-      host_slots: One or more patterns of weights, which must match complete paths. Their slots and
-        averages are stored in host memory, and moved to the device only during updates.
+      host_slots: One or more patterns of weights, which must match complete paths. The slots and
+        averages of these weights are stored in host memory, and moved to the device only during
+        updates.
 
     Raises:
       ConfigError: A setting is out of range, or two settings cannot be combined.
@@ -214,7 +215,7 @@ class Learner:
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
-        """Returns the entries of `opt_states` that `BoundLearner.eval_params` reads, if any.
+        """Returns the entries of `opt_states` that `BoundLearner.eval_params` requires, if any.
 
         Raises:
           ConfigError: `use_ema` is set, but `ema_decay` is 0.

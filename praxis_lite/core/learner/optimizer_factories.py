@@ -107,7 +107,7 @@ def _check_schedule(setting: str, schedule: Schedule, expected: str) -> None:
 
 
 def rate_at(learning_rate: float | Schedule, num_updates: jax.Array) -> jax.Array:
-    """Returns the float32 learning rate of the update that follows `num_updates` updates."""
+    """Returns the float32 learning rate for the update that follows `num_updates` updates."""
     rate = learning_rate(num_updates) if callable(learning_rate) else learning_rate
     return jnp.asarray(rate, jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Assigns optimizers to weights, or freezes weights, by patterns that match their paths."""
+"""Assigns optimizers to weights, or freezes weights, using patterns that match weight paths."""
 
 import dataclasses
 import re
@@ -85,8 +85,8 @@ def optimizer_names(
 
     Args:
       paths: Paths of all weights, such as "softmax/w".
-      auxiliary: Optimizers for the weights that match their patterns. Other weights use the main
-        optimizer.
+      auxiliary: Optimizers for the weights that match each optimizer's pattern. Other weights use
+        the main optimizer.
       exclusion: Patterns of frozen weights, which must match complete paths.
       inclusion: Patterns of trained weights, which must match complete paths. If empty, all weights
         are trained.
@@ -94,7 +94,7 @@ def optimizer_names(
     Raises:
       ConfigError: A pattern matches no weight, no weight is trained, an auxiliary optimizer matches
         only frozen weights, or two auxiliary optimizers match the same weight. The message lists
-        weights.
+        the weights.
     """
     frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:

@@ -26,8 +26,8 @@ def path_mask(
         fdl.Partial(optax.adamw, weight_decay=0.1,
                     mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
 
-    A pattern need not match a weight of every optimizer. `collected_patterns` helps to find
-    patterns that match no weight of the model.
+    A pattern need not match a weight in every optimizer. Use `collected_patterns` to find patterns
+    that match no weight in the model.
 
     Args:
       include: One or more patterns, matched from the start of a weight's path under params
@@ -62,10 +62,10 @@ def path_mask(
 
 @contextlib.contextmanager
 def collected_patterns() -> Iterator[set[str]]:
-    """Yields a set that collects the patterns of all masks applied in the body.
+    """Yields a set of the patterns from all masks that are applied in the body.
 
-    The learner traces the `init` of its optimizers in the body, and then compares the patterns with
-    the paths of all weights:
+    The learner traces its optimizers' `init` in the body, and then compares the patterns with the
+    paths of all weights:
 
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)
@@ -79,7 +79,7 @@ def collected_patterns() -> Iterator[set[str]]:
 
 
 def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
-    """Compiles one or more regular expressions that a setting contains.
+    """Compiles one or more regular expressions from a setting.
 
     Raises:
       ConfigError: A pattern is not a valid regular expression. The message names the setting.

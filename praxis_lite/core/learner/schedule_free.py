@@ -9,8 +9,8 @@ metrics at y are worse.
     learning_rate=fdl.Config(optax.warmup_constant_schedule, init_value=0.0, peak_value=2.5e-3,
                              warmup_steps=100),
 
-The slots are z and the second moment. Both have the shape of the weight, so they need as much
-memory as Adam's slots. The defaults in optax are b1=0.9 (as in the paper), b2=0.999, eps=1e-8 and
+The slots are z and the second moment. Both have the shape of the weight, so the two slots need as
+much memory as Adam's. The defaults in optax are b1=0.9 (as in the paper), b2=0.999, eps=1e-8 and
 weight_decay=0. Each z is weighted by the square of the largest learning rate up to and including
 the next update. Warmup is part of the schedule, or `warmup_steps` if the rate is a number. Store
 the weights in float32: optax accumulates the sum of these averaging weights in the dtype of the
@@ -36,12 +36,12 @@ def has_averages(opt_state: PyTree) -> bool:
 def evaluation_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the averaged weights if `opt_state` is schedule-free, otherwise `params`.
 
-    The averages have the dtypes of `params`. Before the first update they are bitwise equal to
-    `params`.
+    The averages have the dtypes of `params`. Before the first update, the averages are bitwise
+    equal to `params`.
 
     Args:
-      opt_state: An optax state of separate weights, or of a stack updated by `jax.vmap`. The state
-        of `optax.contrib.schedule_free` may be nested in chains, masks and partitions.
+      opt_state: An optax state for separate weights, or for a stack updated with `jax.vmap`. The
+        state of `optax.contrib.schedule_free` may be nested in chains, masks and partitions.
       params: The nested dict that the optimizer updates.
     """
     for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):

@@ -1,4 +1,4 @@
-"""Infers PartitionSpecs of optimizer slots from the specs of their weights.
+"""Infers the PartitionSpecs for optimizer slots from the specs of their weights.
 
 This works for any optimizer: its `init` is traced on weights whose dims all have different sizes,
 so that each slot dim can be matched with a weight dim by its size. A slot dim is split like the
@@ -40,11 +40,11 @@ def extended_specs(
     weights are replicated over the axes, this is ZeRO-1 (Rajbhandari et al. 2020), also known as a
     sharded weight update (Xu et al. 2020, https://arxiv.org/abs/2004.13336).
 
-    The axes that the spec of a weight does not use yet are appended to the axes of one dim, so that
+    The axes that a weight's spec does not already use are appended to the axes of one dim, so that
     a device's shard of a slot is part of its shard of the weight. The dim is chosen to minimize
     padding; among equally good dims, the largest is used. Stacked dims are used only if no other
-    dim is suitable, because gradients are computed layer by layer. A spec is not extended if each
-    dim of its weight has fewer elements than shards.
+    dim is suitable, because gradients are computed layer by layer. A spec is not extended if every
+    dim of its weight would have fewer elements than shards.
 
     Args:
       weight_specs: Nested dict of WeightSpec.
@@ -95,7 +95,7 @@ def _extended(
 def slot_specs(
     groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
-    """Returns the PartitionSpecs of all slots by group, with the structure of `BoundLearner.init`.
+    """Returns the PartitionSpecs for all slots by group, with the structure of `BoundLearner.init`.
 
     Args:
       groups: Groups of `WeightGroups` by name.
@@ -109,7 +109,7 @@ def slot_specs(
 
 
 def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> dict[str, PyTree]:
-    """Returns the memory kind of each slot and each moving average.
+    """Returns the memory kind for each slot and each moving average.
 
     Args:
       opt_shapes: Shapes of the result of `BoundLearner.init`.
@@ -128,12 +128,12 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
-    """Returns the specs of a group's slots, with the stacked dims in front.
+    """Returns the specs for a group's slots, with the stacked dims in front.
 
-    The optimizer's `init` is traced at the real shapes for the slots, and at up to two probe
-    shapes, in which all dims of a weight have different sizes, to match the dims of slots with dims
-    of weights. The second probe keeps sizes from growing, because some optimizers treat large
-    weights differently.
+    The optimizer's `init` is traced with the real shapes to find the slots. It is also traced with
+    up to two sets of probe shapes, in which all dims of a weight have different sizes, to match the
+    dims of slots with dims of weights. In the second set, if possible, no dim is larger than its
+    real size, because some optimizers treat large weights differently.
     """
     stack_rank = len(group.stack_shape)
     split = dict(_leaves(partition_specs))
@@ -151,14 +151,14 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = probe_slots(lambda shape: shape)
-    # Trace the second probe only for slots that the first one does not explain.
+    # Trace the second probe only for slots whose dims the first probe does not match.
     probes = [
         (functools.cache(lambda resize=resize: jax.tree.leaves(probe_slots(resize))), resize)
         for resize in (_distinct_above, _distinct_below)
     ]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
-        # The path of a slot ends with the path of its weight, unless it belongs to no weight.
+        # The path of a slot ends with the path of its weight, unless the slot belongs to no weight.
         ends = (path[start:] for start in range(len(path)))
         weight = next((weights[end] for end in ends if end in weights), None)
         if weight is None:

@@ -30,14 +30,14 @@ SCOPE = "learner"  # Name scope of the operations of an update.
 
 @dataclasses.dataclass
 class BoundLearner:
-    """A learner that is bound to the weights of a model; created by `Learner.bind`.
+    """A learner that is bound to a model's weights; created by `Learner.bind`.
 
     Attributes:
       settings: The Learner, which holds the settings.
       groups: Groups of weights with their optimizers.
       weights_with_host_slots: Paths of the weights whose slots are stored in host memory.
-      layouts: StateLayouts by name, of the trained "params" and of each entry of opt_states. The
-        partitioner sets them if any of these arrays are in host memory. Otherwise empty.
+      layouts: StateLayouts by name, for the trained "params" and for each entry of opt_states. Set
+        by the partitioner if any of these arrays are in host memory; otherwise empty.
     """
 
     settings: Any  # A Learner, whose module imports this module.
@@ -48,11 +48,11 @@ class BoundLearner:
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
-        Depending on the learner's settings, they also contain "ema" (the moving average of the
-        trained weights) and "loss_scale".
+        Depending on the learner's settings, opt_states also contain "ema" (the moving average of
+        the trained weights) and "loss_scale".
 
         Raises:
-          ConfigError: A pattern of a mask matches no weight.
+          ConfigError: A pattern in a mask matches no weight.
         """
         learner = self.settings
         with collected_patterns() as patterns:
@@ -82,8 +82,8 @@ class BoundLearner:
         """Returns (params, opt_states, scalars, is_skipped) after a step.
 
         A step is skipped if its loss, gradient or learning rate is not finite, or if its gradient
-        is too large. A skipped step increments the counts of skipped steps, but does not change
-        weights, slots or averages, and does not advance schedules.
+        is too large. When a step is skipped, the counts of skipped steps are incremented, but
+        weights, slots and averages do not change, and schedules do not advance.
 
         Args:
           grads: Float32 gradients of the trained weights.
@@ -94,9 +94,9 @@ class BoundLearner:
         Returns:
           A tuple (params, opt_states, scalars, is_skipped). The scalars are grad_norm (before
           clipping), learning_rate, learning_rate/NAME for each auxiliary optimizer,
-          num_skipped_steps and num_skipped_in_a_row. If the learner skips large gradients, they
-          include is_gradient_too_large (0 or 1). If it scales the loss, they include loss_scale,
-          the scale that this step used.
+          num_skipped_steps and num_skipped_in_a_row. If the learner skips steps with large
+          gradients, the scalars include is_gradient_too_large (0 or 1). If the learner scales the
+          loss, the scalars include loss_scale, the scale used in this step.
         """
         learner, groups = self.settings, self.groups
         trainable, frozen = groups.split(params)
@@ -106,7 +106,7 @@ class BoundLearner:
 
         grads_for_norms = grads_on_device()
         grad_norm = global_norm(grads_for_norms)
-        # A single NaN or infinity, also in one micro-batch only, makes the norm non-finite.
+        # A single NaN or infinity, even in only one micro-batch, makes the norm non-finite.
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:
@@ -129,7 +129,8 @@ class BoundLearner:
             new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
-            # Some optimizers return slots whose dtype differs from the dtype in their init.
+            # Some optimizers return slots whose dtypes differ from the dtypes returned by their
+            # `init`.
             new = jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old)
             return self._to_storage(new)
 
@@ -156,7 +157,7 @@ class BoundLearner:
         return merged(trainable, frozen), new, scalars, ~is_kept
 
     def _to_device(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Moves trees to device memory, and removes the padding of arrays from host memory."""
+        """Moves trees to device memory, and unpads the arrays that were in host memory."""
         layouts = self.layouts
         return {k: layouts[k].unpad(x) if layouts else x for k, x in trees.items()}
 
@@ -196,7 +197,7 @@ class BoundLearner:
         Args:
           params: All weights.
           opt_states: Optimizer states. Only the entries in `Learner.eval_opt_states` are required.
-          use_ema: Whether to return the moving average. Otherwise, the result is the averages of a
+          use_ema: Whether to return the moving average. Otherwise, returns the averages for a
             schedule-free optimizer, or `params` for other optimizers.
         """
         read = self.settings.eval_opt_states(opt_states, use_ema=use_ema)
@@ -217,7 +218,7 @@ def _update_if(
     """Returns `compute(old)` if `is_kept`, else `old`.
 
     Args:
-      is_kept: Bool scalar.
+      is_kept: Bool scalar that is False if the step is skipped.
       compute: Takes `old`, and returns a tree with the same structure.
       old: The tree before the update.
       use_cond: Whether to use `jax.lax.cond` instead of an element-wise select, which XLA fuses

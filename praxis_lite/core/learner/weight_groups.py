@@ -36,8 +36,9 @@ class Group:
       stack_shape: Sizes of the leading dims that stack layers, or () for unstacked weights.
       paths: Paths of the weights.
       optimizer_name: Name of an auxiliary optimizer, or "" for the main optimizer.
-      stack_ranks: For optimizers whose updates read other weights, maps the path of each weight to
-        its number of dims that stack layers. None if the optimizer updates one layer at a time.
+      stack_ranks: For optimizers whose update for a weight depends on other weights, maps the path
+        of each weight to the number of its leading dims that stack layers. None if the optimizer
+        updates one layer at a time.
     """
 
     optimizer: optax.GradientTransformation
@@ -51,7 +52,7 @@ class Group:
         return select(tree, self.paths)
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Maps `fn`, a function of the trees of one layer, over the stacked dims of the group."""
+        """Maps `fn`, which takes the trees for one layer, over the stacked dims of the group."""
         mapped = _vmapped(fn, len(self.stack_shape))
         return lambda *trees: mapped(*with_common_dim_types(trees, len(self.stack_shape)))
 
@@ -133,8 +134,8 @@ def grouped(
       optimizers: Optimizers by name.
       by_stack: Whether to update stacks one layer at a time. If False, stacks are treated as single
         arrays in the group "unstacked".
-      whole_tree: Names of optimizers whose updates read other weights. Each gets a single group,
-        "whole".
+      whole_tree: Names of optimizers whose update for a weight depends on other weights. Each of
+        these optimizers gets a single group, "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     groups, stack_ranks = {}, {name: dict[Path, int]() for name in whole_tree}

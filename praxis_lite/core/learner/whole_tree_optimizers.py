@@ -1,4 +1,4 @@
-"""Detects optimizers whose updates read several weights, and applies them to all weights at once.
+"""Detects optimizers whose updates depend on several weights; applies them to all weights at once.
 
 Examples are an optimizer that clips by the global norm, Prodigy, and noise, which must differ
 between layers. These optimizers receive one tree in which every layer of a stack is a separate
@@ -30,7 +30,7 @@ PyTree = Any
 Path = tuple[str, ...]
 _NOTHING: frozenset[int] = frozenset()
 _SLOTS = frozenset({-1})  # Denotes slots in sets of weight indices.
-# Names in optax for functions that an update may require.
+# optax's names for functions that an update may require.
 _FUNCTIONS = ("value_fn", "grad_fn", "obj_fn", "hessian_fn", "grad")
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -58,7 +58,7 @@ def over_whole_tree(
 
     Args:
       optimizer: Updates a tree in which each layer is a leaf (see `Layers`).
-      stack_ranks: Maps the path of a weight to its number of leading dims that stack layers.
+      stack_ranks: Maps the path of a weight to the number of its leading dims that stack layers.
     """
 
     def init(weights: PyTree) -> PyTree:
@@ -97,18 +97,19 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
 def couples_weights(
     optimizer: optax.GradientTransformation, weight_specs: Mapping[Path, WeightSpec], owner: str
 ) -> bool:
-    """Returns whether the update of a weight reads other weights or draws random numbers.
+    """Returns whether the update for a weight depends on other weights or on random numbers.
 
     To find out, the update is traced with logical shapes and two layers per stack.
 
     Args:
       optimizer: The optimizer.
-      weight_specs: WeightSpecs of all weights that it updates, by path.
+      weight_specs: WeightSpecs of all weights that the optimizer updates, by path.
       owner: Name of the class with the setting `optimizer`, for messages.
 
     Raises:
       ConfigError: The optimizer requires arguments that a training step does not provide, such as a
-        function to reevaluate the loss, or returns updates whose shapes differ from the weights.
+        function to reevaluate the loss, or returns updates whose shapes differ from those of the
+        weights.
     """
 
     def leaf_of(spec: WeightSpec) -> Any:

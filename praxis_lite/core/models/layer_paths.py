@@ -1,7 +1,7 @@
-"""Finds the path of the layer that raised an error, from the error's traceback.
+"""Finds the path of the layer that raised an error, using the error's traceback.
 
-A layer does not know its own path, because its parent assigns it to an attribute only after
-constructing it.
+A layer does not know its own path, because its parent constructs the layer before assigning it to
+an attribute.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def _assigned_name(frame: FrameType, line: int) -> str:
 def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
     """Returns the name of a layer in its parent, such as "blocks/3" in a list, or "".
 
-    Scan and remat rebuild a layer, so the layer may not be the same object as an attribute of its
+    Scan and remat rebuild layers, so a layer may not be the same object as any attribute of its
     parent. In that case, the name of the first attribute of the same class is returned.
     """
     first_of_class = ""

@@ -23,10 +23,10 @@ class ShardedWeight:
     """A device's block of a weight inside a `jax.shard_map`, created by `core.collectives`.
 
     Attributes:
-      block: The block of this device, including padding.
-      gather: Takes a block, and returns the complete, unpadded weight. For one layer of a stacked
-        block, it returns the weight of that layer. Its gradient is this device's block of the sum
-        over devices.
+      block: This device's block, including padding.
+      gather: Takes a block, and returns the complete, unpadded weight. Given one layer of a stacked
+        block, it returns the weight of that layer. The gradient with respect to a block is the
+        device's block of the sum over devices.
       path: Path of the weight, used as a name scope for --mode=explain.
     """
 
@@ -43,8 +43,8 @@ class ShardedWeight:
 class Model(abc.ABC):
     """Base class for models whose variables are plain nested dicts.
 
-    A learner may update "params". "non_trainable" contains the variables that a forward pass
-    assigns, such as statistics and caches.
+    A learner may update "params". "non_trainable" contains the variables that are assigned in a
+    forward pass, such as statistics and caches.
     """
 
     # Maps the paths of packed weights, such as "params/ffn/w", to their packed formats.
@@ -68,8 +68,8 @@ class Model(abc.ABC):
           mdl_vars: Unpadded arrays, or `ShardedWeight`s, which are gathered when read.
           key: Key for dropout and other random draws in training, or None in evaluation and
             decoding.
-          eval_key: Key for the module's random streams in evaluation and decoding. If None, every
-            pass draws the same numbers.
+          eval_key: Key for the module's random streams in evaluation and decoding. If None, the
+            same random numbers are drawn in every pass.
         """
 
     @abc.abstractmethod
@@ -90,7 +90,7 @@ class Model(abc.ABC):
 
 
 def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
-    """Returns the shapes of `Model.init` without tracing it: a ShapeDtypeStruct per weight.
+    """Returns the result of `Model.init` as ShapeDtypeStructs, without tracing it.
 
     Args:
       weight_specs: Result of `Model.weight_specs`.
@@ -109,7 +109,7 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
 
 
 def gather_sharded(mdl_vars: Any) -> Any:
-    """Replaces every `ShardedWeight` in a tree by the complete weight."""
+    """Replaces every `ShardedWeight` in a tree with the complete weight."""
     return jax.tree.map(
         lambda x: x.gathered() if isinstance(x, ShardedWeight) else x,
         mdl_vars,

@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 # Flax 0.12.8 reads "optimizer_sharding" (`nnx.training.optimizer.to_opt_state`); the proposal calls
-# it "opt_sharding".
+# this key "opt_sharding".
 _SLOT_KEYS = ("opt_sharding", "optimizer_sharding")
 
 
@@ -23,8 +23,8 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     """Returns the WeightSpec that a variable declares, without resolving names to mesh axes.
 
     Flax's `out_sharding` (set by `nnx.with_partitioning`, `nnx.with_metadata` and
-    `nnx.Param(..., out_sharding=)`; previously `sharding=`) becomes `logical_axes`. Its entries are
-    either mesh axes or logical names, which only the rules and the mesh can tell apart.
+    `nnx.Param(..., out_sharding=)`; previously `sharding=`) becomes `logical_axes`. The entries are
+    either mesh axes or logical names, which can be told apart only with the rules and the mesh.
     `sharding_rules` becomes `logical_axis_rules`, and `optimizer_sharding` becomes `slot_axes`. A
     split-dims mapping from one of our layers takes precedence.
 
@@ -39,7 +39,8 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     shape, stack = tuple(value_of(leaf).shape), metadata.get("stack_split_dims_mapping", ())
     own_rank = len(metadata.get("dim_names", shape[len(stack) :]))
-    # Leading dims that the layer did not declare stack layers, for example because of `nnx.vmap`.
+    # Leading dims that are missing from the layer's declaration stack layers, for example because
+    # of `nnx.vmap`.
     in_front = (None,) * (len(shape) - len(stack) - own_rank)
     spec = WeightSpec(
         shape,

@@ -47,15 +47,16 @@ class NnxModel(Model):
 
     `nnx.Param` variables are "params", which a learner may update. Statistics, caches, counters and
     plain arrays are "non_trainable". Recorded values (`nnx.Intermediate`) and random streams (such
-    as the `nnx.Rngs` of `nnx.Dropout`) belong to neither collection: each forward pass starts with
-    zeros, and with streams derived from the step's key. Like Flax's `train()` and `eval()`, a
-    forward pass with a key sets all `deterministic` and `use_running_average` attributes to False,
-    and a forward pass without a key sets them to True.
+    as the `nnx.Rngs` of `nnx.Dropout`) belong to neither collection: in each forward pass, recorded
+    values start as zeros, and streams are derived from the step's key. As with Flax's `train()` and
+    `eval()`, all `deterministic` and `use_running_average` attributes are set to False in a forward
+    pass with a key, and to True in a forward pass without a key.
 
     Args:
-      build: Function that returns the module. It is called with `rngs` if it takes that argument.
-        Usually a built `fdl.Partial`. It is called when the Partitioner reads the weights' specs,
-        with shapes only, and again by `init`; steps merge its structure with arrays instead.
+      build: Function that returns the module, usually a built `fdl.Partial`. It is called with
+        `rngs` if it takes that argument: with shapes only when the Partitioner reads the weights'
+        specs, and again in `init`. Steps do not call it, but merge the module's structure with
+        arrays.
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
@@ -121,7 +122,7 @@ class NnxModel(Model):
         """Returns the "non_trainable" variables after the forward pass through `module`.
 
         Raises:
-          ConfigError: The pass changed the shape of a variable, or created a weight.
+          ConfigError: A variable's shape was changed in the pass, or a weight was created.
         """
         before, after = dict(self._split.leaves), dict(leaves_of(module))
         for path, leaf in after.items():
@@ -176,7 +177,7 @@ def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
 
     def array(path: Path, leaf: Leaf) -> jax.Array:
-        # An explicit dtype, because arrays of Python scalars are weakly typed.
+        # Pass an explicit dtype, because arrays created from Python scalars are weakly typed.
         return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
     return nested(leaves_of(module), array)
@@ -204,7 +205,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     """Returns whether `build` takes the argument `rngs`.
 
     Raises:
-      ConfigError: A keyword of a partial is not a parameter, or a required argument is missing.
+      ConfigError: A keyword of a partial is not a parameter of the function, or a required argument
+        is missing.
     """
     function: Callable[..., object] = build
     settings, num_positional = set[str](), 0
@@ -247,8 +249,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
 def _mark_arrays(module: nnx.Module) -> None:
     """Marks a module's plain arrays, such as a table of positions, as leaves.
 
-    Flax does this too, but not while tracing, where it would treat tracers as structure and leak
-    them.
+    Flax does this too, but not while tracing. Without this function, Flax would then treat tracers
+    as structure and leak them.
     """
     for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Pytree):
@@ -258,7 +260,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
-    """Sets the mode of a module's dropout and batch norms, and returns the module."""
+    """Sets the training mode of a module's dropout and batch norm layers; returns the module."""
     # Do not call `Module.train` and `Module.eval`, because subclasses may override them.
     nnx.Module.set_attributes(
         module,

@@ -23,9 +23,9 @@ def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., No
     """Wraps `nnx.Variable.set_value` so that it does not read the shardings of tracers.
 
     `variable[...] = x` compares the shardings of both values. A tracer has no sharding, and before
-    jax 0.12, JAX walks the entire program traced so far to build the error message. Every weight
-    increments a count of `nnx.Rngs`, and every batch norm assigns its statistics, so tracing time
-    would be quadratic in the number of layers (docs/upstream/tracer_sharding.md).
+    jax 0.12, JAX walks the entire program traced so far to build the error message. Initializing a
+    weight increments a count in `nnx.Rngs`, and every batch norm layer assigns its statistics, so
+    tracing time would be quadratic in the number of layers (docs/upstream/tracer_sharding.md).
     """
 
     @functools.wraps(set_value)
@@ -47,7 +47,7 @@ if jax.__version_info__ < (0, 12):
 
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
-    """Returns (path, leaf) for each variable and plain array of a module, without duplicates."""
+    """Returns (path, leaf) for each variable and plain array in a module, without duplicates."""
     return list(nnx.to_flat_state(nnx.compat.split(module)[1]))
 
 
@@ -96,18 +96,18 @@ def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], An
 
 
 def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
-    """Returns the dict keys in `MdlVars` of a leaf that is part of the state."""
+    """Returns the dict keys in `MdlVars` for a leaf that is part of the state."""
     name = collection(leaf)
     assert name is not None
     return (name, *map(_part_name, path))
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
-    """Returns the initial value in a forward pass of a leaf that is not part of the state.
+    """Returns the value with which a leaf that is not part of the state starts a forward pass.
 
     The key of a random stream is derived from `key` and the path of the stream, separately for each
-    layer of a stack. Counts start at 0. Random draws therefore depend neither on interruptions of a
-    job nor on the number of devices.
+    layer of a stack. Counts start at 0. Random draws therefore depend neither on job interruptions
+    nor on the number of devices.
 
     Args:
       path: Path of the leaf.

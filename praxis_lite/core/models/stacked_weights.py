@@ -16,8 +16,8 @@ from praxis_lite.core.sharding.padding import unpad_tree
 class UnstackedLayers:
     """A stacked weight as one array per layer, without the stacked dims.
 
-    A loop that indexes into a stack copies the weight of each layer. In decoding, these copies
-    would be made for every token. Separate arrays are read in place.
+    In a loop that indexes into a stack, the weight of each layer is copied. In decoding, these
+    copies would be made for every token. Separate arrays are read in place.
     """
 
     layers: list[Any]

@@ -14,10 +14,10 @@ TALLY = "tally/"
 class Tally(nnx.Intermediate[jax.Array]):
     """Float32 counts in a forward pass, such as the number of tokens routed to each expert.
 
-    A train step sums the counts over devices, micro-batches and pipeline microbatches, counting
-    each row of the batch once. It then updates a weight of the same module that has no gradient:
-    `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums below 2^24 are
-    exact.
+    In a train step, the counts are summed over devices, micro-batches and pipeline microbatches,
+    counting each row of the batch once. The sum is then used to update a weight without gradient in
+    the same module: `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums
+    below 2^24 are exact.
     """
 
     moves: str
@@ -25,7 +25,7 @@ class Tally(nnx.Intermediate[jax.Array]):
 
 
 def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns tallies as metrics of weight 1: their mean times the total weight is their sum."""
+    """Returns tallies as metrics with weight 1: their mean times the total weight is their sum."""
     return {f"{TALLY}{path}": (value, jnp.ones(())) for path, value in tallies.items()}
 
 

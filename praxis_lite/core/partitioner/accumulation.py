@@ -54,7 +54,7 @@ def value_and_grad(
     If the loss is a weighted mean over rows, the result does not depend on the number of
     micro-batches, up to rounding: gradients are multiplied by the weight of the "loss" metric,
     summed in float32, and divided once by the total weight. Metrics are weighted means, too.
-    Micro-batches of weight 0 are ignored, even if they contain NaN. Losses that are not sums over
+    Micro-batches with weight 0 are ignored, even if they contain NaN. Losses that are not sums over
     rows do depend on the number of micro-batches: a router's load-balancing loss becomes the
     weighted mean of the micro-batches' losses, and batch norm uses each micro-batch's statistics.
 
@@ -64,10 +64,10 @@ def value_and_grad(
       loss_fn: Takes the next five arguments, with `inputs` replaced by a micro-batch.
       fixed: Values that are not differentiated: `{"frozen": weights, "loss_scale": scalar}`.
       params: Weights to differentiate with respect to.
-      non_trainable: Variables that each micro-batch updates for the next one.
-      inputs: Arrays [B, ...] and scalars. Micro-batch i gets the rows r with r % N == i, and all
-        scalars.
-      key: PRNG key; each micro-batch folds its index into it.
+      non_trainable: Variables that each micro-batch updates for the next micro-batch.
+      inputs: Arrays [B, ...] and scalars. Micro-batch i contains the rows r with r % N == i, and
+        all scalars.
+      key: PRNG key, into which the index of each micro-batch is folded.
       num_micro_batches: Number N of micro-batches. If it is 1, there is no loop, and `loss_fn`
         receives `key` unchanged.
       inputs_split_mapping: Maps an array's rank to its split dims, for batches and micro-batches.
@@ -131,7 +131,7 @@ def value_and_grad(
 def _means(
     metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Returns the results of `value_and_grad` from stacked metrics [N] and summed gradients."""
+    """Computes the results of `value_and_grad` from stacked metrics [N] and summed gradients."""
     metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)

@@ -1,8 +1,8 @@
-"""Checks the arguments of calls to a Partitioner and explains which one is invalid.
+"""Checks the arguments of calls to a Partitioner, and explains which argument is invalid.
 
 Shapes and dtypes are checked while a step is traced, once per shape. Other checks run only after
 JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they are
-checked in each call, because with several devices XLA would crash the process.
+detected in every call, because with several devices XLA would crash the process.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args
 
     Args:
       compiled: A step, as returned by `jax.jit`.
-      check: Called with the arguments; raises ConfigError if one of them is invalid.
+      check: Called with the arguments; raises ConfigError if an argument is invalid.
       args: Arguments of the step, starting with its state or weights.
     """
     if _is_deleted(args[0]):
@@ -59,7 +59,8 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
 
     Raises:
       ConfigError: The tree has the wrong type; leaves are missing or unknown; or a leaf has the
-        wrong shape or dtype, is on the wrong devices, or is deleted. The message says what to pass.
+        wrong shape or dtype, is on the wrong devices, or is deleted. The message states what to
+        pass.
     """
     check_type(layout, tree, name)
     expected = {leaf.path: leaf for leaf in layout.leaves()}
@@ -96,12 +97,12 @@ def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
 
 
 def check_host_batch(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
-    """Checks that a batch contains numeric arrays whose ids are in the model's range.
+    """Checks that a batch contains only numeric arrays, with ids in the model's range.
 
     Args:
       inputs: The batch.
       call: Name of the call, for messages.
-      sizes: Maps names of leaves to their number of valid ids, as `Task.num_ids` returns them.
+      sizes: Maps the name of a leaf to its number of valid ids, as returned by `Task.num_ids`.
 
     Raises:
       ConfigError: The batch is already a GlobalBatch, is empty, contains a leaf that is not a

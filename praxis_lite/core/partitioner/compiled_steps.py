@@ -1,4 +1,4 @@
-"""Step: a compiled step of a task on a mesh, which can be called, traced or lowered."""
+"""Step: a task's compiled step on a mesh, which can be called, traced or lowered."""
 
 import functools
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Step:
       title: Title of the step in messages, such as "A training step".
       where: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
-      pure: Takes unpadded arrays, inputs and a key, written as if for a single device.
+      pure: Function of unpadded arrays, inputs and a key, written as if for a single device.
       required_inputs: Leaves of a batch that the task reads.
       check_rows: Takes the shapes of a batch, and raises ConfigError if its rows cannot be split.
       is_typed: Whether the mesh's Explicit axes are part of array types in the step.
@@ -41,10 +41,10 @@ class Step:
     Attributes:
       where: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
-      function: The step before compilation. It takes the same arguments.
+      function: The step before compilation, which takes the same arguments.
       trains: Whether the step takes and returns the complete state. Other steps take weights.
-      untyped: Filled by tracing on a mesh with Explicit axes. Maps a layer's path to the reason why
-        JAX cannot type its arrays.
+      untyped: Filled when the step is traced on a mesh with Explicit axes. Maps a layer's path to
+        the reason why JAX cannot type its arrays.
     """
 
     trains: bool
@@ -83,8 +83,8 @@ class Step:
           The traced step.
 
         Raises:
-          ConfigError: A layer or the task raised it while it was traced, for example because of an
-            invalid sharding of an activation.
+          ConfigError: A layer or the task raised the error while being traced, for example because
+            of an invalid sharding of an activation.
         """
         return self._jitted.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
@@ -99,12 +99,12 @@ class Step:
         return self._jitted
 
     def num_compiled(self) -> int:
-        """Returns the number of batch shapes for which calls have compiled the step."""
+        """Returns the number of batch shapes for which the step has been compiled in calls."""
         num: int = self._jitted._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
         return num
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
-        """Raises ConfigError if an argument of a call is invalid; the message names it."""
+        """Raises ConfigError, which names the argument, if an argument of a call is invalid."""
         mesh = self.where.mesh
         arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)
@@ -120,7 +120,7 @@ class Step:
         self._check_rows(element_spec)
 
     def abstract(self, element_spec: PyTree) -> tuple[PyTree, GlobalBatch, jax.ShapeDtypeStruct]:
-        """Returns the shapes and shardings of a call's arguments for batches of `element_spec`."""
+        """Returns the shapes and shardings of a call's arguments for batches with this spec."""
         arguments.check_spec(element_spec, "trace")
         batch = abstract_global_batch(element_spec, self.where.mesh)
         # Use the sharding of `Partitioner.key`, so that calls reuse the compiled step.

@@ -1,4 +1,4 @@
-"""Converts weights to the format for decoding: unstacked layers, and conversions by the task."""
+"""Converts weights to the format for decoding: unstacks layers, and applies task conversions."""
 
 import dataclasses
 import functools
@@ -68,7 +68,8 @@ class DecodingWeights:
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
-            # A distinct size per dim shows where the conversion moves each dim of the weight.
+            # Use a distinct size per dim to detect where the conversion moves each dim of the
+            # weight.
             sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_apart :])}
             like = jax.ShapeDtypeStruct((*x.shape[: form.num_apart], *sizes), x.dtype)
             return jax.tree.map(
@@ -92,7 +93,7 @@ class DecodingWeights:
         a time.
 
         Args:
-          mdl_vars: Weights of training or of decoding.
+          mdl_vars: Weights in the format for training or for decoding.
           name: Name of the argument, for messages.
           donates: Whether to delete each weight after its conversion, so that at most one weight is
             in memory twice.

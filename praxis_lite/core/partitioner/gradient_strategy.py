@@ -1,4 +1,4 @@
-"""Strategies for computing gradients and metrics on a mesh; by default, XLA partitions them."""
+"""Strategies for computing gradients and metrics on a mesh, by default with XLA's partitioner."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _accept_rows(element_spec: PyTree, /, num_micro_batches: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The functions that compute a step's gradients and metrics; by default XLA partitions them.
+    """The functions that compute a step's gradients and metrics; by default, XLA partitions them.
 
     An instance is also a GradientStrategy that uses these functions for any task and mesh.
 
@@ -34,12 +34,12 @@ class Gradients:
       value_and_grad: See `accumulation.value_and_grad`.
       evaluate: A pure eval step; see `steps.eval_step`.
       check_rows: Takes the shapes of a batch and the number of micro-batches, and raises
-        ConfigError if the rows cannot be split into them.
+        ConfigError if the rows cannot be split into these micro-batches.
       num_parts: Number of devices with separate rows and keys, or None if the batch is not split
         explicitly.
       num_micro_batches: Takes a batch and the number of micro-batches for accumulation, and returns
         the number N of micro-batches that are processed one after another; row r is in micro-batch
-        r % N. If None, N is the number for accumulation.
+        r % N. If None, N is the number of micro-batches for accumulation.
       sums_in_a_loop: Whether gradients are summed in a loop even without accumulation.
     """
 

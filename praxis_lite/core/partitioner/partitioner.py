@@ -1,4 +1,4 @@
-"""Partitioner: compiles sharded init, train, eval and decode steps of a task for a mesh."""
+"""Partitioner: compiles a task's sharded init, train, eval and decode steps for a mesh."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class Partitioner:
     Args:
       task: The task, written as if for a single device.
       mesh: The mesh. Its Explicit axes become part of array types inside train and eval steps. The
-        state is stored on a mesh of the same devices with Auto axes.
+        state is stored on a mesh with the same devices and Auto axes.
       gradients: Strategy for computing gradients and metrics, such as
         `praxis_lite.core.collectives.ExplicitCollectives`. If None, XLA partitions the
         single-device computation.
@@ -79,7 +79,7 @@ class Partitioner:
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
         self.where = where = TaskOnMesh(task, mesh, explicit_axes)
-        with where.tracing():  # Declaring a Linen module's weights runs it, which may use the mesh.
+        with where.tracing():  # Declaring Linen weights runs the module, which may use the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
@@ -167,15 +167,15 @@ class Partitioner:
 
     @functools.cached_property
     def decoding_weights(self) -> DecodingWeights:
-        """The converter of weights to the format for decoding."""
+        """The converter from training weights to the format for decoding."""
         specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
         return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> outputs, with a row per example.
+        """The step (mdl_vars, GlobalBatch, key) -> outputs, with one row per example.
 
-        Each call converts the weights, unless `for_decoding` has already converted them.
+        The weights are converted in each call, unless `for_decoding` has already converted them.
         """
         return StepOfWeights(
             "decode_step",
@@ -202,12 +202,12 @@ class Partitioner:
         Pass the result to `decode_step` or to functions wrapped by `with_mdl_vars`.
 
         Args:
-          mdl_vars: Weights of a state.
+          mdl_vars: Weights from a state.
           donates: Whether to delete each weight after its conversion. Otherwise both copies stay in
             memory.
 
         Raises:
-          ConfigError: `mdl_vars` are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not this Partitioner's weights.
         """
         name = "for_decoding: mdl_vars"
         return self.decoding_weights.convert(mdl_vars, name, donates=donates)
@@ -219,7 +219,7 @@ class Partitioner:
         return {step.kind: step for step in steps}
 
     def key(self, seed: int) -> jax.Array:
-        """Returns the key of a run, replicated over the mesh."""
+        """Returns the key for a run, replicated over the mesh."""
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
@@ -238,28 +238,29 @@ class Partitioner:
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
         """Places NumPy arrays on the mesh as global arrays; see `batch_sharding.global_batch`.
 
-        Pass the whole batch in every process, or `num_rows` and the rows of `process_rows`.
+        In every process, pass either the complete batch, or `num_rows` and the rows from
+        `process_rows`.
 
         Raises:
           ConfigError: A leaf is not an array or contains an id that is out of the model's range, or
-            the leaves disagree on the number of rows.
+            the leaves have different numbers of rows.
         """
         arguments.check_host_batch(inputs, "global_batch", self._num_ids)
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
-        """Returns the rows of a global batch that this process feeds."""
+        """Returns the rows of a global batch that this process feeds to its devices."""
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
-        """Returns the weights of a state, or their averages, for evaluation and decoding.
+        """Returns the weights from a state, or their averages, for evaluation and decoding.
 
         Args:
           state: A TrainState. Only the `opt_states` in `Learner.eval_opt_states` are read.
           use_ema: Whether to return the learner's moving averages.
 
         Raises:
-          ConfigError: `use_ema` is set, but the learner keeps no moving averages.
+          ConfigError: `use_ema` is set, but the learner has no moving averages.
         """
         arguments.check_type(self.layout, state, "eval_mdl_vars: state")
         names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
@@ -280,8 +281,9 @@ class Partitioner:
 
         Use this for computations other than the steps of this class, and compile the result with
         `jax.jit` and the same `static_argnums`. The wrapped function also accepts weights converted
-        by `for_decoding`. It passes the inputs of GlobalBatches to `function`. XLA chooses the
-        sharding of other arguments and of the results; see `padding.evenly`.
+        by `for_decoding`. It replaces each GlobalBatch argument with its inputs before calling
+        `function`. XLA chooses the sharding of other arguments and of the results; see
+        `padding.evenly`.
 
         Args:
           function: Takes unpadded weights and `args`.
@@ -289,7 +291,7 @@ class Partitioner:
           has_splits: Whether arguments and results already have shardings, which are then kept.
 
         Raises:
-          ConfigError: `mdl_vars` are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not this Partitioner's weights.
         """
         lay_out: Callable[[PyTree], PyTree] = (lambda tree: tree) if has_splits else evenly
 

@@ -55,7 +55,7 @@ def train_step(
       inputs: Rows of a batch, without padding.
       key: Key of the run, into which the step number is folded.
       learner: See `init_state`.
-      value_and_grad: Computes gradients and metrics of a batch.
+      value_and_grad: Computes gradients and metrics for a batch.
       wrap_host_weights: Wraps weights in host memory as `HostWeight`s, as the model expects.
 
     Returns:
@@ -66,7 +66,7 @@ def train_step(
     settings, groups = bound.settings, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
-    if settings.variational_noise is not None:  # Only trainable weights get noise.
+    if settings.variational_noise is not None:  # Add noise only to trainable weights.
         trainable = settings.variational_noise.apply(trainable, key, state.step)
     is_scaled = settings.loss_scale is not None
     scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
@@ -106,7 +106,8 @@ def train_step(
         return jnp.where(is_skipped, old, typed_as(new, old))
 
     # `moved` returns the same array for all weights except those that follow a Tally, such as the
-    # biases of experts. These have no gradient: they take the moved value, not the learner's.
+    # biases of experts. Such weights have no gradient, so they take the moved value, not the
+    # learner's.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
         lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved
@@ -123,7 +124,7 @@ def train_step(
 def eval_step(
     task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array | None = None
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Returns metrics, name -> (value, weight), and per-example outputs, both without dropout.
+    """Returns metrics, name -> (value, weight), and per-example outputs, computed without dropout.
 
     Args:
       task: The task.

@@ -61,7 +61,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Drops padding rows and reshards each array by its rank; called while tracing."""
+        """Drops padding rows and reshards each array by its rank; call it while tracing."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
@@ -131,7 +131,7 @@ def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
     job has no rules, the caller's rules stay in effect.
 
     Raises:
-      ConfigError: A mesh is set, and a rule uses an axis that it does not have.
+      ConfigError: A mesh is set, and a rule uses an axis that the mesh does not have.
     """
     rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""TrainState, and StateLayout, which describes its shapes, specs and padded shapes."""
+"""TrainState, and StateLayout, which describes the state's shapes, specs and padded shapes."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class TrainState:
     """The training state, with the same fields as in Pax.
 
     Attributes:
-      step: Number of steps, including skipped ones, as an int32 scalar.
+      step: Number of steps, including skipped steps, as an int32 scalar.
       mdl_vars: `{"params": ..., "non_trainable": ...}`, nested dicts of arrays.
       opt_states: Result of `BoundLearner.init`: step counts, `"slots"` by group, and optional
         entries such as `"ema"`.
@@ -87,7 +87,7 @@ class StateLayout:
       declared_by: Maps a weight's path to a description of what determined its sharding.
       notes: Messages about replicated weights and dropped axis names.
       memory_kinds: Tree of "device" or "pinned_host", or None if all arrays are in device memory.
-      forms: For weights that are stored as several arrays, maps the path to their packed format.
+      forms: Maps the path of each weight that is stored as several arrays to its packed format.
     """
 
     shapes: PyTree
@@ -172,7 +172,7 @@ class StateLayout:
         """Returns whether a tree has the structure and the dtypes of this layout."""
         leaves, structure = jax.tree.flatten(tree)
         expected, expected_structure = jax.tree.flatten(self.shapes)
-        # JAX annotates tree structures with a module that does not exist.
+        # JAX's type annotations for tree structures refer to a module that does not exist.
         if structure != expected_structure:  # type: ignore[operator]
             return False
         return all(
@@ -180,7 +180,7 @@ class StateLayout:
         )
 
     def select(self, name: str) -> "StateLayout":
-        """Returns the layout of a field of a TrainState, or of an entry of a dict."""
+        """Returns the layout of a field of a TrainState, or of an entry in a dict."""
 
         start = f"{name}/"
         forms = {k.removeprefix(start): x for k, x in self.forms.items() if k.startswith(start)}
@@ -215,7 +215,8 @@ class StateLayout:
 
 def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array in a memory space of a mesh's devices."""
-    # Do not name device memory, the default: some backends support only one memory kind.
+    # Omit the memory kind for device memory, the default: some backends support only one memory
+    # kind.
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 
@@ -232,8 +233,8 @@ def layout_and_learner(
 
     Raises:
       ConfigError: A weight's sharding does not fit its shape or the mesh, `slot_mesh_axes` do not
-        fit the mesh, a pattern of the learner matches no weight, or variational noise is combined
-        with weights in host memory.
+        fit the mesh, one of the learner's patterns matches no weight, or variational noise is
+        combined with weights in host memory.
     """
     decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)

@@ -58,7 +58,7 @@ def num_rows_of(inputs: PyTree) -> int:
     """Returns the number of rows (dim 0) of a batch, or 0 if all leaves are scalars.
 
     Raises:
-      ConfigError: The leaves disagree on the number of rows. The message lists their shapes.
+      ConfigError: The leaves have different numbers of rows. The message lists their shapes.
     """
     rows = {path: leaf.shape for path, leaf in leaves_with_path(inputs) if leaf.ndim}
     if len({shape[0] for shape in rows.values()}) > 1:
@@ -74,7 +74,7 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
     """Returns a bool array [B] that is True for rows with a nonzero weight.
 
     Args:
-      inputs: NumPy or JAX arrays. If they lack "weights", the result is True for all rows.
+      inputs: NumPy or JAX arrays. Without "weights", the result is True for all rows.
     """
     num_rows = num_rows_of(inputs)
     if "weights" not in inputs:
@@ -86,8 +86,8 @@ def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) ->
     """Returns the slice of a batch's rows that a process feeds to its devices.
 
     The batch is padded to a multiple of the number of devices and split over all of them in mesh
-    order, so a process may feed fewer rows than other processes, or none at all. If its devices are
-    not contiguous in mesh order, the slice includes the rows in between.
+    order, so a process may feed fewer rows than other processes, or none at all. If the process's
+    devices are not contiguous in mesh order, the slice includes the rows in between.
 
     Args:
       num_rows: Number of rows of the global batch.
@@ -106,17 +106,17 @@ def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) ->
 def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> GlobalBatch:
     """Places a batch on the mesh as global arrays, padded with rows of zeros.
 
-    In a job of several processes, each process passes either the whole batch or, with `num_rows`,
-    only the rows of its own devices.
+    In a job with several processes, each process passes either the complete batch or, with
+    `num_rows`, only the rows for its devices.
 
     Args:
       inputs: NumPy arrays with the rows `process_rows(num_rows, mesh)`, or with all rows of the
         global batch if `num_rows` is None.
-      mesh: All of its axes split the rows.
-      num_rows: Number of rows of the global batch; None if `inputs` are the global batch.
+      mesh: Mesh whose axes all split the rows.
+      num_rows: Number of rows of the global batch; None if `inputs` contain the complete batch.
 
     Raises:
-      ConfigError: The leaves disagree on the number of rows.
+      ConfigError: The leaves have different numbers of rows.
     """
     num_local_rows = num_rows_of(inputs)
     is_whole = num_rows is None
@@ -178,7 +178,7 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
 @jax.named_scope("inputs")
 def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns the inputs of a batch without padding rows; called inside a compiled step."""
+    """Returns the inputs of a batch without padding rows; call it inside a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:
@@ -192,7 +192,7 @@ def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Constrains each input to the split dims that the mapping has for its rank, `map_<rank>d`.
+    """Constrains each input to the mapping's split dims for that rank, `map_<rank>d`.
 
     If the mapping is None, inputs are returned unchanged. Corresponds to Pax's
     `reshard_input_based_on_rank_fn`.
@@ -241,7 +241,7 @@ def check_ids(
     """Checks that the ids in a batch are in the model's range.
 
     Ids that are too large are rejected even in padding, because an embedding lookup returns NaN for
-    them, which spreads to other rows. Negative ids, and all labels, are checked only where
+    them, and NaN spreads to other rows. Negative ids, and all labels, are checked only where
     `weights` are above 0.
 
     Args:
@@ -255,7 +255,7 @@ def check_ids(
     """
     for name, size in sizes.items():
         x = np.asarray(inputs.get(name, ()))
-        # These two passes are cheap; the rest only runs if they find an invalid id.
+        # These two passes are cheap; the rest runs only if they find an invalid id.
         if x.dtype.kind not in "iu" or not x.size or (x.min() >= 0 and x.max() < size):
             continue
         weighs = _weighs(x, inputs.get("weights")) if name in ("ids", "labels") else False

@@ -18,7 +18,7 @@ class BadPattern(ConfigError, re.error):
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """Returns the path of a leaf from its JAX keys, joined by "/"."""
+    """Converts the JAX keys of a leaf to a path, joined by "/"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -30,7 +30,7 @@ def leaves_with_path(
 
 
 def path_pattern(setting: str, pattern: Any) -> re.Pattern[str]:
-    """Compiles a regular expression that a setting contains.
+    """Compiles a regular expression from a setting.
 
     Raises:
       BadPattern: The pattern is not a valid regular expression. BadPattern is also a re.error.

@@ -50,9 +50,9 @@ def logical_to_mesh_axes(
 ) -> NamedSplit:
     """Resolves a weight's logical axes to mesh axes, like the Flax Linen function of the same name.
 
-    Rules are applied in order. A rule applies if the weight uses its name, the name is not resolved
-    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name may
-    apply. `(name, None)` leaves the dim with that name unsplit.
+    Rules are applied in order. A rule applies if the weight uses the rule's name, the name is not
+    resolved yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same
+    name may apply. `(name, None)` leaves the dim with that name unsplit.
 
     Args:
       logical_axes: A name, a tuple of names, or None per dim.
@@ -125,7 +125,7 @@ def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAx
 class MeshRules:
     """Maps a model's dim names to mesh axes; passed to the constructor of the model.
 
-    The model calls it to get mesh axes, as in Flax's language model example (lm1b_nnx):
+    The model calls this object to get mesh axes, as in Flax's language model example (lm1b_nnx):
     `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` returns `(None, "mdl")`. Unlike the logical
     axis rules of a job, MeshRules resolves names immediately.
     """
@@ -137,7 +137,7 @@ class MeshRules:
         object.__setattr__(self, "pairs", checked_rules(sorted(mesh_axes.items()), "MeshRules"))
 
     def __call__(self, *names: str | None) -> tuple[MeshAxes, ...]:
-        """Returns the mesh axes of each name, or None for None.
+        """Returns the mesh axes for each name, or None for None.
 
         Raises:
           ConfigError: A name has no mesh axes.

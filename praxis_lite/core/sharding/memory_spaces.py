@@ -22,7 +22,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Moves all arrays of a traced tree to device memory."""
+    """Moves all arrays in a traced tree to device memory."""
     space = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, space) if is_on_host(x) else x, tree)
 

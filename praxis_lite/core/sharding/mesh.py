@@ -40,7 +40,7 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
 
     Args:
       config: A mesh config. If it contains no -1, it is returned unchanged.
-      num_devices: Number of devices. If None, all devices of JAX, attached or simulated.
+      num_devices: Number of devices. If None, all JAX devices, attached or simulated.
 
     Raises:
       ConfigError: The number of devices is not divisible by the product of the other sizes.
@@ -64,7 +64,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     """Simulates devices on JAX's CPU backend; call it before JAX creates an array.
 
     Each process simulates its share, at most MAX_SIMULATED_DEVICES; larger meshes need real
-    devices. Programs on accelerators are not affected. If the user sets the device count in the
+    devices. Computations on accelerators are not affected. If the user sets the device count in the
     environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
     With jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
@@ -73,11 +73,11 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     With that scheduler, lm.PyDocs hung within 253 steps; without it, 700 steps completed.
 
     Args:
-      num_devices: Total number of devices of all processes.
-      num_processes: Number of processes that share them.
+      num_devices: Total number of devices in all processes.
+      num_processes: Number of processes that share the devices.
 
     Returns:
-      The number of devices that this process simulates, unless the user sets a different number.
+      The number of devices that this process simulates, unless the user has set a different number.
     """
     # `make_mesh` reports uneven splits over processes, because there may be accelerators.
     avoid_loading_libtpu()
@@ -113,7 +113,7 @@ def _is_chosen_by_user() -> bool:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns a mesh with the axes of `config`, by default over all devices.
+    """Returns a mesh with the axes in `config`, by default over all devices.
 
     Simulated CPU devices are used in order. On accelerators, `mesh_utils` orders devices by their
     interconnect, and slices by the DCN shape.
@@ -174,7 +174,7 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
     """Adapts `config` to all attached accelerators, or to one CPU device if there are none.
 
     If the number of devices already matches, `config` is returned unchanged. Otherwise all devices
-    are placed along its longest axis (the first one if several are equally long), so that dims that
+    are placed along the longest axis (the first one if several are equally long), so that dims that
     are split over this axis stay split.
     """
     devices = all_devices()

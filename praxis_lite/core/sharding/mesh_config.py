@@ -1,4 +1,4 @@
-"""MeshConfig: an experiment's settings for the axes of its mesh and their sizes."""
+"""MeshConfig: an experiment's settings for the names and sizes of its mesh axes."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Names and sizes of the mesh axes, and settings for their devices.
+    """Names and sizes of the mesh axes, and settings for the mesh's devices.
 
     Attributes:
       ici_mesh_shape: Number of devices along each axis within a slice (fast interconnect). One size

@@ -1,8 +1,9 @@
 """Pads arrays at the boundary of jitted functions, so that any dim can be split over mesh axes.
 
 JAX rejects uneven shardings of arrays that cross a jit or device_put boundary, but accepts them
-inside a jitted function. As in Pax, arrays outside are therefore padded with zeros: compiled steps
-slice them on entry and pad them again on exit. Evenly sharded arrays pass through unchanged.
+inside a jitted function. As in Pax, arrays outside jitted functions are therefore padded with
+zeros: compiled steps slice them on entry and pad them again on exit. Evenly sharded arrays pass
+through unchanged.
 """
 
 import math
@@ -80,7 +81,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     ) -> jax.Array:
         if x.shape == shape.shape:
             return x
-        # --mode=explain reads from this name scope which leaf the compiler gathers.
+        # --mode=explain uses this name scope to find the leaf that the compiler gathers.
         with jax.named_scope("unpad/" + jax.tree_util.keystr(path, simple=True, separator="/")):
             return _annotate(x[tuple(slice(dim) for dim in shape.shape)], spec)
 
@@ -90,9 +91,9 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
 def evenly(tree: PyTree) -> PyTree:
     """Constrains arrays so that XLA shards them evenly at the boundary of a jitted function.
 
-    XLA chooses the sharding of unannotated arguments and results. For four rows on eight devices it
-    chooses a sharding that JAX cannot represent (IndivisibleError). This function replicates each
-    dim that is not divisible by the number of devices, and leaves the other dims to XLA.
+    XLA chooses the sharding of unannotated arguments and results. For four rows on eight devices,
+    it chooses a sharding that JAX cannot represent (IndivisibleError). This function replicates
+    each dim that is not divisible by the number of devices, and leaves the other dims to XLA.
 
     Args:
       tree: Tracers on the current mesh. Other values are returned unchanged.

@@ -1,4 +1,4 @@
-"""The Rule type and its arguments, and a parser for the rule strings of a strategy."""
+"""The Rule type and its arguments, and a parser for the rule strings in a strategy."""
 
 import ast
 import dataclasses
@@ -62,12 +62,13 @@ class JobMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a rule for a leaf.
+    """The result of applying a rule to a leaf.
 
     Attributes:
       spec: Mesh axes per dim.
       note: A note for the layout report.
-      skipped: Reason why the rule did not split the leaf. Only reported if no other rule splits it.
+      skipped: Reason why the rule did not split the leaf. Reported only if no other rule splits the
+        leaf.
       by: Source of the spec, if it was not the rule itself.
     """
 
@@ -133,8 +134,9 @@ def rule_text(rule: Rule) -> str:
 def parsed_rules(rules: Any) -> tuple[Rule, ...]:
     """Parses rules from a string, a rule object, or a nested sequence of these, in order.
 
-    A string contains one or more rules separated by `|`. Each is a registered name, or a call of
-    one: `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments must be literals; no code is evaluated.
+    A string contains one or more rules separated by `|`. Each rule is a registered name, or a call
+    to a registered name: `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments must be literals; no
+    code is evaluated.
 
     Raises:
       UnknownName: A rule is not registered. UnknownName is also a KeyError.

@@ -45,14 +45,14 @@ class Fsdp:
     """Splits the largest unsplit dim that is divisible by the number of devices.
 
     If several dims are equally large, the last one is split. If no unsplit dim is divisible and
-    `allow_padding` is set, the rule splits the largest one with at least one element per device.
-    Dims that stack layers are split only if no other dim can be split.
+    `allow_padding` is set, the rule splits the largest unsplit dim with at least one element per
+    device. Dims that stack layers are split only if no other dim can be split.
 
     Attributes:
       axis: One or more mesh axes over which the dim is split.
       min_size_to_shard_mb: Leaves of at most this many MiB are replicated.
-      min_weight_size: If set, replaces the limit in MiB by a number of elements. JAX's notebook on
-        FSDP with shard_map uses 2**18.
+      min_weight_size: If set, replaces the limit in MiB with a limit on the number of elements.
+        JAX's notebook on FSDP with shard_map uses 2**18.
     """
 
     axis: str | Sequence[str]
@@ -144,9 +144,9 @@ class ShardDim:
 class LogicalPartitioning:
     """Splits the dims whose logical names resolve to mesh axes; see `logical_to_mesh_axes`.
 
-    The rules of the leaf are applied first, then the rules of the job. If a name has no rule but is
-    a mesh axis, it resolves to that axis. If the mesh axes of a name are already used, its dim is
-    not split, and a note reports this.
+    The leaf's rules are applied first, then the job's rules. If a name has no rule but is a mesh
+    axis, it resolves to that axis. If the mesh axes for a name are already used, the name's dim is
+    not split, and this is noted in the layout report.
     """
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:

@@ -99,9 +99,9 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     """Constrains the sharding of an activation, or its type over Explicit axes.
 
     If the mapping is None, no constraint is added; if all of its entries are None, the activation
-    is replicated. Without a mesh (for example, if a notebook calls a layer directly), `x` is
+    is replicated. Without a mesh (for example, if a layer is called directly in a notebook), `x` is
     returned unchanged. Inside `jax.shard_map`, manual axes are removed from the mapping, because
-    `x` is already a device's block along them.
+    `x` is already a device's block along these axes.
 
     Raises:
       ConfigError: The mapping is invalid (see `to_partition_spec`), or a dim is not divisible by

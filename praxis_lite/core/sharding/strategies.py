@@ -1,7 +1,7 @@
-"""Strategies choose sharding rules for arrays by patterns that match their paths.
+"""Chooses sharding rules for arrays using strategies: patterns that match the arrays' paths.
 
-Use them for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
-array is split by the rules of the first pattern that matches its complete path.
+Use strategies for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
+array is split by the rules for the first pattern that matches its complete path.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def infer_sharding(
     *,
     logical_axis_rules: LogicalAxisRules = (),
 ) -> PyTree:
-    """Returns a NamedSharding for each array of a tree, as Big Vision's `infer_sharding` does.
+    """Returns a NamedSharding for each array in a tree, as Big Vision's `infer_sharding` does.
 
     Pass the result to `jax.device_put`, or to `jax.jit` as `out_shardings`. The rule `fsdp`
     replicates an array if none of its dims is divisible by the number of devices.
@@ -48,7 +48,7 @@ def infer_sharding(
       tree: Arrays, or objects with a shape and dtype, such as the result of `jax.eval_shape`. Flax
         boxes (`nn.LogicallyPartitioned`) are removed, and their names are used as logical axes.
       strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. An array is split
-        by the rules of the first pattern that matches its complete path, such as
+        by the rules for the first pattern that matches its complete path, such as
         "encoder/0/kernel". If no pattern matches, the array is replicated. For the rules, see
         `rule_names.parsed_rules`.
       mesh: Mesh that arrays are split over.
@@ -76,15 +76,15 @@ def infer_sharding(
 
 
 def _is_box(x: Any) -> bool:
-    # Detects boxes of Flax Linen by their attributes, because this package does not import it.
+    # Detects boxes of Flax Linen by their attributes, because this package does not import Flax.
     return hasattr(x, "names") and hasattr(x, "unbox")
 
 
 def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
-    """Checks the patterns of a strategy and parses its rules.
+    """Checks the patterns in a strategy and parses its rules.
 
     Raises:
-      BadPattern: A pattern is not a regular expression. BadPattern is also a re.error.
+      BadPattern: A pattern is not a valid regular expression. BadPattern is also a re.error.
       ConfigError: An entry is not a pair, or its rules are invalid (see `parsed_rules`).
     """
     pairs = []

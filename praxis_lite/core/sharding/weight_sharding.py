@@ -1,4 +1,4 @@
-"""Decides how weights are sharded, from the declarations of layers and the rules of the job."""
+"""Decides how weights are sharded, based on the layers' declarations and the job's rules."""
 
 import dataclasses
 import functools
@@ -22,23 +22,23 @@ class WeightSharding:
     """A job's rules for weights whose layers declare no mesh axes.
 
     Attributes:
-      strategy: (pattern, rules) pairs. A weight is split by the rules of the first pattern that
-        matches its complete path under params. Rules are a string such as
-        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule object, or a list of these. They start from
-        the mesh axes that the layer declares, and use logical names only if they contain
+      strategy: (pattern, rules) pairs. A weight is split by the rules for the first pattern that
+        matches its complete path under params. A pattern's rules are a string such as
+        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule object, or a list of these. The rules start
+        from the mesh axes that the layer declares, and use logical names only if the rules include
         `logical_partitioning`. If no pattern matches, logical names are resolved directly. If
         `strategy` is None, no patterns are used.
-      logical_axis_rules: (name, mesh axes) pairs; the first applicable pair wins. Or a dict of
-        several such lists.
+      logical_axis_rules: (name, mesh axes) pairs; the first applicable pair wins. Alternatively, a
+        dict of such lists by name.
       logical_axis_rules_name: Key of the list to use if `logical_axis_rules` is a dict.
       allow_padding: Whether `fsdp` may split a dim that is not divisible by the number of devices.
       unmapped_logical_axes: How to treat a name that has no rule and is not a mesh axis: "error",
         or "replicate" to leave the dim unsplit and report it.
-      stack_axis_names: Names of leading dims that stack layers. Optimizers that read complete
-        tensors process one layer at a time.
+      stack_axis_names: Names of leading dims that stack layers. Optimizers that use complete
+        tensors process these stacks one layer at a time.
 
     Raises:
-      ConfigError: A pattern or rule cannot be parsed, `strategy` or the rules of a pattern are
+      ConfigError: A pattern or rule cannot be parsed, `strategy` or the rules for a pattern are
         empty, or `logical_axis_rules_name` is not a key of `logical_axis_rules`.
     """
 
@@ -102,7 +102,7 @@ class ShardingDecisions:
     Attributes:
       weight_specs: The model's tree of WeightSpecs, with names resolved to mesh axes and
         `declared_by` filled in.
-      notes: Messages about replicated weights and dropped names, each with the weights concerned.
+      notes: Messages about replicated weights and dropped names, each with the affected weights.
     """
 
     weight_specs: PyTree

@@ -22,18 +22,19 @@ class WeightSpec:
     Attributes:
       shape: Logical shape, including leading stacked dims.
       dtype: Dtype of the stored weight.
-      split_dims_mapping: Mesh axes of the dims of a single layer. If None, they are not split.
+      split_dims_mapping: Mesh axes for the dims of a single layer. If None, these dims are not
+        split.
       stack_split_dims_mapping: An entry per stacked dim, outermost first. Its length is the number
         of leading dims that stack layers.
-      logical_axes: A name or None per dim of the complete shape. Rules resolve names to mesh axes,
-        which replace both mappings. If None, the weight has no names.
+      logical_axes: A name or None per dim of the complete shape. Rules resolve these names to mesh
+        axes, which replace both mappings. If None, the weight has no names.
       logical_axis_rules: (name, mesh axes) pairs for this weight only, applied before the job's
         rules.
       slot_axes: Like `logical_axes`, but for the optimizer slots of the weight; contains mesh axes
-        once they are resolved. If None, slots are split like the weight.
+        once the names are resolved. If None, slots are split like the weight.
       declared_by: Description of what determined the sharding, for the layout report.
-      matrix: Dims of a single layer that a matmul contracts, and dims that become its outputs. None
-        if they are unknown.
+      matrix: Dims of a single layer that a matmul contracts, and dims that become dims of the
+        matmul's output. None if these dims are unknown.
       num_dims_apart: Number of leading stacked dims that the model also accepts unstacked
         (`UnstackedLayers`).
       memory_kind: "pinned_host" for weights in host memory, which the model receives as
@@ -74,7 +75,7 @@ class WeightSpec:
 def spec_items(
     weight_specs: Any, prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], WeightSpec]]:
-    """Yields (path, spec) of every weight in a nested dict."""
+    """Yields (path, spec) for every weight in a nested dict."""
     for name, child in weight_specs.items():
         if isinstance(child, WeightSpec):
             yield (*prefix, name), child

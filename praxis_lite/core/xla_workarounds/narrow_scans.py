@@ -1,10 +1,10 @@
 """Moves casts from bfloat16 to float32 out of scans, so that stacked outputs stay in bfloat16.
 
-If a layer computes in bfloat16, the gradient of its float32 weight is a bfloat16 product, which the
-layer's backward pass finally casts to float32. A scan over layers would stack the gradients after
-this cast, which takes twice the memory. This transformation moves the cast behind the scan. The
-results are the same, except that XLA may keep more digits if it fuses a rounding with the cast
-back.
+If a layer computes in bfloat16, the gradient of its float32 weight is a bfloat16 product, which is
+cast to float32 at the end of the layer's backward pass. A scan over layers would stack the
+gradients after this cast, which takes twice the memory. This transformation moves the cast to after
+the scan. The results are the same, except that XLA may keep more precision if it fuses a rounding
+with the cast back.
 """
 
 from collections.abc import Collection

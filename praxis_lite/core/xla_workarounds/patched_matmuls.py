@@ -33,7 +33,8 @@ __all__ = ("PatchedFunction", "patch_matmuls", "patch_exported_matmuls")
 _COMPARE = "compare the job with a single device (--mode=check)"
 _NOT_PATCHED = f"It could not be patched. Before you rely on its results, {_COMPARE}"
 _NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
-# Each round's constraints may change the shardings of other matmuls, which the next round patches.
+# Each round's constraints may change the shardings of other matmuls, which are patched in the next
+# round.
 _MAX_ROUNDS = 4
 
 
@@ -46,7 +47,7 @@ def patch_matmuls(
 
     Args:
       lowered: A lowered function that has not been compiled or called yet.
-      mesh: Mesh of its arrays.
+      mesh: Mesh of the function's arrays.
       report: Called with a message per patched matmul, or with the reason why the function cannot
         be searched, for example because it uses GSPMD.
 
@@ -73,7 +74,7 @@ def patch_exported_matmuls(
     module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
     if not _patch_module(module, mesh, report):
         return exported
-    # As in jax.export, stay compatible with the jax versions of the last four weeks.
+    # As in jax.export, stay compatible with the jax versions from the last four weeks.
     version = stablehlo.get_version_from_compatibility_requirement(
         stablehlo.StablehloCompatibilityRequirement.WEEK_4
     )
@@ -82,12 +83,12 @@ def patch_exported_matmuls(
 
 
 class PatchedFunction:
-    """A jitted function that `patch_matmuls` patches in the first call.
+    """A jitted function that is patched by `patch_matmuls` on the first call.
 
     Args:
       jitted: Result of `jax.jit`. All calls must have the same shapes, so that it is lowered only
         once.
-      mesh: Mesh of its arguments.
+      mesh: Mesh of the function's arguments.
     """
 
     def __init__(self, jitted: Any, mesh: Mesh):
@@ -101,7 +102,7 @@ class PatchedFunction:
 
 
 def _patch_module(module: Any, mesh: Mesh, report: Callable[[str], None]) -> bool:
-    """Patches an MLIR module in place; returns whether XLA could permute any of its matmuls."""
+    """Patches an MLIR module in place; returns whether XLA could permute results of any matmul."""
     # JAX adds attributes for its settings at run time.
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         report(
@@ -171,7 +172,7 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
 
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
-    """Returns a spec of the results in the operand's axis order, and the axes dropped for this."""
+    """Returns a spec for the results in the operand's axis order, and the axes that it drops."""
     # First try to reorder the axes within each dim, which costs only a collective-permute. If no
     # such order avoids the conflict, replicate the results over the contracted axes.
     spec, dropped = product.result.spec, list[str]()
@@ -191,9 +192,9 @@ def _closed(product: Product, split: Split, spec: Spec | None = None) -> Any:
 
     Args:
       product: The matmul.
-      split: Sharding of one of its arrays.
-      spec: Mesh axes per dim that replace the axes of `split`. They must be a permutation or subset
-        of these axes.
+      split: Sharding of one of the matmul's arrays.
+      spec: Mesh axes per dim that replace the axes of `split`. They must be a permutation or a
+        subset of the axes of `split`.
     """
     if split.sharding is None:
         dims: list[list[Any]] = [[]] * len(split.spec)

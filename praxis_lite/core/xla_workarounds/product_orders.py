@@ -1,8 +1,8 @@
-"""Finds the matmuls of an MLIR module whose results XLA's partitioner may permute.
+"""Finds the matmuls in an MLIR module whose results XLA's partitioner may permute.
 
 On a mesh with three axes, XLA silently returns wrong results for some matmuls
 (docs/upstream/matmul_rows.md). If a contracted axis also splits the results, XLA groups devices by
-that axis. It numbers the devices of a group twice: by their order in the larger operand and by
+that axis. It numbers the devices in each group twice: by their order in the larger operand and by
 their order in the results. If these orders differ, parts of the results may be permuted.
 """
 
@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 
 PRODUCT = "stablehlo.dot_general"
 _NUMBER = "number"  # Temporary attribute that identifies matmuls across propagation.
-# For each dim of an array, the mesh axes (with more than one device) that split it.
+# For each dim of an array, the mesh axes (with more than one device) that split that dim.
 Spec = list[tuple[str, ...]]
 
 
@@ -126,7 +126,7 @@ class Product:
 
 
 def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Product]]:
-    """Returns the matmuls that XLA may permute, by their index among all matmuls of the module.
+    """Returns the matmuls whose results XLA may permute, by index among the module's matmuls.
 
     Shardy copies a function for each of its calls, so a matmul may have several copies.
 

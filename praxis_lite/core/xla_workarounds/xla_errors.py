@@ -4,16 +4,16 @@ XLA pads unevenly split arrays and must exclude the padding from computations. I
 does not. In addition, four kinds of convolutions are wrong even without padding.
 
 - A scatter into an array that is itself split adds padding at index 0. The gradient of an embedding
-  table is such a scatter, and its first row was wrong. Workaround: replace padding by the neutral
+  table is such a scatter, and its first row was wrong. Workaround: replace padding with the neutral
   element before scattering.
 - If two operations slide a window over the same split array (cumulative sums, pooling,
-  convolutions), the second operation reads the padding of the first, such as -inf in a sum.
+  convolutions), the second operation reads padding from the first, such as -inf in a sum.
   Workaround: give each operation a separate copy of the array.
 - The gradient of max pooling with overlapping windows is wrong if the array is split along a
   window dim, evenly or not. Workaround: replicate these dims.
-- The gradient of the filter of a depthwise or grouped convolution is wrong if the batch is split
-  and another mesh axis is unused. Workaround: compute it as sums of products.
-- A grouped convolution is wrong if a split of its channels cuts a group. Workaround: replicate the
+- The filter gradient of a depthwise or grouped convolution is wrong if the batch is split and
+  another mesh axis is unused. Workaround: compute it as sums of products.
+- A grouped convolution is wrong if its channels are split within a group. Workaround: replicate the
   channels.
 - A convolution with split spatial dims is summed over replicas if the mesh has another axis.
   Workaround: replicate spatial dims on such meshes.
@@ -48,7 +48,7 @@ def without_xla_errors(
     static_argnums: int | Sequence[int] = (),
     also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
-    """Wraps a function so that its results are correct however its arrays are sharded.
+    """Wraps a function so that its results are correct regardless of how its arrays are sharded.
 
     Compile the result with `jax.jit`. The wrapper traces the function and replaces operations that
     trigger XLA bugs, including operations in loops, branches and calls, so it also works for
@@ -57,7 +57,7 @@ def without_xla_errors(
     Args:
       function: A function of trees of arrays.
       static_argnums: Same as for `jax.jit`.
-      also: Additional transformation of the traced jaxpr. It must preserve the results.
+      also: Additional transformation of the traced jaxpr, which must preserve the results.
     """
 
     @functools.wraps(function)
@@ -147,7 +147,7 @@ def _convolution(
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     # Each condition below belongs to one of the bugs in the module docstring, and adds the dims
-    # whose replication avoids it.
+    # whose replication avoids the bug.
     lhs_dims, rhs_dims, out_dims = set(), set(), set()
     if len(sizes) > 1:
         lhs_dims, rhs_dims, out_dims = {*lhs_spec[2:]}, {*rhs_spec[2:]}, {*out_spec[2:]}
@@ -160,7 +160,7 @@ def _convolution(
     if sizes and groups > 1:
         rhs_dims.add(rhs_spec[1])
         is_depthwise = lhs.shape[lhs_spec[1]] == rhs.shape[rhs_spec[0]] == groups
-        if groups % mesh.size or not is_depthwise:  # A split of channels may cut groups.
+        if groups % mesh.size or not is_depthwise:  # Channels may be split within a group.
             lhs_dims.add(lhs_spec[1])
             rhs_dims.add(rhs_spec[0])
             out_dims.add(out_spec[1])
@@ -169,7 +169,7 @@ def _convolution(
 
 
 def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any]) -> jax.Array:
-    """Computes a convolution with batch groups as one matmul per spatial position of the output.
+    """Computes a convolution with batch groups as one matmul per spatial output position.
 
     The gradient of a filter is such a convolution, and a filter has few spatial positions.
     """

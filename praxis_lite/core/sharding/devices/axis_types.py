@@ -1,11 +1,11 @@
 """Types of mesh axes: Auto (XLA chooses shardings) or Explicit (array types contain them).
 
-All meshes of the library are created here, with explicit axis types, because JAX's functions have
+All meshes in the library are created here, with explicit axis types, because JAX's functions have
 different defaults (`jax.make_mesh` Explicit, `Mesh` Auto).
 
-Outside of compiled steps, arrays are on meshes of Auto axes, because JAX has no type for an array
-that is split unevenly. Inside typed steps (`TaskOnMesh.typed`), `jax.sharding.explicit_axes` makes
-the Explicit axes of the mesh part of array types.
+Outside compiled steps, arrays are on meshes of Auto axes, because JAX has no type for an array that
+is split unevenly. Inside typed steps (`TaskOnMesh.typed`), `jax.sharding.explicit_axes` makes the
+Explicit axes of the mesh part of array types.
 """
 
 import contextlib
@@ -56,12 +56,12 @@ def explicit_axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def is_typed() -> bool:
-    """Returns whether the current mesh has Explicit axes, so that array types have shardings."""
+    """Returns whether the current mesh has Explicit axes, so that array types contain shardings."""
     return bool(explicit_axes_of(jax.sharding.get_abstract_mesh()))
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the same devices with Auto axes, as the state requires."""
+    """Returns a mesh with the same devices and Auto axes, as the state requires."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
 
 
@@ -191,9 +191,10 @@ def is_type_error(error: Exception) -> bool:
 
     Callers catch the error and compute over Auto axes. Layers cannot declare this in advance: the
     same layer has a type for some batch shapes and meshes but not for others (see `UnevenType`),
-    and custom layers use any operation of JAX.
+    and custom layers may use any JAX operation.
     """
-    # JAX does not export the class of this error, and loops raise other errors for their carry.
+    # JAX does not export the class of this error, and different errors are raised for the carry of
+    # a loop.
     words = ("should be replicated", "aval mesh", "shard", "equal types")
     return (
         isinstance(error, UnevenType)
@@ -222,7 +223,7 @@ def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
 
 
 def note_untyped(path: str, reason: str) -> None:
-    """Records the reason why a layer of the traced step uses Auto axes."""
+    """Records the reason why a layer in the traced step uses Auto axes."""
     notes = _notes.get()
     if notes is not None:
         notes.setdefault(path, reason)
@@ -240,9 +241,9 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def with_common_dim_types(trees: PyTree, num_dims: int) -> PyTree:
-    """Reshards arrays to a common type of their first `num_dims` dims, as a vmap requires.
+    """Reshards arrays to a common type for their first `num_dims` dims, as a vmap requires.
 
-    Each dim is split like in the first array that splits it.
+    Each dim is split as in the first array in which it is split.
     """
     if not num_dims or not is_typed():
         return trees

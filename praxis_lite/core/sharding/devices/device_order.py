@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 def devices_per_process(
     config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
-    """Selects the same number of simulated devices from each process; a process acts as a slice."""
+    """Selects equally many simulated devices from each process; each process acts as a slice."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
     if expected % num_processes:
         raise ConfigError(
@@ -43,7 +43,7 @@ def devices_per_process(
 
 
 def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns a grid of accelerators that `mesh_utils` orders by interconnect and slice."""
+    """Returns a grid of accelerators, ordered by interconnect and slice using `mesh_utils`."""
     split = config.allow_split_physical_axes
     try:
         if config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:

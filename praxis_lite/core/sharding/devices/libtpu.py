@@ -30,11 +30,11 @@ WITHOUT_TPU = {
 def avoid_loading_libtpu() -> None:
     """Keeps JAX from loading an installed libtpu if the host has no TPU.
 
-    A host may have libtpu installed only to plan TPU jobs. JAX (0.10 to 0.12) would load it with
-    the first device. libtpu would then log errors, and profiling would crash with SIGSEGV if the
-    version of libtpu does not match jax. Call this function before JAX creates devices. It has no
-    effect later, or if JAX_PLATFORMS is set. On hosts with TPU chips, `import jax` itself sets the
-    platforms to "tpu,cpu".
+    A host may have libtpu installed only to plan TPU jobs. JAX (0.10 to 0.12) would load it when
+    creating the first device. libtpu would then log errors, and profiling would crash with SIGSEGV
+    if the libtpu version did not match jax. Call this function before JAX creates devices. It has
+    no effect later, or if JAX_PLATFORMS is set. On hosts with TPU chips, `import jax` itself sets
+    the platforms to "tpu,cpu".
 
     Raises:
       ConfigError: See `check_environment`.

@@ -82,7 +82,7 @@ def unknown_option_message(
 def check_environment() -> None:
     """Checks the names of options in XLA_FLAGS and LIBTPU_INIT_ARGS.
 
-    XLA would terminate the process if a name is unknown.
+    XLA terminates the process if a name is unknown.
 
     Raises:
       ConfigError: Options do not exist in the compiler's library. The message lists all of them.
@@ -102,7 +102,7 @@ def check_environment() -> None:
 def option_names(package: str) -> frozenset[str]:
     """Returns the strings in a compiler's library that may be option names; takes half a second.
 
-    Some of the strings are not option names, but only XLA itself can tell.
+    Some of the strings are not option names, but only XLA itself can tell which.
     """
     library = _library(package) or b""
     matches = re.finditer(rb"xla_[a-z0-9_]+", library)
@@ -128,7 +128,7 @@ def _is_reserved(library: mmap.mmap | bytes, start: int, name: bytes) -> bool:
 
 @functools.cache
 def _library(package: str) -> mmap.mmap | None:
-    """Maps XLA's library, the largest file of a package; returns None if it is not installed."""
+    """Memory-maps XLA's library, the largest file in a package; returns None if not installed."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     files = [path for folder in folders or () for path in Path(folder).glob("*") if path.is_file()]
