@@ -22,7 +22,7 @@ def pax_outputs(
 
     With fprop_for_prefix, T is P + M. Pax aligns all prompts to end at P and, after decoding,
     shifts each row to the left, which fills the end of the row with log-probs of 0.0. This function
-    reproduces them.
+    reproduces these zeros.
 
     Without fprop_for_prefix, T is `seqlen`, and prompt tokens except the first have log-probs. A
     row that neither ended nor reached its max_decode_steps has the length `seqlen`. In this mode,
