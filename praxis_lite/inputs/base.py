@@ -15,7 +15,7 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import require
 from praxis_lite.inputs.mixing.shuffle import examples_at
 
-if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
+if TYPE_CHECKING:  # A worker process does not need JAX, which takes a second to import.
     import jax
 
     from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -43,7 +43,7 @@ class InputPipeline(abc.ABC):
     read by `check` and later methods.
     """
 
-    batch_size: int  # Number of rows in the global batch, over all hosts.
+    batch_size: int  # Number of rows in the global batch, across all hosts.
     # Whether batch k can only be computed after all earlier batches; logged when a job starts.
     replays: bool = False
     tokenizer: "Tokenizer | None" = None  # Set by text pipelines.
@@ -54,7 +54,7 @@ class InputPipeline(abc.ABC):
         """The number of batches in one pass, or None for an endless pipeline (training)."""
 
     def check(self) -> None:
-        """Reads the files and validates the settings. Raises ConfigError if a batch would fail."""
+        """Reads the files and validates the settings; raises ConfigError if they are invalid."""
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
@@ -116,7 +116,7 @@ class InputPipeline(abc.ABC):
         return None
 
     def class_name(self) -> str:
-        """Returns the class name for fingerprints, prefixed with the module for a user's class.
+        """Returns the class name for fingerprints, with the module for user-defined classes.
 
         Both `TextWindows` classes have the same name because their batches are equal.
         """
@@ -144,7 +144,7 @@ class InputPipeline(abc.ABC):
             )
 
     def rows_or_all(self, rows: slice | None) -> slice:
-        """Returns `rows`, or a slice with all rows of the batch if it is None."""
+        """Returns `rows`, or a slice with all rows in the batch if `rows` is None."""
         return slice(0, self.batch_size) if rows is None else rows
 
 

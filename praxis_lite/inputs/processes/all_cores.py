@@ -118,7 +118,7 @@ def _initialize_process(function: Callable[[Any], Any], parent_pid: int) -> None
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """Exits once the parent process is gone; a parent that is killed cannot stop its children."""
+    """Exits once the parent process has exited; a killed parent cannot stop its children."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
     os._exit(1)

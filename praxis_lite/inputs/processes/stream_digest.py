@@ -17,7 +17,7 @@ def stream_digest(
 ) -> str:
     """Returns the hex SHA-256 of the names, dtypes, shapes and bytes of global batches.
 
-    Each process computes a contiguous range of the rows, like the hosts of a job. A pipeline
+    Each process computes a contiguous range of the rows, like each host in a job. A pipeline
     without random access computes all ranges in the current process.
 
     Args:
@@ -28,7 +28,7 @@ def stream_digest(
         this number, the last processes compute fewer rows or none.
 
     Raises:
-      ConfigError: The pipeline's settings are invalid, or it ends too early.
+      ConfigError: The pipeline's settings are invalid, or the pipeline ends too early.
     """
     is_in_range = 1 <= num_batches < 2**31
     require(is_in_range, "The number of batches", num_batches, "at least 1 and below 2**31")

@@ -22,7 +22,7 @@ _MIN_LOGGED_BYTES = 64 << 20  # Smaller files are copied without a log line or a
 def write_copy(source: CopiedFiles, key: str) -> Path:
     """Copies a source's rows into an Arrow file, without network access.
 
-    If another process is copying the same rows, waits for it instead.
+    If another process is already copying the same rows, waits for that process instead.
 
     Args:
       source: Source to copy.
@@ -131,7 +131,7 @@ def _with_schema(
 
 @contextlib.contextmanager
 def _progress_bar(is_visible: bool) -> Iterator[None]:
-    """Hides the progress bar of `datasets` unless `is_visible`."""
+    """Hides the `datasets` progress bar unless `is_visible`."""
     was_visible = not datasets.are_progress_bars_disabled()
     if was_visible and not is_visible:
         datasets.disable_progress_bars()

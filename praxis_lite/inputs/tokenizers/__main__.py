@@ -37,8 +37,8 @@ def train(
 ) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer and writes it to a directory.
 
-    The tokenizer has special tokens for the end of a text and for the start and end of a turn, and
-    a chat template.
+    The tokenizer has an end-of-text token, special tokens for the start and end of a turn, and a
+    chat template.
 
     Args:
       files: Comma-separated globs of text files.
@@ -134,7 +134,7 @@ def _train(
 
 
 def description(tokenizer: JsonTokenizer) -> str:
-    """Describes a tokenizer: its vocabulary size, special tokens and end tokens."""
+    """Returns a description of a tokenizer: its vocabulary size, special tokens and end tokens."""
     return "\n".join(_lines(tokenizer))
 
 

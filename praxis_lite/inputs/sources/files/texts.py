@@ -64,7 +64,7 @@ def require_valid_unicode(text: str, where: str, name: str = "text") -> str:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # Python represents undecodable bytes of the command line or the terminal as surrogates.
+        # Python represents undecodable bytes from the command line or the terminal as surrogates.
         is_byte = 0xDC80 <= code <= 0xDCFF
         found = (
             f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the unpaired surrogate \\u{code:x}"
@@ -79,7 +79,7 @@ def require_valid_unicode(text: str, where: str, name: str = "text") -> str:
 
 
 def to_json_value(value: Any, where: str) -> Any:
-    """Converts a value of any file format to JSON types, and validates its text.
+    """Converts a value from any file format to JSON types, and validates its text.
 
     Bytes are decoded to text; arrays and tuples become lists.
 
