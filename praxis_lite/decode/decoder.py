@@ -44,7 +44,7 @@ class Decoder(abc.ABC):
 
     Attributes:
       max_decode_steps: Maximum number of new tokens per prompt, including the end-of-text token.
-      seqlen: Maximum number of tokens in a row, including its prompt. If None, rows are limited
+      seqlen: Maximum number of tokens in a row, including the prompt. If None, rows are limited
         only by max_decode_steps. (Pax's default of 0 means "must be set".)
       min_decode_steps: Minimum number of new tokens before an end-of-text token. In Pax, only beam
         search supports it.
@@ -198,7 +198,7 @@ class Decoder(abc.ABC):
           * decode_lengths: int32 [B, S], the number of new tokens, including the end-of-text token.
           * logprobs: float32 [B, S, M], log-probs of the new tokens under the model before any
             filtering, and 0 after the end.
-          * scores: float32 [B, S], the scores by which the hypotheses of a prompt are sorted.
+          * scores: float32 [B, S], the scores by which the hypotheses for a prompt are sorted.
           * prefix_logprobs: float32 [B, P], log-probs of the prompt's tokens, and 0 for the first.
             Only returned if fprop_for_prefix is False.
         """

@@ -50,7 +50,7 @@ class DecodeState:
       num_model_steps: int32 [R], the number of model calls that computed the new tokens; None
         without speculation.
       num_shared: int32 [R], see `Prefix`; None without prefix sharing.
-      likeliest: The likeliest tokens of recent steps, if the decoder stores them.
+      likeliest: The likeliest tokens from recent steps, if the decoder stores them.
     """
 
     cache: Any

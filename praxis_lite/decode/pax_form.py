@@ -18,7 +18,7 @@ def pax_outputs(
     *,
     seqlen: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Converts the outputs of a Decoder to NumPy arrays with Pax's names and meanings.
+    """Converts a decoder's outputs to NumPy arrays with Pax's names and meanings.
 
     With fprop_for_prefix, T is P + M. Pax aligns all prompts to end at P and, after decoding,
     shifts each row to the left, which fills the end of the row with log-probs of 0.0. This function

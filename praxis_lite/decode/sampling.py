@@ -175,7 +175,7 @@ class Sample(Greedy):
     Other libraries apply it before the filters.
 
     Attributes:
-      num_samples: Number of continuations per prompt; the model reads the prompt once.
+      num_samples: Number of continuations per prompt; the prompt is read only once.
       temperature: Temperature of the distribution; 0 chooses the most likely token.
       k: Number of most likely tokens to sample from, or 0 to sample from all tokens.
       p: Threshold for nucleus sampling: tokens are sampled from the smallest set of most likely
@@ -183,7 +183,7 @@ class Sample(Greedy):
         arXiv:1904.09751).
       min_p: Minimum probability of tokens to sample from, as a fraction of the probability of the
         most likely token (Nguyen et al. 2024, arXiv:2407.01082).
-      sort_samples: Whether to sort the samples of a prompt by their scores, best first.
+      sort_samples: Whether to sort the samples for a prompt by their scores, best first.
     """
 
     num_samples: int = 1

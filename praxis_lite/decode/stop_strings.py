@@ -54,7 +54,7 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
 
 
 class ContinuationText:
-    """Decodes the tokens of a continuation incrementally, up to the first stop string.
+    """Decodes the tokens in a continuation incrementally, up to the first stop string.
 
     `text` does not include special tokens, but stop strings may match special tokens.
 

@@ -54,12 +54,16 @@ class InputPipeline(abc.ABC):
         """The number of batches in one pass, or None for an endless pipeline (training)."""
 
     def check(self) -> None:
-        """Reads the files and validates the settings; raises ConfigError if they are invalid."""
+        """Reads the files and validates the settings.
+
+        Raises:
+            ConfigError: A batch could not be computed.
+        """
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        """Returns the shape and dtype of each leaf of the global batch."""
+        """Returns the shape and dtype of each leaf in the global batch."""
 
     @abc.abstractmethod
     def batches(
@@ -190,7 +194,7 @@ class ExamplePipeline(IndexedPipeline):
         return None if self.shuffle else -(-self.num_examples // self.batch_size)
 
     def example_indices(self, index: int, rows: slice) -> np.ndarray:
-        """Returns the example index of each row as int64; shorter at the end of a pass."""
+        """Returns the example index of each row as int64; fewer rows at the end of a pass."""
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         return examples_at(self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle)
 
@@ -210,7 +214,7 @@ class SequentialPipeline(InputPipeline):
 
     @abc.abstractmethod
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the given rows of batches `start`, `start + 1`, ..."""
+        """Yields the given rows from batches `start`, `start + 1`, ..."""
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None

@@ -37,8 +37,8 @@ class FromDataset(SequentialPipeline):
 
     Each iteration calls the function after `tf.random.set_seed(seed)`, which seeds all random
     operations without an explicit seed. tf.data preserves the order of parallel operations, so all
-    runs see the same batches unless the dataset's options disable this. In that case
-    `nondeterminism` returns the reason, and the job logs it when it starts.
+    runs read the same batches unless the dataset's options disable this. In that case,
+    `nondeterminism` returns the reason, which the job logs on startup.
 
     The dataset has no random access: a job that resumes at step k first recomputes k batches (and
     logs this). Every process computes the complete global batch and takes its own rows.

@@ -3,12 +3,12 @@
 This is the P-fair scheduler of Baruah, Cohen, Plaxton and Varvel (1996), extended to shares that
 change. Skip the extension on a first read: it is all in `_Phase`.
 
-Positions number the rows of the mixture. The target of a source at a position is the sum of its
-shares at all earlier positions, which is usually a fraction. Row j of a source is released once the
-target exceeds j. Its deadline is the first position at which the target reaches j + 1; the row must
-be scheduled before this position. The scheduler picks the released row with the earliest deadline.
-The invariant is that the number of rows scheduled from each source differs from the source's target
-by less than one.
+A position is the index of a row in the mixture. The target of a source at a position is the sum of
+its shares at all earlier positions, which is usually a fraction. Row j of a source is released once
+the target exceeds j. Its deadline is the first position at which the target reaches j + 1; the row
+must be scheduled before this position. The scheduler picks the released row with the earliest
+deadline. The invariant is that the number of rows scheduled from each source differs from the
+source's target by less than one.
 
 A row that is released before the shares change can have its deadline after the change. The order
 just before a change therefore depends on the shares after the change. A schedule without this
@@ -107,7 +107,7 @@ class Segment:
     def _block_counts(self) -> np.ndarray:
         """int64[blocks + 1, sources]: rows from each source in a period before each block.
 
-        The last entry counts the rows of the entire period.
+        The last entry contains the counts for the entire period.
         """
         blocks = [
             np.bincount(self.order[start : start + _BLOCK], minlength=len(self.counts_at_start))
@@ -121,7 +121,7 @@ class Schedule:
 
     Args:
       phases: Pairs (position, parts) with increasing positions, starting at 0. From that position
-        on, the share of a source is its part divided by the sum of the parts.
+        on, a source's share is its part divided by the sum of all parts.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:

@@ -54,7 +54,7 @@ def stream_digest(
 def _batch_parts(
     pipeline: InputPipeline, num_batches: int, start: int, row_slices: list[slice]
 ) -> Iterator[list[dict[str, np.ndarray]]]:
-    """Yields, for each batch, the rows of every slice."""
+    """Yields, for each batch, the rows in every slice."""
     if not isinstance(pipeline, IndexedPipeline):
         streams = [pipeline.batches(start, rows=rows) for rows in row_slices]
         for _ in range(num_batches):

@@ -1,4 +1,4 @@
-"""Copies the rows of files into a cached Arrow file with Hugging Face's `datasets`."""
+"""Copies rows from files into a cached Arrow file with Hugging Face's `datasets`."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
 
 
 class _Copy(datasets.ArrowBasedBuilder):
-    """Builds a dataset with a single split: the rows of all files in order."""
+    """Builds a dataset with a single split: the rows from all files, in order."""
 
     def __init__(self, source: CopiedFiles, **settings: Any):
         self._source = source

@@ -81,7 +81,7 @@ class Source(NeedsPackage, abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Example:
-        """Returns an example. Raises BadExample with its location if it is invalid."""
+        """Returns an example. Raises BadExample with the location if the example is invalid."""
 
     @property
     @abc.abstractmethod
@@ -121,7 +121,7 @@ class Source(NeedsPackage, abc.ABC):
     def map_part(
         self, part: Part, function: Callable[[Example, int], Any], left_out: Counter[str]
     ) -> Iterator[tuple[int, Any]]:
-        """Applies a function to the examples of a part, except examples with faults in `skip`.
+        """Applies a function to the examples in a part, except examples with faults in `skip`.
 
         Args:
           part: Range of examples.

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     Attributes:
       values: JSON values.
-      arrays: Arrays by name; large ones are memory-mapped.
+      arrays: Arrays by name; large arrays are memory-mapped.
       digests: Hex XXH3 of the bytes of each array when it was written.
     """
 

@@ -146,7 +146,7 @@ def value_of(scalar: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes null fields from the structs of a nested Arrow value.
+    """Removes null fields from the structs in a nested Arrow value.
 
     All structs in an Arrow column have the same fields; fields that JSON would omit are null.
     """

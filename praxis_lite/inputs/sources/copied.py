@@ -44,7 +44,7 @@ class CopiedFiles(RowsOfFiles):
 
     @abc.abstractmethod
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
-        """Yields the rows of a file as tables; all files must have the same columns."""
+        """Yields the rows in a file as tables; all files must have the same columns."""
 
     @functools.cached_property
     def copy(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Applies a function to all examples of a source, in parts, and caches the results on disk.
+"""Applies a function to all examples in a source, in parts, and caches the results on disk.
 
 Parts that an interrupted run has already computed are reused. If a file changes, only its parts are
 recomputed. The results do not depend on the number of cores.

@@ -8,7 +8,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 
 __all__ = ("BadExample", "none_skipped")
 
-# Names that a source's `skip` accepts, with their meaning.
+# Valid names in a source's `skip`, with their meanings.
 FAULTS = {
     "truncated": "the end of a file is missing",
     "damaged": "a record does not match its checksum, or an image cannot be decoded",

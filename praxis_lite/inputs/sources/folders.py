@@ -34,7 +34,7 @@ class _FilePerExample(GlobSource):
 
     @abc.abstractmethod
     def decode(self, data: bytes, path: str) -> Example:
-        """Converts the bytes of a file to an example."""
+        """Converts a file's bytes to an example."""
 
     @functools.cached_property
     def _root(self) -> str:

@@ -105,7 +105,7 @@ class HuggingFaceDataset(_PreparedDataset):
     """A source over a Hugging Face dataset that was written with `save_to_disk`.
 
     Lists of numbers become arrays. Images are decoded with Pillow; audio and video are not decoded,
-    but returned as a dict with their bytes and path.
+    but returned as dicts with bytes and path.
 
     Args:
       path: Folder of the dataset.

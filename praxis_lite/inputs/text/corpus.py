@@ -34,9 +34,9 @@ class TextCorpus:
     reference repeats itself.
 
     Args:
-        files: Comma-separated globs of text files; `**` and `~` are supported. Each file is split
-            at line ends into documents of at most 16 KiB named `<basename>#<k>`. If None, uses
-            CPython's language reference (`pydoc_data.topics`) with one document per topic.
+        files: Comma-separated globs that match text files; `**` and `~` are supported. Each file is
+            split at line ends into documents of at most 16 KiB named `<basename>#<k>`. If None,
+            uses CPython's language reference (`pydoc_data.topics`) with one document per topic.
         heldout_percent: Percentage of documents to hold out, from 0 to 100.
         tokenizer: A tokenizer or its directory. If None, tokens are bytes.
     """

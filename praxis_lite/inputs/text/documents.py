@@ -1,4 +1,4 @@
-"""Tokenizes the examples of a source into documents, and caches them on disk."""
+"""Tokenizes the examples in a source into documents, and caches them on disk."""
 
 import collections
 import dataclasses
@@ -49,7 +49,7 @@ class Documents:
         * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
         * "alpaca": Alpaca's format, with the keys `instruction`, `input` and `output`.
         * "preference": `prompt`, `chosen` and `rejected`, for PreferenceData.
-      key: Key of the value in an example. If None, the name of the format.
+      key: Key of the value in an example. If None, the name of the format is used.
       tokenizer: A tokenizer or its directory. If None, tokens are bytes, and "ids" are used
         unchanged.
       transform: Importable function from an example to an example, applied first.
@@ -107,7 +107,7 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The cached tokens, or only the lengths, of each part of the source."""
+        """The cached tokens, or only the lengths, for each part of the source."""
         self.source.check()
         recipe = {
             "version": 3,
@@ -226,7 +226,7 @@ class Documents:
         return np.flatnonzero(is_held_out == (split == "heldout"))
 
     def __getitem__(self, number: int) -> Tokens:
-        """Returns the tokens of a document, as views of memory-mapped files if they are cached."""
+        """Returns the tokens in a document, as views of memory-mapped files if they are cached."""
         part, offset = self._part_and_offset(number)
         arrays = self.parts[part].arrays
         if not self.cache_tokens:
@@ -252,7 +252,7 @@ class Documents:
         return self._concatenated("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:
-        """Returns the tokens of a preference pair."""
+        """Returns the tokens in a preference pair."""
         tokens, size = self[number], self.chosen_lengths[number]
         return Pair(
             *(
@@ -303,7 +303,7 @@ class Documents:
 
 
 def _concatenate(pair: Pair) -> Tokens:
-    """Returns the tokens of the chosen side, followed by the tokens of the rejected side."""
+    """Returns the tokens on the chosen side, followed by the tokens on the rejected side."""
     return Tokens(
         np.concatenate([side.ids for side in pair]),
         np.concatenate([side.is_answer for side in pair]),

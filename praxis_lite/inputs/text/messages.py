@@ -47,7 +47,7 @@ class Conversation:
     Attributes:
       messages: Messages as returned by `as_messages`. Assistant messages with weight 0 are not
         trained on.
-      variables: The row's `tools` and `documents`, and the entries of its `chat_template_kwargs`.
+      variables: The row's `tools` and `documents`, and the entries in its `chat_template_kwargs`.
       where: Location of the row for error messages, as "file:line".
     """
 

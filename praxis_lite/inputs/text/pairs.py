@@ -47,7 +47,7 @@ def pair_of(
     The values of "prompt", "chosen" and "rejected" are strings or lists of messages. The prompt is
     taken from the messages that both answers start with if "prompt" is missing, or if it is a
     string although the answers are complete conversations, as in TRL's `maybe_extract_prompt`.
-    Answers may repeat the messages of the prompt. Rows with messages may also contain CONTEXT_KEYS.
+    Answers may repeat the messages in the prompt. Rows with messages may also contain CONTEXT_KEYS.
     Assistant messages with weight 0 are excluded from the comparison.
 
     Args:
@@ -104,7 +104,7 @@ def pair_of(
 def _split(
     prompt: Any, answers: list[list[Message]], where: str
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Splits two conversations into the messages of the prompt and of each answer."""
+    """Splits two conversations into the messages in the prompt and in each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         if all(answer[: len(before)] == before for answer in answers):

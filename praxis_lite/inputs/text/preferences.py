@@ -36,8 +36,9 @@ class PreferenceData(DocumentPipeline):
     optional. Pairs with an empty answer are skipped and counted.
 
     Args:
-        files: Comma-separated globs of JSON lines files, or a source of examples in any file
-            format. If None, uses questions about Python with answers from its language reference.
+        files: Comma-separated globs that match JSON lines files, or a source of examples in any
+            file format. If None, uses questions about Python with answers from its language
+            reference.
         split: Name of the split, 'train' or 'heldout'.
         batch_size: Number of pairs in the global batch.
         seq_len: Maximum number of labels per side, T.
@@ -126,7 +127,7 @@ class PreferenceData(DocumentPipeline):
 
     @property
     def pairs(self) -> list[Pair]:
-        """The tokens of the split's pairs, in file order."""
+        """The tokens in the split's pairs, in file order."""
         return [self.documents.pair(number) for number in self._numbers]
 
     @property

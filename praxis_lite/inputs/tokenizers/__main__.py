@@ -41,7 +41,7 @@ def train(
     chat template.
 
     Args:
-      files: Comma-separated globs of text files.
+      files: Comma-separated globs that match text files.
       directory: A new or empty directory.
       vocab_size: Number of tokens, including special tokens.
       special_tokens: Additional special tokens. They must not occur in ordinary text.

@@ -68,7 +68,7 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
     def name_of(self, token: int) -> str | None:
-        """Returns a token as written in the vocabulary, such as "<0xE2>" for a byte, or None."""
+        """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""
         return None
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:

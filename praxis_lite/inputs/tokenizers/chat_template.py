@@ -117,8 +117,8 @@ class ChatTemplate:
         """Renders messages, and checks that the template does not ignore any part of them.
 
         The template must read each variable. Each message key must occur in the template's source
-        or change the rendered text, and so must each role except user and assistant. A `name` must
-        change the text, because templates also mention the names of tools.
+        or change the rendered text, and so must each role except user and assistant. The key `name`
+        must change the text, because templates also mention the names of tools in their source.
 
         Args:
           messages: Messages as returned by `prepared`.

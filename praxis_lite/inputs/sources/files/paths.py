@@ -54,7 +54,7 @@ def _matches(pattern: str, owner: str) -> list[str]:
 
 
 def make_files(files: str, folder: str, make: Make) -> None:
-    """Calls `make` in a temporary folder, and moves the files that it creates into `folder`.
+    """Calls `make` in a temporary folder, and moves the created files into `folder`.
 
     Args:
       files: The source's setting `files`; if `make` returns examples, the path of a single file.

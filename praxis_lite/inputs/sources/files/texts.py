@@ -23,8 +23,8 @@ def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
     Args:
       data: The bytes to decode.
       where: Location of the bytes for error messages: "file:line", or the name of the file.
-      is_file: Whether `data` is a complete file. The error message then appends the line to
-        `where`.
+      is_file: Whether `data` is a complete file. The line is then appended to `where` in the error
+        message.
 
     Raises:
       BadExample: (`not_utf8`) The bytes have a different encoding, or contain NUL bytes, which
