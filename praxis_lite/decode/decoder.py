@@ -47,15 +47,15 @@ class Decoder(abc.ABC):
       seqlen: Maximum number of tokens in a row, including the prompt. If None, rows are limited
         only by max_decode_steps. (Pax's default of 0 means "must be set".)
       min_decode_steps: Minimum number of new tokens before an end-of-text token. In Pax, only beam
-        search supports it.
+        search supports this setting.
       eos_id: One or more tokens that end a row. If None, the tokenizer's `eos_ids` are used. If (),
         no token ends a row. (Pax's default is 2.)
       weights_dtype: Storage format of the weights while decoding. If None, the weights are stored
         unchanged. "activations" stores each weight that the model casts to a narrower dtype in that
         dtype, with the same results. "int8" also rounds the weights of dense layers, with a scale
-        per output channel, and logs their names. On TPU, a step then reads one byte per weight. On
-        CPU and GPU, XLA materializes the cast, so int8 saves memory but slows down a step (on an
-        H200, by a factor of 1.7 for a single row).
+        per output channel, and logs the names of the rounded weights. On TPU, a step then reads one
+        byte per weight. On CPU and GPU, XLA materializes the cast, so int8 saves memory but slows
+        down a step (on an H200, by a factor of 1.7 for a single row).
       weights_outputs_first: Whether to store the weights of dense layers as [out, in]. On CPU, this
         makes decoding a third faster for batches of several rows. Sums are computed in a different
         order, so the last bits of float32 results differ.

@@ -172,7 +172,7 @@ class Sample(Greedy):
 
     The filters apply to the model's probabilities after penalties: first k, then p to the remaining
     k tokens, then min_p. As in Pax, the temperature only applies to the candidates that remain.
-    Other libraries apply it before the filters.
+    Other libraries apply the temperature before the filters.
 
     Attributes:
       num_samples: Number of continuations per prompt; the prompt is read only once.

@@ -42,10 +42,11 @@ class SampleByRow(Greedy):
     them.
 
     Attributes:
-      temperature: Temperature for rows that do not set it; 0 chooses the most likely token.
-      top_k: Number of most likely tokens to sample from, for rows that do not set it; 0 samples
+      temperature: Temperature for rows that do not set a temperature; 0 chooses the most likely
+        token.
+      top_k: Number of most likely tokens to sample from, for rows that do not set top_k; 0 samples
         from all tokens. Tokens that are as likely as the k-th most likely token are also included.
-      top_p: Like `Sample.p`, applied after top_k, for rows that do not set it.
+      top_p: Like `Sample.p`, applied after top_k, for rows that do not set top_p.
       num_likeliest: Number of likeliest tokens to store per step for rows that request them, N.
       num_kept_steps: Number of recent steps whose likeliest tokens are stored, C.
     """

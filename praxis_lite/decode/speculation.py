@@ -22,8 +22,8 @@ def lookup_drafts(
     """Drafts the next tokens of each row by prompt lookup decoding (Saxena 2023).
 
     This function looks up the n-gram formed by the last n tokens in the row, for the largest n <= N
-    for which this n-gram also occurs earlier in the row. If it occurs several times, the latest
-    occurrence is used. The drafts are the K tokens after this occurrence. If fewer than K tokens
+    for which this n-gram also occurs earlier in the row. If there are several earlier occurrences,
+    the latest is used. The drafts are the K tokens after this occurrence. If fewer than K tokens
     follow, those tokens are repeated periodically. If even the last token does not occur earlier,
     all drafts are equal to that token.
 

@@ -122,7 +122,7 @@ class ContinuationText:
         return taken
 
     def text_of(self, token: int) -> str:
-        """Returns the text that `token` would add next, or its name if it is a special token."""
+        """Returns the text that `token` would add next; for a special token, the token's name."""
         is_special = token in self._tokenizer.special_ids
         return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
 
@@ -132,7 +132,7 @@ class ContinuationText:
         return new
 
     def _compare(self, new: str) -> None:
-        """Searches new text for stop strings, and its end for the beginning of a stop string."""
+        """Searches new text for stop strings, and the end of the text for partial stop strings."""
         if not new:
             return
         first = max(0, len(self._compared) - self._longest + 1)

@@ -85,7 +85,7 @@ class InputPipeline(abc.ABC):
         """Returns everything that determines the batches, as JSON: settings, seed and data hash."""
 
     def nondeterminism(self) -> str | None:
-        """Returns the reason why batches may differ between runs, or None if they cannot.
+        """Returns the reason why batches may differ between runs, or None if batches cannot differ.
 
         By default, the first batch is computed twice and compared.
         """

@@ -41,7 +41,7 @@ class FromDataset(SequentialPipeline):
     `nondeterminism` returns the reason, which the job logs on startup.
 
     The dataset has no random access: a job that resumes at step k first recomputes k batches (and
-    logs this). Every process computes the complete global batch and takes its own rows.
+    logs this). Every process computes the complete global batch and keeps only its own rows.
 
     The fingerprint contains the function's qualified name, its arguments, the settings, the number
     of examples, and a hash of the first two batches. File paths are only included if they are
@@ -198,7 +198,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _num_elements(self) -> int | None:
-        """The number of elements in the dataset, or None if it is endless."""
+        """The number of elements in the dataset, or None for an endless dataset."""
         count = int(self._dataset.cardinality())
         if count == self._tf.data.UNKNOWN_CARDINALITY:
             _log.info(
@@ -276,7 +276,7 @@ def _called_nodes(node: Any, functions: dict[str, list[Any]], seen: set[str]) ->
 
 def _is_random(node: Any) -> bool:
     """Returns whether a node is a stateful random operation."""
-    # Dataset operations such as shuffle also have seeds, but they draw sequentially.
+    # Dataset operations such as shuffle also have seeds, but draw random numbers sequentially.
     return "seed2" in node.attr and "Dataset" not in node.op
 
 

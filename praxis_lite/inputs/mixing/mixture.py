@@ -190,7 +190,7 @@ class Mixture(IndexedPipeline):
         return spec_of_rows(first.element_spec(), self.batch_size)
 
     def largest_id(self) -> int:
-        """Returns the largest token id in all sources, or 0 if it is unknown for all of them."""
+        """Returns the largest token id in all sources, or 0 if it is unknown for every source."""
         largest_ids = (source.largest_id() for source in self.sources.values())
         return max((largest for largest in largest_ids if largest is not None), default=0)
 

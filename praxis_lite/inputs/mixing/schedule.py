@@ -47,7 +47,7 @@ def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
       weights: Non-negative numbers that are not all 0.
 
     Returns:
-      One integer for each weight, or None if their sum would exceed MAX_PERIOD.
+      One integer for each weight, or None if the sum of the integers would exceed MAX_PERIOD.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in exact))

@@ -278,7 +278,7 @@ class RowsOfFiles(GlobSource):
 
     @functools.cached_property
     def first_numbers(self) -> np.ndarray:
-        """int64[files + 1]: the index of each file's first example, then the total number."""
+        """int64[files + 1]: the index of each file's first example, then the number of examples."""
         _ = self.states  # Record the states before the files are read, to detect later changes.
         return np.cumsum([0, *self.counts], dtype=np.int64)
 
@@ -294,7 +294,7 @@ class RowsOfFiles(GlobSource):
         return int(self.first_numbers[-1])
 
     def file_and_row(self, index: int) -> tuple[int, int]:
-        """Returns the index of an example's file and the index of its row in that file."""
+        """Returns the zero-based indices of an example's file and of its row in that file."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         file = int(np.searchsorted(self.first_numbers, index, side="right")) - 1

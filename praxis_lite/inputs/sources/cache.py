@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     Attributes:
       values: JSON values.
       arrays: Arrays by name; large arrays are memory-mapped.
-      digests: Hex XXH3 of the bytes of each array when it was written.
+      digests: Hex XXH3 of each array's bytes when the array was written.
     """
 
     values: dict[str, Any]

@@ -39,7 +39,8 @@ class CopiedFiles(RowsOfFiles):
     """Base class of sources whose rows are copied into an Arrow file in the cache folder.
 
     Hugging Face's `datasets` writes and locks the copy. The copy is memory-mapped, so all processes
-    on a host share its pages. It is rebuilt when the size or modification time of a file changes.
+    on a host share its pages. The copy is rebuilt when the size or modification time of a file
+    changes.
     """
 
     @abc.abstractmethod

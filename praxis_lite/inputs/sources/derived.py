@@ -55,8 +55,8 @@ def derive_parts(
       kind: Prefix for the name of the cache folder, such as "tokens".
       recipe: JSON with everything that determines the results except the examples. Each recipe has
         a separate cache folder.
-      make: Function that computes the result of a part. It must be picklable, because it runs on
-        all cores.
+      make: Function that computes the result for a part; must be picklable, because it runs on all
+        cores.
       activity: Verb for progress messages, such as "tokenizing".
 
     Raises:
@@ -109,7 +109,8 @@ class _MakePart:
 def function_recipe(function: Callable[..., Any] | None) -> Any:
     """Returns the name, bound arguments and source hash of a function, for a recipe.
 
-    Editing the function therefore invalidates the cache; editing functions that it calls does not.
+    Editing the function therefore invalidates the cache; editing the functions that this function
+    calls does not.
     """
     if function is None:
         return None

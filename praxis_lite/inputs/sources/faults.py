@@ -68,7 +68,7 @@ def apply_to_example(
 
     Args:
       function: The function to call.
-      example: The example to pass to it.
+      example: The example to pass to the function.
       where: Location of the example.
 
     Raises:

@@ -248,7 +248,7 @@ class Tfds(_PreparedDataset):
         return (self.split or "").partition("[")[0]
 
     def _require_complete_files(self) -> None:
-        """Raises ConfigError if a file is missing or truncated; TFDS would open it only later."""
+        """Raises ConfigError if a file is missing or truncated, before TFDS opens the files."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         split = self._builder.info.splits[self._split_name]

@@ -36,7 +36,7 @@ def tokens_of(
     """Tokenizes a conversation and marks the tokens in answers, including end-of-turn tokens.
 
     The chat template marks answers with `{% generation %}` and `{% endgeneration %}`. If the
-    template does not contain these tags, an answer is the text that a turn adds to its prompt.
+    template does not contain these tags, an answer is the text that a turn adds to the prompt.
     Messages with weight 0 are not trained on, nor are empty answers, which would teach the model to
     answer nothing.
 
@@ -148,7 +148,7 @@ def _span(
     tokenizer: Tokenizer,
     where: str,
 ) -> tuple[int, int]:
-    """Returns the character span that a message adds to its prompt."""
+    """Returns the character span that a message adds to the prompt."""
     before, with_answer = rendered(messages[:index], True), rendered(messages[: index + 1])
     if not (with_answer.startswith(before) and text.startswith(with_answer)):
         raise BadExample(

@@ -1,6 +1,6 @@
 """Reads conversations from dataset rows in the common formats.
 
-This is the only module that knows the keys of a row: training data, preferences, prompts and
+This is the only module that depends on the keys in a row: training data, preferences, prompts and
 requests are all read here. docs/finetuning.md lists the formats.
 """
 
@@ -83,8 +83,8 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
     """Checks that a row without nulls contains only known keys.
 
     Raises:
-      BadExample: The row contains other keys, which would otherwise be ignored silently. The
-        message lists them and the known keys.
+      BadExample: The row contains other keys, which would otherwise be ignored silently. The error
+        message lists these keys and the known keys.
     """
     known = tuple(known)
     unknown = [str(name) for name in row if name not in known]

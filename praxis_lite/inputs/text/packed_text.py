@@ -55,7 +55,8 @@ class PackedText(DocumentPipeline):
       split_documents: If True, every row is filled, and a document that does not fit continues in
         the next row. If False, only documents that are longer than a row are split.
       too_long: What to do with documents of more than seq_len + 1 ids if split_documents is False:
-        "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them.
+        "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them to this
+        length.
       window: Maximum number of incomplete rows that are considered when a document is placed, if
         split_documents is False.
     """

@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
         Returns:
           A tuple (ids, spans): int32[num_tokens], and int64[num_tokens, 2] with the index of each
           token's first character and the index after its last character. If several tokens encode
-          parts of a character, the spans of all of them include it.
+          parts of a character, the spans of all these tokens include the character.
 
         Raises:
           ConfigError: The tokenizer cannot compute character spans.

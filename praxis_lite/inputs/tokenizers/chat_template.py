@@ -129,7 +129,8 @@ class ChatTemplate:
           The result of `rendered` for the messages.
 
         Raises:
-          UnreadKey: The template ignores a variable, key or role. The message names it.
+          UnreadKey: The template ignores a variable, key or role, which is named in the error
+            message.
           RefusedConversation: The template rejects the conversation.
         """
         for name, value in variables.items():

@@ -60,8 +60,8 @@ def opened(directory: Path) -> tuple[Path, Any]:
 def read_tokenizer(path: Path) -> Any:
     """Reads a tokenizer.json as a deterministic `tokenizers.Tokenizer`.
 
-    Truncation, padding and dropout are disabled, because they are settings of a training run rather
-    than of the tokenizer.
+    Truncation, padding and dropout are disabled, because these are settings for a training run, not
+    properties of the tokenizer.
 
     Raises:
       ConfigError: The file is damaged.
@@ -155,7 +155,7 @@ def normalized_copy(directory: Path) -> Path:
             write_normalized(directory, new)
             os.rename(new, target)
     except OSError as error:
-        # Another process may have written the same copy in the meantime.
+        # Another process may have written the same copy at the same time.
         if not (target / TOKENIZER_JSON).is_file():
             raise ConfigError(
                 f"The normalized tokenizer of {directory} cannot be written to {target.parent}: "

@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.inputs.sources.faults import BadExample
 
-# Byte order marks of other encodings. UTF-32 is first, because its mark starts with UTF-16's mark.
+# Byte order marks of other encodings. UTF-32 is first, because UTF-32's mark starts with UTF-16's.
 _FOREIGN_BOMS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
