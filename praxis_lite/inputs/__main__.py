@@ -1,4 +1,4 @@
-"""Prepares the data for an experiment without its model, or prints a digest of its batches.
+"""Prepares the data of an experiment without its model, or prints a digest of its batches.
 
 `digest --job` proves which examples a job has trained on. The exit status is 1 if the proof fails.
 """
