@@ -1,7 +1,7 @@
 """Decoders, which continue prompts with a model.
 
-A decoder decides how tokens are chosen and when a row ends. It does not depend on datasets, meshes
-or checkpoints.
+A decoder decides how tokens are chosen and when a row ends. Decoders do not depend on datasets,
+meshes or checkpoints.
 """
 
 from praxis_lite.public_names import public_names

@@ -17,7 +17,8 @@ from praxis_lite.layers.base.variables import rebuilt
 # B prompts, K hypotheses per prompt, N tokens tried per hypothesis, V classes, M maximum number of
 # new tokens.
 
-# Pax's score for an empty slot in a beam. Slots whose log-prob sum is below half of it are empty.
+# Pax's score for an empty slot in a beam. Slots whose log-prob sum is below half of this score are
+# empty.
 NEVER = -1e9
 
 
@@ -25,23 +26,23 @@ NEVER = -1e9
 class BeamSearch(Decoder):
     """Searches for the most likely continuations that end with an end-of-text token.
 
-    At each step, every open hypothesis is also continued with an end of text, and the beam_size
-    best ended hypotheses so far are stored. Each result therefore contains an end of text within
-    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha. This
-    is the length normalization of Wu et al. 2016 (arXiv:1609.08144), but with 5 instead of 6 in the
-    denominator.
+    At each step, every open hypothesis is also continued with an end-of-text token, and the
+    beam_size best ended hypotheses so far are stored. Each result therefore contains an end-of-text
+    token within max_decode_steps. The score of a hypothesis is the sum of its log-probs divided by
+    ((5 + new tokens) / 5) ** alpha. This is the length normalization of Wu et al. 2016
+    (arXiv:1609.08144), but with 5 instead of 6 in the denominator.
 
     Attributes:
       beam_size: Number of hypotheses per prompt, K. An empty slot has length 0 and a score of at
         most -1e8.
       tokens_per_beam: Number of tokens that are tried per hypothesis and step, N. If None,
-        beam_size.
+        beam_size is used.
       length_norm_alpha: Exponent of the length normalization; 0 disables it.
-      early_exit: Whether ended hypotheses also take slots in the open beam, as in Pax. The search
-        then stops when they take all slots.
+      early_exit: Whether ended hypotheses also occupy slots in the open beam, as in Pax. If so, the
+        search stops when ended hypotheses occupy all slots.
       ends_when_decided: Whether to stop when no open hypothesis can still beat the ended
-        hypotheses, because further log-probs only lower its score. The results do not change,
-        except for done and hyp_ids, which describe the last step.
+        hypotheses, since log-prob sums only decrease. The results do not change, except for done
+        and hyp_ids, which describe the last step.
     """
 
     beam_size: int = 1
@@ -70,11 +71,11 @@ class BeamSearch(Decoder):
         return self.beam_size
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Implements `__call__`; the search is deterministic, and ignores keys and temperature.
+        """Implements `__call__`; the search is deterministic and ignores keys and temperature.
 
-        There are two additional outputs. done, bool [B, K], is True for hypotheses of the open beam
-        that contain an end of text at the last step. hyp_ids, int32 [B, K], are the indices of
-        these hypotheses in the beam of the previous step.
+        There are two additional outputs. done, bool [B, K], is True for hypotheses in the open beam
+        that contain an end-of-text token at the last step. hyp_ids, int32 [B, K], are the indices
+        of these hypotheses in the beam of the previous step.
         """
         prefix, ids = prefill(self, model, prompts), prompts.ids
         self.check_vocabulary(prefix.logits.shape[-1])
@@ -148,7 +149,7 @@ class BeamSearch(Decoder):
         return ended
 
     def _logprobs(self, logits_BKV: jax.Array, t: jax.Array) -> jax.Array:
-        """Returns the log-probs; those of EOS tokens are -1e20 before min_decode_steps."""
+        """Returns the log-probs, with -1e20 for EOS tokens before min_decode_steps."""
         logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
         if not self.min_decode_steps:
             return logprobs_BKV
@@ -163,10 +164,10 @@ class BeamSearch(Decoder):
         """Returns a bool array [B], True if no open hypothesis can still beat an ended hypothesis.
 
         Log-prob sums are at most 0 and only decrease, so the best possible score of an open
-        hypothesis is its current sum divided by the largest norm of the remaining steps.
+        hypothesis is its current sum divided by the largest norm in the remaining steps.
         """
         largest = jnp.maximum(self._norm(carry["step"] + 1), self._norm(max_steps))
-        # Leave a margin for the rounding of norms.
+        # Leave a margin for rounding errors in the norms.
         best_B = jnp.max(carry["scores"], axis=1) / largest * (1.0 - 1e-6)
         return jnp.min(carry["ended"]["scores"], axis=1) >= best_B
 

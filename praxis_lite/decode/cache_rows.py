@@ -42,7 +42,7 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
     """Returns the cache `new`, but with the rows of `old` where `is_kept_B` is True.
 
     Raises:
-      ConfigError: A leaf has no batch dim. The message contains its path.
+      ConfigError: A leaf has no batch dim. The message contains the path of the leaf.
     """
 
     def keep(path: tuple, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:

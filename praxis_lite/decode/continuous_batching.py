@@ -26,37 +26,39 @@ __all__ = ("ContinuousBatching", "Prompt")
 PyTree = Any
 Function = Callable[..., Any]
 
-# Maximum number of prompt tokens per prefill call. Several short prompts take as long as one,
-# because reading the weights takes most of the time. For long prompts, a larger batch would take
-# more memory without being faster.
+# Maximum number of prompt tokens per prefill call. Prefilling several short prompts takes as long
+# as prefilling one, because most of the time is spent reading the weights. For long prompts, a
+# larger batch would take more memory without being faster.
 MAX_TOKENS_PER_PREFILL = 1024
 
 
 class ContinuousBatching:
     """Decodes any number of prompts, `num_rows` at a time, without recompilation.
 
-    One compiled function runs decode steps. The others prefill prompts into rows; there is one per
-    combination of a padded length and a number of prompts from `sizes`. The state, including the
-    caches, is donated to each call. Each prompt gets the same tokens as if it were decoded alone.
+    One compiled function runs decode steps. The others prefill prompts into rows; there is one
+    function for each combination of a padded length and a number of prompts from `sizes`. The
+    state, including the caches, is donated to each call. The tokens generated for a prompt are the
+    same as if the prompt were decoded alone.
 
     Between calls, each array of the state has the sharding that the model chose, or is replicated
-    if its dims do not divide evenly. num_rows should therefore be divisible by the number of
-    devices over which the batch is sharded.
+    if its dims are not divisible by the sizes of the mesh axes. num_rows should therefore be
+    divisible by the number of devices over which the batch is sharded.
 
     Args:
-      decoder: Greedy or Sample; each sample of a prompt is a separate Prompt.
+      decoder: Greedy or Sample; each sample for a prompt is a separate Prompt.
       module: Maps mdl_vars to the model; called inside the compiled functions.
       num_rows: Number of rows, R.
-      prompt_length: Padded length of prompts, P, or several lengths. All of them must need caches
-        of the same length; see decoder.seqlen.
+      prompt_length: Padded length of prompts, P, or several padded lengths, which must all require
+        the same cache length; see decoder.seqlen.
       wrap: Transforms `function(mdl_vars, ...)` into a function to compile with jit. Pass the
-        partitioner's `with_mdl_vars` with `has_splits`, which handles the mesh and the storage
+        partitioner's `with_mdl_vars` with `has_splits=True`, which handles the mesh and the storage
         format of mdl_vars.
       compiler_options: The partitioner's `decode_options`.
-      advice: What to change if there is not enough memory, in complete sentences.
+      advice: Advice for the error that is raised if there is not enough memory, in complete
+        sentences.
 
     Attributes:
-      latest: Rows of the latest stream, with the counts of its steps and prompts.
+      latest: The rows of the latest stream, including the counts of steps and prompts.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ContinuousBatching:
         self._decoder, self._module = decoder, module
         self.num_rows, self.prompt_lengths = num_rows, lengths
         length = cache_length(decoder, max(lengths))
-        # Both functions take the weights only so that they run on the devices of the weights.
+        # Both functions take the weights only so that they run on the same devices as the weights.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._empty_row = jax.jit(
             wrap(lambda mdl_vars: module(mdl_vars).init_cache(1, length)), keep_unused=True
@@ -116,11 +118,12 @@ class ContinuousBatching:
 
         Args:
           mdl_vars: The weights.
-          prompts: Prompts to decode; the next one is requested when a row is free.
+          prompts: Prompts to decode; the next prompt is requested when a row is free.
           num_steps: Maximum number of steps between two reports of new tokens. If None, tokens are
             reported when a row ends.
-          text_of: Creates the text of a prompt's continuation. If given, each report is searched
-            for stop strings, and a prompt ends at the first one, in any tokenization.
+          text_of: Function that creates the text of a prompt's continuation. If given, each report
+            is searched for stop strings in any tokenization, and a continuation ends at the first
+            stop string.
         """
         num_steps = self._decoder.max_decode_steps if num_steps is None else num_steps
         rows = self.latest = self.rows(mdl_vars)
@@ -145,11 +148,11 @@ class ContinuousBatching:
                 yield new
 
     def rows(self, mdl_vars: PyTree) -> Rows:
-        """Allocates free rows for a stream, on the devices of the weights."""
+        """Allocates free rows for a stream, on the same devices as the weights."""
         return Rows(self, mdl_vars)
 
     def prefix_cache(self, mdl_vars: PyTree) -> PrefixCache | None:
-        """Returns an LRU cache of prompt prefixes for these weights; None without sharing."""
+        """Returns an LRU cache of prompt prefixes for the weights; None without prefix sharing."""
         if self._block_size is None:
             return None
         empty = self._runs.run(self._empty_row, mdl_vars)
@@ -230,7 +233,7 @@ class ContinuousBatching:
         }
 
         def with_settings(prompt: Prompt) -> Prompts:
-            # NumPy arrays, which jit converts to the arrays that Prompts declares.
+            # Pass NumPy arrays; jit converts them to the array types that Prompts declares.
             fields: dict[str, Any] = {
                 "ids": np.asarray(prompt.ids, np.int32),
                 "lengths": np.int32(prompt.length),
@@ -267,7 +270,7 @@ class ContinuousBatching:
           mdl_vars: The weights.
           state: The current state.
           num_steps: Maximum number of steps.
-          until_one_ends: Whether to stop as soon as another row has ended.
+          until_one_ends: Whether to stop as soon as any active row ends.
           taken: Rows with a prompt; other rows remain unchanged.
 
         Returns:

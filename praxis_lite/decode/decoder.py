@@ -35,7 +35,7 @@ class Prompts(NamedTuple):
 
 
 class TokenizerIds(tuple[int, ...]):
-    """Token ids from a tokenizer; some may exceed the model's vocabulary."""
+    """Token ids from a tokenizer; some may be outside the model's vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,26 +43,26 @@ class Decoder(abc.ABC):
     """Continues prompts with a model; settings are named as in Pax's DecoderHParams.
 
     Attributes:
-      max_decode_steps: Maximum number of new tokens per prompt, including the end of text.
-      seqlen: Maximum number of tokens in a row, including its prompt. None limits rows only by
-        max_decode_steps. (Pax's default of 0 means "must be set".)
-      min_decode_steps: Minimum number of new tokens before an end of text. In Pax, only beam search
-        supports it.
-      eos_id: One or more tokens that end a row. If None, the end of text of the tokenizer is used.
-        If (), no token ends a row. (Pax's default is 2.)
-      weights_dtype: Storage format of the weights while decoding. None leaves them unchanged.
-        "activations" stores each weight that the model casts to a narrower dtype in that dtype,
-        with the same results. "int8" also rounds the weights of dense layers, with a scale per
-        output channel, and logs their names. On TPU, a step then reads one byte per weight. On CPU
-        and GPU, XLA materializes the cast, so int8 saves memory but slows down a step (on an H200,
-        by a factor of 1.7 for a single row).
+      max_decode_steps: Maximum number of new tokens per prompt, including the end-of-text token.
+      seqlen: Maximum number of tokens in a row, including the prompt. If None, rows are limited
+        only by max_decode_steps. (Pax's default of 0 means "must be set".)
+      min_decode_steps: Minimum number of new tokens before an end-of-text token. In Pax, only beam
+        search supports this setting.
+      eos_id: One or more tokens that end a row. If None, the tokenizer's `eos_ids` are used. If (),
+        no token ends a row. (Pax's default is 2.)
+      weights_dtype: Storage format of the weights while decoding. If None, the weights are stored
+        unchanged. "activations" stores each weight that the model casts to a narrower dtype in that
+        dtype, with the same results. "int8" also rounds the weights of dense layers, with a scale
+        per output channel, and logs the names of the rounded weights. On TPU, a step then reads one
+        byte per weight. On CPU and GPU, XLA materializes the cast, so int8 saves memory but slows
+        down a step (on an H200, by a factor of 1.7 for a single row).
       weights_outputs_first: Whether to store the weights of dense layers as [out, in]. On CPU, this
-        is a third faster for batches of several rows. Sums are computed in a different order, so
-        the last bits of float32 results differ.
-      fprop_for_prefix: Whether the model reads the prompt in a single forward pass. If False, it
-        reads one token at a time, as Pax does by default. The continuation is the same.
+        makes decoding a third faster for batches of several rows. Sums are computed in a different
+        order, so the last bits of float32 results differ.
+      fprop_for_prefix: Whether the model reads the prompt in a single forward pass. If False, the
+        prompt is read one token at a time, as in Pax by default. The continuation is the same.
       prefill_chunk_size: Maximum number of prompt tokens per forward pass, to limit the memory for
-        long prompts. None reads all tokens in a single pass. The continuation is the same.
+        long prompts. If None, all tokens are read in a single pass. The continuation is the same.
     """
 
     max_decode_steps: int = 128
@@ -118,7 +118,7 @@ class Decoder(abc.ABC):
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
         """Checks that the token ids in the settings are in the model's vocabulary.
 
-        All decoding loops call this. Ids from a tokenizer may exceed the vocabulary.
+        Every decoding loop calls this method. Ids from a tokenizer may be outside the vocabulary.
 
         Args:
           size: Vocabulary size of the model.
@@ -165,7 +165,7 @@ class Decoder(abc.ABC):
     @property
     @abc.abstractmethod
     def num_hyps(self) -> int:
-        """The number of continuations per prompt: samples, or beams."""
+        """The number of continuations (samples or beams) per prompt."""
 
     def __call__(
         self,
@@ -183,21 +183,22 @@ class Decoder(abc.ABC):
           model: Model with the methods `init_cache(batch_size, length)` and
             `__call__(ids, positions=, paddings=, cache=) -> (logits, cache)`. Layers of an
             nnx.Module declare with `cache_skips_padding` that their caches do not store padding;
-            see `BaseLayer`. Any other object must not store padding at all.
+            see `BaseLayer`. The caches of any other model must not store padding.
           ids: int32 [B, P], padded on the right with arbitrary ids.
           prefix_lengths: int32 [B], the length of each prompt without padding. Rows of length 0
             have no prompt and are skipped.
           keys: Random keys [B], one per prompt.
-          temperature: Float [B], which overrides the decoder's temperature if it has one.
-          per_example_max_decode_steps: int [B], limits below max_decode_steps.
+          temperature: Float [B], which overrides the temperature of decoders that have one.
+          per_example_max_decode_steps: int [B], a limit on new tokens for each prompt, in addition
+            to max_decode_steps.
 
         Returns:
           A dict of arrays; `pax_outputs` converts it to Pax's format.
           * output_ids: int32 [B, S, M], the new tokens, and 0 after the end.
-          * decode_lengths: int32 [B, S], the number of new tokens, including the end of text.
+          * decode_lengths: int32 [B, S], the number of new tokens, including the end-of-text token.
           * logprobs: float32 [B, S, M], log-probs of the new tokens under the model before any
             filtering, and 0 after the end.
-          * scores: float32 [B, S], the scores by which the hypotheses of a prompt are sorted.
+          * scores: float32 [B, S], the scores by which the hypotheses for a prompt are sorted.
           * prefix_logprobs: float32 [B, P], log-probs of the prompt's tokens, and 0 for the first.
             Only returned if fprop_for_prefix is False.
         """

@@ -43,9 +43,10 @@ def _smallest_threshold(
 
     Args:
       logits_RV: Logits of each row.
-      is_valid: Takes a mask [R, V] of the logits that exceed a threshold, and returns a bool array
-        [R] that is True for rows whose threshold is valid. It must be monotonic: if a threshold is
-        valid, all larger thresholds are valid. The largest logit must be a valid threshold.
+      is_valid: Function that takes a mask [R, V] of the logits that exceed a threshold and returns
+        a bool array [R] that is True for rows whose threshold is valid. It must be monotonic: if a
+        threshold is valid, all larger thresholds are valid. The largest logit must be a valid
+        threshold.
     """
     # Search over int32 values that have the same order as the floats.
     keys_RV = _convert_ordered(logits_RV.astype(jnp.float32), jnp.int32)

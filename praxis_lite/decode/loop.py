@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class DecodeState:
     """The state of R sequences, each of which may be at a different step.
 
-    The tokens of a row depend only on that row's entries, so rows can be added, removed and
-    reordered between steps.
+    The tokens generated for a row depend only on that row's entries, so rows can be added, removed
+    and reordered between steps.
 
     Attributes:
       cache: The model's cache.
@@ -36,21 +36,21 @@ class DecodeState:
       positions: int32 [R], the position of each row's next token.
       keys: Random keys [R]. Each step folds the row's number of new tokens into its key.
       temperature: float32 [R].
-      top_k: int32 [R] for a decoder with settings per row, else None.
-      top_p: float32 [R] for a decoder with settings per row, else None.
+      top_k: int32 [R] for a decoder with per-row settings, else None.
+      top_p: float32 [R] for a decoder with per-row settings, else None.
       max_steps: int32 [R], the maximum number of new tokens.
-      done: bool [R], True for rows that have ended, which steps do not change.
+      done: bool [R], True for rows that have ended and no longer change.
       output_ids: int32 [R, M], the new tokens, and 0 after the end.
       logprobs: float32 [R, M], log-probs of the new tokens, and 0 after the end.
       decode_lengths: int32 [R], the number of new tokens so far.
       in_prompt: bool [R, V], True for tokens that occur in the prompt; None without penalties.
       in_output: bool [R, V], True for tokens that occur in the output; None without penalties.
-      history: int32 [R, S], the tokens of prompt and output, followed by arbitrary ids; None
-        without speculation.
+      history: int32 [R, S], the tokens in the prompt and the output, followed by arbitrary ids;
+        None without speculation.
       num_model_steps: int32 [R], the number of model calls that computed the new tokens; None
         without speculation.
       num_shared: int32 [R], see `Prefix`; None without prefix sharing.
-      likeliest: The likeliest tokens of recent steps, if the decoder stores them.
+      likeliest: The likeliest tokens from recent steps, if the decoder stores them.
     """
 
     cache: Any
@@ -74,7 +74,7 @@ class DecodeState:
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
-    """Returns a key per row [R] by folding the sample's index into its prompt's key [B]."""
+    """Returns a key for each row [R]: the prompt's key [B] with the sample's index folded in."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return jax.vmap(lambda key: fold(key, jnp.arange(num_samples)))(keys).reshape(-1)
 
@@ -88,7 +88,7 @@ def start(
       decoder: The decoder.
       model: The model.
       prompts: Prompts with a key per row, [R], from `sample_keys`; R is a multiple of B.
-      prefix: The model's state after the prompts; None to read them here.
+      prefix: The model's state after the prompts. If None, the prompts are read here.
 
     Returns:
       (state, logprobs), where logprobs are the log-probs [B, P] of the prompts, or None; see
@@ -175,10 +175,10 @@ def advance(
       model: The model.
       state: The state to start from.
       num_steps: Maximum number of steps.
-      until_one_ends: Whether to stop as soon as another row has ended.
+      until_one_ends: Whether to stop as soon as any active row ends.
 
     Returns:
-      The new state, and the number of steps.
+      The new state, and the number of steps that were run.
     """
     initially_done = state.done
 
@@ -216,7 +216,7 @@ def append_tokens(
     Args:
       decoder: Chooses the tokens.
       state: The current state.
-      is_active: bool [R], rows to which to append a token.
+      is_active: bool [R], True for rows to which a token is appended.
       drafts: int32 [R], or None. If given, a row is extended only if the chosen token equals its
         draft.
 
@@ -257,7 +257,7 @@ def append_tokens(
 
 
 def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> DecodeState:
-    """Appends a token and its accepted drafts to each row that has not ended.
+    """Appends a token and the accepted drafts after it to each row that has not ended.
 
     The model reads the token and K drafts in a single call, which returns the logits after each of
     them. The next token is then chosen from the logits as in `step`. If it equals the first draft,
@@ -266,7 +266,7 @@ def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> Decod
 
     Rejected drafts remain in the cache until later tokens overwrite them, but no token attends to
     them. Near the end of a row, the model reads some tokens a second time, so that drafts do not
-    exceed the last cache slot.
+    extend past the last cache slot.
     """
     assert state.history is not None and state.num_model_steps is not None
     num_slots = state.history.shape[1]

@@ -18,11 +18,11 @@ def pax_outputs(
     *,
     seqlen: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Converts the outputs of a Decoder to NumPy arrays with Pax's names and meanings.
+    """Converts a decoder's outputs to NumPy arrays with Pax's names and meanings.
 
     With fprop_for_prefix, T is P + M. Pax aligns all prompts to end at P and, after decoding,
     shifts each row to the left, which fills the end of the row with log-probs of 0.0. This function
-    reproduces them.
+    reproduces these zeros.
 
     Without fprop_for_prefix, T is `seqlen`, and prompt tokens except the first have log-probs. A
     row that neither ended nor reached its max_decode_steps has the length `seqlen`. In this mode,

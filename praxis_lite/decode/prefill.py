@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
       logprobs: float32 [B, P], log-probs of the prompt tokens, and 0 for the first token and for
         padding. None unless prompts were read a token at a time, because a single pass would need
         an array [B, P, V].
-      max_steps: int32 [B], the maximum number of new tokens of each row.
+      max_steps: int32 [B], the maximum number of new tokens for each row.
       num_shared: int32 [B], the number of prompt tokens that were read once for several prompts;
         None without prefix sharing.
     """
@@ -89,7 +89,7 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
             size,
             has_logprobs=not decoder.fprop_for_prefix,
         )
-        if rest:  # Read a shorter last chunk: a padded one might not fit into the cache.
+        if rest:  # Read a shorter last chunk, because a padded chunk might not fit into the cache.
             first = prompt_length - rest
             positions = jnp.arange(first, prompt_length, dtype=jnp.int32)[None, :]
             new, cache = read(model, ids[:, first:], positions, paddings[:, first:], cache)
@@ -119,7 +119,7 @@ def read_blocks(
     *,
     has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Reads the tokens of prompts from `start` on into the cache, one block per forward pass.
+    """Reads prompt tokens from `start` on into the cache, one block per forward pass.
 
     Args:
       model: The model.
@@ -127,7 +127,8 @@ def read_blocks(
       lengths: int32 [B], the length of each prompt.
       cache: Cache with the first `start` tokens of the prompts.
       start: int32 scalar, a multiple of `size` that is smaller than each length.
-      size: Number of tokens per block. If a layer's cache may store padding, blocks have one token.
+      size: Number of tokens per block. If a layer's cache may store padding, each block has one
+        token.
       has_logprobs: Whether to return log-probs; requires size=1.
 
     Returns:

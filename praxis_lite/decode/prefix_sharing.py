@@ -25,7 +25,7 @@ NUM_RECENT_PROMPTS = 64
 def block_size(decoder: Decoder, prompt_length: int) -> int:
     """Returns the number of prompt tokens per forward pass.
 
-    The lengths of shared prefixes are multiples of it.
+    The lengths of shared prefixes are multiples of this number.
     """
     largest, smallest = decoder.prefill_chunk_size, min(8, prompt_length)
     if largest is None:
@@ -87,18 +87,18 @@ def common_prefix_length(ids: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 class PrefixCache:
-    """An LRU cache of the model's states after prefixes that several prompts share.
+    """An LRU cache of model states, one for each prefix that several prompts share.
 
-    A prefix is stored when a second prompt begins with it, because its length is not known earlier,
-    and a recurrent state cannot be shortened later. Each entry uses as much memory as one row of
-    the model's cache.
+    A prefix is stored when a second prompt begins with it, because the length of the shared prefix
+    is not known earlier, and a recurrent state cannot be truncated later. Each entry uses as much
+    memory as one row of the model's cache.
 
     Args:
       max_prefixes: Maximum number of stored prefixes, excluding the empty prefix.
       block_size: Prefix lengths are multiples of this number of tokens.
       empty: A row of the model's cache without tokens.
-      read: Takes (row, ids, start, end), and returns the row after reading the tokens `start` to
-        `end` of ids [P].
+      read: Function that takes (row, ids, start, end) and returns the row after the model has read
+        the tokens from `start` to `end` in ids [P].
 
     Attributes:
       num_read: Number of prefix tokens that the model has read so far.
@@ -118,11 +118,11 @@ class PrefixCache:
         self.num_read = 0
 
     def longest(self, ids: np.ndarray, length: int) -> tuple[PyTree, int]:
-        """Returns the row of the longest shared prefix of a prompt, and the prefix's length.
+        """Returns the row for a prompt's longest shared prefix, and the length of the prefix.
 
         Args:
           ids: int32 [P], the prompt, padded on the right.
-          length: Length of the prompt without padding. The prefix is always shorter.
+          length: Length of the prompt without padding. The returned prefix is always shorter.
         """
         # Look up the longest stored prefix. If a recent prompt has an even longer prefix in common
         # with this prompt, read the remaining tokens of that prefix and store it.

@@ -56,7 +56,7 @@ def layers_that_keep_padding(model: Any) -> list[str]:
 
 
 def layers_of(model: Any) -> Iterator[tuple[tuple, nnx.Module]]:
-    """Yields (path, layer) of all layers in a model, including models in its attributes.
+    """Yields (path, layer) for all layers in a model, including models in its attributes.
 
     For example, a ConditionedDecoder is not an nnx.Module, but has one as an attribute.
     """
@@ -70,7 +70,7 @@ def check_has_rows(model: Any) -> None:
     """Checks that cache rows can be restored if the cache may store padding.
 
     Raises:
-      ConfigError: A leaf of the cache has no batch dim. The message contains its path.
+      ConfigError: A cache leaf has no batch dim. The message contains the path of the leaf.
     """
     if layers_that_keep_padding(model):
         dims = batch_dims(model.init_cache)

@@ -25,10 +25,11 @@ class Prompt(NamedTuple):
       length: Length without padding.
       key: Random key of the sample, from `loop.sample_keys`.
       temperature: Temperature, if the decoder samples.
-      per_example_max_decode_steps: A limit below the decoder's max_decode_steps.
-      top_k: For `SampleByRow`.
-      top_p: For `SampleByRow`.
-      wants_likeliest: Whether to return the likeliest tokens of each step.
+      per_example_max_decode_steps: A limit on new tokens, in addition to the decoder's
+        max_decode_steps.
+      top_k: Used only by `SampleByRow`.
+      top_p: Used only by `SampleByRow`.
+      wants_likeliest: Whether to return the likeliest tokens at each step.
     """
 
     ids: np.ndarray
@@ -42,16 +43,16 @@ class Prompt(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a prompt since the last report.
+    """Tokens generated for a prompt since the last report.
 
     Attributes:
       index: Index of the prompt in the order of submission.
       ids: int32 [n]; n may be 0 when the prompt ends.
       logprobs: float32 [n].
       done: Whether the prompt has ended.
-      likeliest_ids: int32 [n, N], the N likeliest tokens of each step; None unless the prompt
+      likeliest_ids: int32 [n, N], the N likeliest tokens at each step; None unless the prompt
         requests them.
-      likeliest_logprobs: float32 [n, N], their log-probs.
+      likeliest_logprobs: float32 [n, N], the log-probs of `likeliest_ids`.
     """
 
     index: int  # type: ignore[assignment]  # Hides tuple.index, which this class does not need.
@@ -65,18 +66,18 @@ class NewTokens(NamedTuple):
 class Rows:
     """A fixed number of rows that are decoded together; each row is free or contains a prompt.
 
-    New prompts can only enter between two calls of `advance`, so its argument num_steps limits how
-    long a prompt waits for a free row. Prompts of the same length that are submitted between the
-    same two calls are prefilled together.
+    New prompts can only enter between two calls of `advance`, so the argument num_steps of
+    `advance` limits how long a prompt waits for a free row. Prompts of the same length that are
+    submitted between the same two calls are prefilled together.
 
     Attributes:
       num_steps: Number of model steps so far, each of which advances all rows.
-      num_prefills: Number of prompts so far.
+      num_prefills: Number of prompts that have been prefilled so far.
       num_passes: Number of model calls for prefill.
       num_prompt_tokens: Total number of tokens in these prompts.
       num_read_tokens: Number of prompt tokens that the model has read. Shared prefixes are counted
         once.
-      num_row_tokens: Number of new tokens of prompts that have ended; 0 without speculation.
+      num_row_tokens: Number of new tokens for prompts that have ended; 0 without speculation.
       num_row_steps: Number of model steps that computed these tokens.
     """
 
@@ -99,7 +100,8 @@ class Rows:
         for length in self._batching.prompt_lengths:
             ids = np.zeros(length, np.int32)
             prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
-            # Insert one more prompt, because a shared prefix is read when a second prompt has it.
+            # Insert one more prompt, because a shared prefix is read when a second prompt begins
+            # with it.
             for size in (*self._batching.sizes(length), 1):
                 self._insert(dict.fromkeys(range(size), prompt))
         self.advance(1)
@@ -156,7 +158,7 @@ class Rows:
         return line
 
     def cancel(self, index: int) -> None:
-        """Frees the row of a prompt unless the prompt has ended."""
+        """Frees a prompt's row unless the prompt has ended."""
         self._taken = {row: taken for row, taken in self._taken.items() if taken[0] != index}
         self._entering = {
             row: prompt for row, prompt in self._entering.items() if row in self._taken
@@ -166,12 +168,12 @@ class Rows:
         """Prefills submitted prompts, runs up to `num_steps` steps, and returns the new tokens.
 
         Args:
-          num_steps: Maximum number of steps; at most the decoder's num_kept_steps if it stores the
+          num_steps: Maximum number of steps; at most num_kept_steps if the decoder stores the
             likeliest tokens.
-          until_one_ends: Whether to stop as soon as another prompt has ended.
+          until_one_ends: Whether to stop as soon as any active prompt ends.
 
         Returns:
-          The new tokens of each prompt that has new tokens or has ended.
+          The new tokens for each prompt that has new tokens or has ended.
         """
         for length in sorted({len(prompt.ids) for prompt in self._entering.values()}):
             self._insert(
@@ -197,7 +199,7 @@ class Rows:
         return new_tokens
 
     def _insert(self, prompts: Mapping[int, Prompt]) -> None:
-        """Prefills prompts of the same length into rows, in groups with the sizes from `sizes`."""
+        """Prefills prompts of the same length into rows, in groups whose sizes are in `sizes`."""
         rows, length = list(prompts), len(next(iter(prompts.values())).ids)
         while rows:
             size = next(n for n in self._batching.sizes(length) if n <= len(rows))

@@ -17,34 +17,38 @@ from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy(Decoder):
-    """Chooses the most likely token in each step.
+    """Chooses the most likely token at each step.
 
     Attributes:
-      repetition_penalty: Divides positive logits and multiplies negative logits of tokens that
-        occur in the prompt or the output; 1 disables it (Keskar et al. 2019, arXiv:1909.05858).
-      presence_penalty: Subtracted from the logits of tokens that occur in the output.
-      stop_sequences: Token sequences. A row ends when its output ends with one of them. In Pax,
-        this is an `eos_id` of rank 2.
-      stop_strings: Strings that end a row. They are removed together with all text after them, and
-        may contain special tokens. They require a task with a tokenizer, which encodes them as stop
-        sequences. The text also ends at a stop string that the model writes with other tokens.
+      repetition_penalty: Factor that divides positive logits and multiplies negative logits, for
+        tokens that occur in the prompt or the output; 1 disables the penalty (Keskar et al. 2019,
+        arXiv:1909.05858).
+      presence_penalty: Number that is subtracted from the logits of tokens that occur in the
+        output.
+      stop_sequences: Token sequences. A row ends when its output ends with one of these sequences.
+        In Pax, this is an `eos_id` of rank 2.
+      stop_strings: Strings that end a row; may contain special tokens. A stop string is removed
+        together with all text after it. Requires a task with a tokenizer, which encodes the stop
+        strings as stop sequences. The text also ends at a stop string that the model generates in a
+        different tokenization.
       num_cache_slots: If positive, datasets of prompts are decoded by continuous batching with this
         number of rows: as soon as a row is free, it is assigned to the next prompt. If 0, datasets
         are decoded batch by batch, and each batch takes as long as its longest row. (The name is
         from Pax.)
-      num_speculative_tokens: Number of draft tokens that each call of the model verifies in
-        addition to a row's next token; 0 disables speculation. Drafts are the tokens that followed
-        an earlier occurrence of the row's last tokens in the prompt or the output (prompt lookup,
+      num_speculative_tokens: Number of draft tokens to verify in each model call, in addition to
+        the next token of each row; 0 disables speculation. Drafts are the tokens that followed an
+        earlier occurrence of the row's last tokens in the prompt or the output (prompt lookup,
         called "ngram" in vLLM). Drafts that differ from the decoder's choice are rejected, so the
-        output does not change, except for rounding. Speculation is useful for repetitive text. It
-        adds `num_model_steps` to the outputs.
-      prompt_lookup_max: Maximum number of last tokens to look up. If there is no match, fewer
-        tokens are looked up.
+        output does not change, except for rounding. Speculation is useful for repetitive text. With
+        speculation, the outputs also contain `num_model_steps`.
+      prompt_lookup_max: Maximum number of a row's last tokens to look up. If there is no match,
+        fewer tokens are looked up.
       num_cached_prefixes: If positive, the model reads a common prefix of several prompts, such as
-        a system prompt, only once. The prefix is rounded down to blocks of prefill_chunk_size
-        tokens (64 if that is None). Within a batch, the common prefix of all prompts is shared, and
-        the output `num_shared` contains its length. Continuous batching uses an LRU cache with this
-        number of prefixes, each of which uses as much memory as a row.
+        a system prompt, only once. The length of the prefix is rounded down to a multiple of
+        prefill_chunk_size (of 64 if prefill_chunk_size is None). Within a batch, the common prefix
+        of all prompts is shared, and its length is returned as the output `num_shared`. Continuous
+        batching uses an LRU cache with this number of prefixes, each of which uses as much memory
+        as a row.
     """
 
     repetition_penalty: float = 1.0
@@ -99,7 +103,7 @@ class Greedy(Decoder):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
-        """Chooses a token per row, int32 [R], from the logits [R, V] that `penalized` returns."""
+        """Chooses a token per row, int32 [R], given the logits [R, V] from `penalized`."""
         del state
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -108,7 +112,7 @@ class Greedy(Decoder):
         del prompts
 
     def update_likeliest(self, state: DecodeState) -> Any:
-        """Returns `DecodeState.likeliest` after adding the likeliest tokens of the next step."""
+        """Returns `DecodeState.likeliest` after adding the likeliest tokens for the next step."""
         return state.likeliest
 
     def penalized(self, state: DecodeState) -> jax.Array:
@@ -130,7 +134,7 @@ class Greedy(Decoder):
         return logits
 
     def gumbel(self, state: DecodeState, shape: tuple[int, ...]) -> jax.Array:
-        """Returns Gumbel noise [R, C], drawn from each row's key and number of new tokens."""
+        """Returns Gumbel noise [R, C], derived from each row's key and number of new tokens."""
 
         def draw(key: jax.Array, step: jax.Array) -> jax.Array:
             return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
@@ -140,9 +144,9 @@ class Greedy(Decoder):
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
         """Implements `__call__`; the score of a continuation is the sum of its log-probs.
 
-        With speculation, the outputs also have num_model_steps, int32 [B, S], the number of model
-        calls that computed the new tokens. With prefix sharing, they have num_shared, int32 [B, S],
-        the number of prompt tokens in the shared prefix.
+        With speculation, the outputs also include num_model_steps, int32 [B, S], the number of
+        model calls that computed the new tokens. With prefix sharing, the outputs include
+        num_shared, int32 [B, S], the number of prompt tokens in the shared prefix.
         """
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)
@@ -168,17 +172,18 @@ class Sample(Greedy):
 
     The filters apply to the model's probabilities after penalties: first k, then p to the remaining
     k tokens, then min_p. As in Pax, the temperature only applies to the candidates that remain.
-    Other libraries apply it before the filters.
+    Other libraries apply the temperature before the filters.
 
     Attributes:
-      num_samples: Number of continuations per prompt; the model reads the prompt once.
+      num_samples: Number of continuations per prompt; the prompt is read only once.
       temperature: Temperature of the distribution; 0 chooses the most likely token.
       k: Number of most likely tokens to sample from, or 0 to sample from all tokens.
-      p: Total probability that the most likely tokens to sample from must exceed, or None to sample
-        from all tokens (Holtzman et al. 2020, arXiv:1904.09751).
+      p: Threshold for nucleus sampling: tokens are sampled from the smallest set of most likely
+        tokens whose total probability exceeds p, or from all tokens if None (Holtzman et al. 2020,
+        arXiv:1904.09751).
       min_p: Minimum probability of tokens to sample from, as a fraction of the probability of the
         most likely token (Nguyen et al. 2024, arXiv:2407.01082).
-      sort_samples: Whether to sort the samples of a prompt by their scores, best first.
+      sort_samples: Whether to sort the samples for a prompt by their scores, best first.
     """
 
     num_samples: int = 1

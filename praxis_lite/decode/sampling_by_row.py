@@ -19,11 +19,11 @@ __all__ = ("SampleByRow",)
 
 
 class Likeliest(NamedTuple):
-    """A ring buffer of the likeliest tokens of the last C steps; step t is at index t % C.
+    """A ring buffer of the likeliest tokens from the last C steps; step t is at index t % C.
 
     Attributes:
-      is_wanted: bool [R], True for rows that request the likeliest tokens. The tokens of other rows
-        are undefined.
+      is_wanted: bool [R], True for rows that request the likeliest tokens. The entries for other
+        rows are undefined.
       ids: int32 [R, C, N].
       logprobs: float32 [R, C, N].
     """
@@ -37,14 +37,16 @@ class Likeliest(NamedTuple):
 class SampleByRow(Greedy):
     """Decodes greedy and sampled rows, each with its own settings, in a single compiled step.
 
-    A row gets the same tokens as with Greedy, or with Sample for k=0 and the row's temperature and
-    p. Noise, thresholds and the likeliest tokens are computed only if a row needs them.
+    The tokens in a row are the same as with Greedy, or with Sample given k=0 and the row's
+    temperature and p. Noise, thresholds and the likeliest tokens are computed only if a row needs
+    them.
 
     Attributes:
-      temperature: Temperature of rows without a setting; 0 chooses the most likely token.
-      top_k: Number of most likely tokens to sample from, in rows without a setting; 0 samples from
-        all tokens. Tokens that are as likely as the least likely of these are also included.
-      top_p: Like `Sample.p`, applied after top_k, for rows without a setting.
+      temperature: Temperature for rows that do not set a temperature; 0 chooses the most likely
+        token.
+      top_k: Number of most likely tokens to sample from, for rows that do not set top_k; 0 samples
+        from all tokens. Tokens that are as likely as the k-th most likely token are also included.
+      top_p: Like `Sample.p`, applied after top_k, for rows that do not set top_p.
       num_likeliest: Number of likeliest tokens to store per step for rows that request them, N.
       num_kept_steps: Number of recent steps whose likeliest tokens are stored, C.
     """

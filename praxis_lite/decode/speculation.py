@@ -21,10 +21,11 @@ def lookup_drafts(
 ) -> jax.Array:
     """Drafts the next tokens of each row by prompt lookup decoding (Saxena 2023).
 
-    An n-gram is the last n tokens of the row. This function finds the longest n-gram, with n <= N,
-    that occurs earlier in the row, and its latest earlier occurrence. The drafts are the K tokens
-    after this occurrence. If fewer tokens follow it, they are repeated periodically. If even the
-    last token does not occur earlier, all drafts are equal to it.
+    This function looks up the n-gram formed by the last n tokens in the row, for the largest n <= N
+    for which this n-gram also occurs earlier in the row. If there are several earlier occurrences,
+    the latest is used. The drafts are the K tokens after this occurrence. If fewer than K tokens
+    follow, those tokens are repeated periodically. If even the last token does not occur earlier,
+    all drafts are equal to that token.
 
     Args:
       history: int32 [R, S], the tokens of each row so far, and arbitrary ids after them.
@@ -99,7 +100,7 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
 
 
 def _states(model: Any) -> Iterator[Any]:
-    """Yields the path of each cache leaf that does not grow with the length of the cache.
+    """Yields the path of each cache leaf whose size does not depend on the length of the cache.
 
     The cache of cross-attention is excluded, because it is constant and as long as the inputs.
     """

@@ -1,4 +1,4 @@
-"""Ends continuations at stop strings: as token sequences on devices, as text on the host."""
+"""Ends continuations at stop strings, matched as tokens on devices and as text on the host."""
 
 import dataclasses
 import itertools
@@ -16,11 +16,11 @@ _TEXTS_BEFORE = ("", "a", ".", "\n")
 
 
 def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """Returns a decoder with the EOS ids of a tokenizer and its encodings of the stop strings.
+    """Returns a decoder with a tokenizer's EOS ids and its encodings of the stop strings.
 
     Args:
       decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
-      tokenizer: Encodes the stop strings.
+      tokenizer: Tokenizer that encodes the stop strings.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
         decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
@@ -32,20 +32,21 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
 
 
 def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
-    """Returns the id sequences that encode a string, at the start of a text and within it.
+    """Returns the id sequences that encode a string at the start of a text or within a text.
 
-    Some tokenizers, such as Llama's, prepend a space to a text, so that "\\n" alone is encoded as
-    an additional token. Others have tokens for a word together with the space before it.
+    Some tokenizers, such as Llama's, prepend a space to a text, so "\\n" at the start of a text is
+    encoded with an additional token. Others have tokens for a word together with the space before
+    it.
     """
     found: dict[TokenizerIds, None] = {}
     for before, spaced in itertools.product(_TEXTS_BEFORE, (text, f" {text}")):
         ids = tokenizer.encode(before + spaced, False).tolist()
         first = tokenizer.encode(before, False).tolist()
         ids, is_split = TokenizerIds(ids[len(first) :]), ids[: len(first)] == first
-        # Skip encodings in which a token spans both strings or in which characters are lost.
+        # Skip encodings in which a token spans `before` and `text` or characters are lost.
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):
             found[ids] = None
-    return [  # Omit sequences that end with a shorter one, which matches first.
+    return [  # Omit sequences that end with a shorter sequence, which matches first.
         ids
         for ids in found
         if not any(ids != other and ids[-len(other) :] == other for other in found)
@@ -53,12 +54,12 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
 
 
 class ContinuationText:
-    """Decodes the tokens of a continuation incrementally, up to the first stop string.
+    """Decodes the tokens in a continuation incrementally, up to the first stop string.
 
-    The text does not include special tokens, but stop strings may match them.
+    `text` does not include special tokens, but stop strings may match special tokens.
 
     Args:
-      tokenizer: Decodes the tokens.
+      tokenizer: Tokenizer that decodes the tokens.
       prompt_ids: Ids of the prompt.
       stop_strings: Strings that end the continuation.
 
@@ -88,7 +89,7 @@ class ContinuationText:
         self._compared, self._special = "", list[tuple[int, int]]()
 
     def push(self, token: int) -> str:
-        """Adds a token, and returns the text that it completes; this may include a stop string."""
+        """Adds a token and returns the text that it completes, which may include a stop string."""
         if self.is_stopped:
             return ""
         if token not in self._tokenizer.special_ids:
@@ -101,13 +102,13 @@ class ContinuationText:
         return new
 
     def end(self) -> str:
-        """Ends the continuation, and returns the text of an incomplete last character, if any."""
+        """Ends the continuation and returns the text for an incomplete last character, if any."""
         new = "" if self.is_stopped else self._add(self._decoder.flush())
         self.num_final = len(self.text)
         return new
 
     def replace(self, text: str) -> None:
-        """Replaces the decoded text with `text`, and marks it as final."""
+        """Replaces the decoded text with `text` and marks `text` as final."""
         self.text, self.num_final = text, len(text)
 
     @property
@@ -121,7 +122,7 @@ class ContinuationText:
         return taken
 
     def text_of(self, token: int) -> str:
-        """Returns the text that a next token would add, or the name of a special token."""
+        """Returns the text that `token` would add next; for a special token, the token's name."""
         is_special = token in self._tokenizer.special_ids
         return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
 
@@ -131,7 +132,7 @@ class ContinuationText:
         return new
 
     def _compare(self, new: str) -> None:
-        """Searches new text for stop strings, and for prefixes of stop strings at its end."""
+        """Searches new text for stop strings, and the end of the text for partial stop strings."""
         if not new:
             return
         first = max(0, len(self._compared) - self._longest + 1)
@@ -157,7 +158,7 @@ class ContinuationText:
             self.num_final = max(self.num_final, num_final)
 
     def _num_in_text(self, end: int) -> int:
-        """Returns the number of characters before index `end` outside special tokens."""
+        """Returns the number of characters before index `end` that are not in special tokens."""
         return end - sum(min(stop, end) - start for start, stop in self._special if start < end)
 
 

@@ -1,4 +1,4 @@
-"""Storage formats of weights for decoding: a narrower dtype, int8, or transposed."""
+"""Storage formats for weights during decoding: a narrower dtype, int8, or transposed."""
 
 import dataclasses
 import functools
@@ -70,8 +70,8 @@ class Round:
     """Stores a weight as int8, with a scale per output channel.
 
     Attributes:
-      summed_dims: Dims that a matmul sums over, as negative indices, so that they are the same with
-        and without stacked dims.
+      summed_dims: Dims that the matmul contracts, as negative indices, so that the indices are the
+        same with and without stacked dims.
     """
 
     summed_dims: tuple[int, ...]
@@ -92,19 +92,20 @@ class Transpose:
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
-    """Maps paths of weights to the functions that convert them for decoding.
+    """Returns the functions that convert weights for decoding, by the path of the weight.
 
-    If `weights_dtype` is "activations", a weight that decoding only reads through casts to a single
-    narrower dtype is stored in that dtype, which does not change results. If it is "int8", weights
-    of dense layers are additionally rounded to int8, with a scale per output channel. If
+    If `weights_dtype` is "activations", a weight that is only used after a cast to one narrower
+    dtype is stored in that dtype, which does not change the results. If `weights_dtype` is "int8",
+    weights of dense layers are additionally rounded to int8, with a scale per output channel. If
     `weights_outputs_first` is set, weights of dense layers that are not rounded are transposed.
 
     Args:
-      task: A task that decodes rows of tokens. The settings of its Decoder select the formats.
+      task: A task that decodes rows of tokens. The settings of the task's Decoder select the
+        formats.
 
     Raises:
-      ConfigError: A setting applies to dense layers, but the model has none; or the task decodes
-        inputs that cannot be traced here.
+      ConfigError: A setting applies to dense layers, but the model has no dense layers; or the task
+        decodes inputs that cannot be traced here.
     """
     decoder = task.decoder
     casts = {} if decoder.weights_dtype is None else _casts(task)
@@ -159,14 +160,14 @@ def _narrows(old: Any, new: Any) -> bool:
 def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> list[str | None]:
     """Records how a jaxpr uses weights.
 
-    Each weight is followed through operations that only select or move its elements. Weights that
-    enter the carry of a loop count as used without a cast, because the carry may change.
+    Each weight is followed through operations that only select or move its elements. Weights in the
+    carry of a loop count as used without a cast, because the carry may change.
 
     Args:
       jaxpr: The jaxpr.
       values: For each argument, the path of the weight that it contains, or None.
-      uses: For each path, the set of dtypes to which the weight is cast, and None if it is used
-        without a cast. Updated in place.
+      uses: For each path, the set of dtypes to which the weight is cast, including None if the
+        weight is used without a cast. Updated in place.
 
     Returns:
       For each result, the path of the weight whose elements it contains, or None.
@@ -222,7 +223,7 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
 
 
 def _dense_layers(task: Task, setting: str, value: Any) -> dict[str, tuple[Dense, tuple[int, ...]]]:
-    """Returns the dense layer of each weight, and the dims that its matmul sums over, by path."""
+    """Returns each weight's dense layer and the dims that its matmul contracts, by path."""
     dense_layers = {
         f"params/{path}/w".replace("//", "/"): (node, dims)
         for path, node in _nodes(task)

@@ -15,7 +15,7 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import require
 from praxis_lite.inputs.mixing.shuffle import examples_at
 
-if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
+if TYPE_CHECKING:  # A worker process does not need JAX, which takes a second to import.
     import jax
 
     from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -43,7 +43,7 @@ class InputPipeline(abc.ABC):
     read by `check` and later methods.
     """
 
-    batch_size: int  # Number of rows in the global batch, over all hosts.
+    batch_size: int  # Number of rows in the global batch, across all hosts.
     # Whether batch k can only be computed after all earlier batches; logged when a job starts.
     replays: bool = False
     tokenizer: "Tokenizer | None" = None  # Set by text pipelines.
@@ -54,12 +54,16 @@ class InputPipeline(abc.ABC):
         """The number of batches in one pass, or None for an endless pipeline (training)."""
 
     def check(self) -> None:
-        """Reads the files and validates the settings. Raises ConfigError if a batch would fail."""
+        """Reads the files and validates the settings.
+
+        Raises:
+            ConfigError: A batch could not be computed.
+        """
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        """Returns the shape and dtype of each leaf of the global batch."""
+        """Returns the shape and dtype of each leaf in the global batch."""
 
     @abc.abstractmethod
     def batches(
@@ -81,7 +85,7 @@ class InputPipeline(abc.ABC):
         """Returns everything that determines the batches, as JSON: settings, seed and data hash."""
 
     def nondeterminism(self) -> str | None:
-        """Returns the reason why batches may differ between runs, or None if they cannot.
+        """Returns the reason why batches may differ between runs, or None if batches cannot differ.
 
         By default, the first batch is computed twice and compared.
         """
@@ -116,7 +120,7 @@ class InputPipeline(abc.ABC):
         return None
 
     def class_name(self) -> str:
-        """Returns the class name for fingerprints, prefixed with the module for a user's class.
+        """Returns the class name for fingerprints, with the module for user-defined classes.
 
         Both `TextWindows` classes have the same name because their batches are equal.
         """
@@ -144,7 +148,7 @@ class InputPipeline(abc.ABC):
             )
 
     def rows_or_all(self, rows: slice | None) -> slice:
-        """Returns `rows`, or a slice with all rows of the batch if it is None."""
+        """Returns `rows`, or a slice with all rows in the batch if `rows` is None."""
         return slice(0, self.batch_size) if rows is None else rows
 
 
@@ -190,7 +194,7 @@ class ExamplePipeline(IndexedPipeline):
         return None if self.shuffle else -(-self.num_examples // self.batch_size)
 
     def example_indices(self, index: int, rows: slice) -> np.ndarray:
-        """Returns the example index of each row as int64; shorter at the end of a pass."""
+        """Returns the example index of each row as int64; fewer rows at the end of a pass."""
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         return examples_at(self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle)
 
@@ -210,7 +214,7 @@ class SequentialPipeline(InputPipeline):
 
     @abc.abstractmethod
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the given rows of batches `start`, `start + 1`, ..."""
+        """Yields the given rows from batches `start`, `start + 1`, ..."""
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None

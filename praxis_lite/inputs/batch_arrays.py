@@ -11,7 +11,7 @@ from praxis_lite.core.errors import ConfigError
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Adds `weights` of 1.0 to a batch without weights.
 
-    They have the shape of `labels`, or [rows] if the batch has no `labels`.
+    The weights have the shape of `labels`, or [rows] if the batch has no `labels`.
     """
     if "weights" in leaves:
         return dict(leaves)
@@ -71,7 +71,7 @@ def padded_rows(
         batch_size: Number of rows to return.
 
     Raises:
-        ConfigError: The leaves differ in their number of rows, or have more than `batch_size`.
+        ConfigError: The leaves differ in their number of rows, or have more than `batch_size` rows.
     """
     leaves = with_weights({n: narrow(owner, n, leaf) for n, leaf in batch.items()})
     num_rows = {name: len(leaf) for name, leaf in leaves.items()}

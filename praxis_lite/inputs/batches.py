@@ -21,7 +21,7 @@ __all__ = ("checked_spec",)
 def checked_batches(
     pipeline: InputPipeline, name: str, start: int = 0, rows: slice | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (index, batch) for all batches from `start` on, and checks each of them first.
+    """Yields (index, batch) for all batches from `start` on, after checking each batch.
 
     Args:
       pipeline: Pipeline that computes the batches.
@@ -71,7 +71,7 @@ def check_data(pipeline: InputPipeline, name: str) -> None:
 
 
 def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
-    """Yields the (config path, source) of every source in a pipeline."""
+    """Yields (config path, source) for every source in a pipeline."""
     if isinstance(node, Source):
         yield path, node
     elif isinstance(node, Mapping):

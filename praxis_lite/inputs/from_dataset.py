@@ -37,14 +37,14 @@ class FromDataset(SequentialPipeline):
 
     Each iteration calls the function after `tf.random.set_seed(seed)`, which seeds all random
     operations without an explicit seed. tf.data preserves the order of parallel operations, so all
-    runs see the same batches unless the dataset's options disable this. In that case
-    `nondeterminism` returns the reason, and the job logs it when it starts.
+    runs read the same batches unless the dataset's options disable this. In that case,
+    `nondeterminism` returns the reason, which the job logs on startup.
 
     The dataset has no random access: a job that resumes at step k first recomputes k batches (and
-    logs this). Every process computes the complete global batch and takes its own rows.
+    logs this). Every process computes the complete global batch and keeps only its own rows.
 
     The fingerprint contains the function's qualified name, its arguments, the settings, the number
-    of examples, and a hash of the first two batches. It contains no file paths unless they are
+    of examples, and a hash of the first two batches. File paths are only included if they are
     arguments.
 
     If a batch has no `weights`, weights of 1 are added, with the shape of `labels`, or one per row
@@ -57,9 +57,9 @@ class FromDataset(SequentialPipeline):
         batch_size: Number of rows in the global batch.
         seed: Seed of all random operations in the dataset.
         is_batched: Whether the dataset's elements are global batches instead of examples.
-        num_batches: Number of batches in one pass. If None, uses the dataset's cardinality. If that
-            is unknown (TFRecord files, filters), each launch reads the dataset once to count the
-            batches.
+        num_batches: Number of batches in one pass. If None, the dataset's cardinality is used. If
+            the cardinality is unknown (TFRecord files, filters), the dataset is read once at each
+            launch to count the batches.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        """A dataset for checks only; iterating it a second time would reshuffle it."""
+        """A dataset for checks only; iterating over it a second time would reshuffle it."""
         return self._build_dataset()
 
     @property
@@ -198,7 +198,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _num_elements(self) -> int | None:
-        """The number of elements in the dataset, or None if it is endless."""
+        """The number of elements in the dataset, or None for an endless dataset."""
         count = int(self._dataset.cardinality())
         if count == self._tf.data.UNKNOWN_CARDINALITY:
             _log.info(
@@ -239,7 +239,8 @@ def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
     """Returns why a dataset may differ between runs, or None if it is deterministic.
 
     tf.data preserves the order of parallel operations unless the options disable it. Random
-    operations are stateful, so those inside a parallel map draw numbers in arbitrary order.
+    operations are stateful, so operations inside a parallel map draw random numbers in arbitrary
+    order.
     """
     if dataset.options().deterministic is False:
         return "its options have deterministic=False"
@@ -275,7 +276,7 @@ def _called_nodes(node: Any, functions: dict[str, list[Any]], seen: set[str]) ->
 
 def _is_random(node: Any) -> bool:
     """Returns whether a node is a stateful random operation."""
-    # Dataset operations such as shuffle also have seeds, but they draw sequentially.
+    # Dataset operations such as shuffle also have seeds, but draw random numbers sequentially.
     return "seed2" in node.attr and "Dataset" not in node.op
 
 

@@ -40,8 +40,8 @@ class TextWindows(IndexedPipeline):
         seed: Seed of the shuffled order.
         shuffle: True for endless training batches; every epoch shifts the windows and shuffles
             them. False for one pass in order, in which every label has weight 1 exactly once.
-        stride: Distance between the starts of consecutive windows when shuffle is False; seq_len
-            by default. With a smaller stride, windows overlap, and in each window all but the last
+        stride: Distance between the starts of consecutive windows when shuffle is False; defaults
+            to seq_len. With a smaller stride, windows overlap, and in each window all but the last
             `stride` labels serve as context with weight 0.
     """
 
@@ -82,7 +82,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
-        """Computes which positions of `stream` each window contains."""
+        """The mapping from each window to the positions in `stream` that it contains."""
         num_labels = len(self.corpus.tokens(self.split)) - 1
         if self.shuffle:
             return TrainingWindows(num_labels, self.seq_len, self.seed)
@@ -103,7 +103,7 @@ class TextWindows(IndexedPipeline):
         return lm_spec(self.batch_size, self.seq_len)
 
     @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the corpus's.
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only property.
         return self.corpus.tokenizer
 
     def largest_id(self) -> int:

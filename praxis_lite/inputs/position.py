@@ -1,4 +1,4 @@
-"""A job's position in its training data: its next batch and the batches that it skips."""
+"""A job's position in its training data: the next batch and the batches to skip."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ def tensorflow(needed_by: str) -> ModuleType:
     """Returns the tensorflow module.
 
     Args:
-      needed_by: Name of the feature that needs it, for the error message.
+      needed_by: Name of the feature that needs tensorflow, for the error message.
 
     Raises:
       ConfigError: tensorflow is not installed, or its import fails.
@@ -22,7 +22,7 @@ def tensorflow(needed_by: str) -> ModuleType:
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # Override the 1 that JAX sets.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Importing tensorflow raises warnings about its own code.
+        warnings.simplefilter("ignore")  # tensorflow's own code emits warnings on import.
         tf = optional_module("tensorflow", needed_by)
     # Hide the accelerators: tensorflow's first operation would allocate the memory that JAX needs.
     # This fails with a RuntimeError if the user's program has already run tensorflow operations.

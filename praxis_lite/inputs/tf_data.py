@@ -16,10 +16,11 @@ _PREFETCHED_BATCHES = 2
 
 
 class TextWindows(numpy_data.TextWindows):
-    """The batches of `numpy_data.TextWindows`, prefetched with tf.data.
+    """The batches from `numpy_data.TextWindows`, prefetched with tf.data.
 
-    tensorflow is imported for the first batch. If it is not installed, for example because no
-    release supports this version of Python, NumPy computes the same batches without prefetching.
+    tensorflow is imported when the first batch is requested. If it is not installed, for example
+    because no tensorflow release supports the installed version of Python, NumPy computes the same
+    batches without prefetching.
     """
 
     def batches(

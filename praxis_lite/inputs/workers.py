@@ -23,15 +23,15 @@ class WithWorkers(IndexedPipeline):
 
     Worker w of N computes batches start + w, start + w + N, ... Each batch is a pure function of
     its index, so a job can resume with a different number or kind of workers; the fingerprint
-    includes neither. Each call of `batches` starts new workers, so use this class for training, not
-    for short evaluations. If a worker fails or is killed, requesting its next batch raises an
-    error.
+    includes neither the number nor the kind. Each call of `batches` starts new workers, so use this
+    class for training, not for short evaluations. If a worker fails or is killed, requesting its
+    next batch raises an error.
 
-    A worker process is a new Python process with a copy of the pipeline and its data. Starting it
-    takes 0.3 s and 30 MB, plus the imports of the pipeline's module. It cannot use accelerators,
-    ignores SIGINT and SIGTERM, which the training process handles, and exits together with the
-    training process. Threads have none of these costs, but they only help while the GIL is
-    released: when reading files, and during large NumPy operations.
+    A worker process is a new Python process with a copy of the pipeline and its data. Starting a
+    worker process takes 0.3 s and 30 MB, plus the imports of the pipeline's module. A worker
+    process cannot use accelerators, ignores SIGINT and SIGTERM, which the training process handles,
+    and exits together with the training process. Threads have none of these costs, but they only
+    help while the GIL is released: when reading files, and during large NumPy operations.
 
     Args:
         pipeline: Pipeline to prefetch. With processes, it must be picklable and thus contain no
@@ -47,7 +47,7 @@ class WithWorkers(IndexedPipeline):
     kind: Literal["processes", "threads"] = "processes"
 
     @property
-    def batch_size(self) -> int:  # type: ignore[override]  # Read-only: the wrapped pipeline's.
+    def batch_size(self) -> int:  # type: ignore[override]  # Read-only property.
         return self.pipeline.batch_size
 
     @property

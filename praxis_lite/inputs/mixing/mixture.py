@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
 
 Weights = Mapping[str, float]
-_NUM_SAMPLED_ROWS = 1024  # With unit="tokens", the number of rows per source whose tokens to count.
+_NUM_SAMPLED_ROWS = 1024  # Number of rows per source whose tokens are counted if unit="tokens".
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,10 +26,10 @@ class Mixture(IndexedPipeline):
     """A single stream of rows from several pipelines, in proportion to their weights.
 
     Each source contributes its rows in order. After any number of rows, the number of rows from
-    each source is within one row of its share. Fractions of a row carry over when the weights
-    change, so a source whose weight becomes 0 may contribute one more row. The source of a row is
-    computed from the row's position and all weights, including later ones; therefore any batch can
-    be computed without the batches before it.
+    each source is within one row of the source's share. Fractions of a row carry over when the
+    weights change, so a source whose weight becomes 0 may contribute one more row. The source of a
+    row is computed from the row's position and all weights, including later ones; therefore any
+    batch can be computed without the batches before it.
 
     A finite source repeats. An endless source (`shuffle=True`) is reshuffled every epoch.
 
@@ -42,8 +42,8 @@ class Mixture(IndexedPipeline):
         batch_size: Number of rows in the global batch.
         stop: "never", or "first" to end when the first finite source runs out of rows.
         unit: Whether weights are shares of "examples" (rows) or of "tokens" (labels with nonzero
-            weight). The number of tokens per row is the source's `tokens_per_row()`, or if that is
-            None, the mean of its first 1,024 rows.
+            weight). The number of tokens per row is the source's `tokens_per_row()` or, if that is
+            None, the mean over the source's first 1,024 rows.
     """
 
     sources: Mapping[str, IndexedPipeline]
@@ -163,7 +163,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _tokens_per_row(self) -> list[float]:
-        """The mean number of tokens per row of each source."""
+        """The mean number of tokens per row for each source."""
         return [
             _tokens_per_row(name, source, self._lengths[name])
             for name, source in self.sources.items()
@@ -190,7 +190,7 @@ class Mixture(IndexedPipeline):
         return spec_of_rows(first.element_spec(), self.batch_size)
 
     def largest_id(self) -> int:
-        """Returns the largest token id of all sources, or 0 if it is unknown for all of them."""
+        """Returns the largest token id in all sources, or 0 if it is unknown for every source."""
         largest_ids = (source.largest_id() for source in self.sources.values())
         return max((largest for largest in largest_ids if largest is not None), default=0)
 
@@ -217,7 +217,7 @@ class Mixture(IndexedPipeline):
             count = max(0, min(count, self._end - first))
         numbers, counts = self.sources_of(first, count), self._schedule.counts_before(first)
         for number, (name, source) in enumerate(self.sources.items()):
-            targets = np.flatnonzero(numbers == number)  # The rows of the batch to fill.
+            targets = np.flatnonzero(numbers == number)  # Rows in the batch to fill.
             chunks = _row_chunks(source, self._lengths[name], int(counts[number]), len(targets))
             for chunk in chunks:
                 filled, targets = np.split(targets, [len(next(iter(chunk.values())))])
@@ -236,7 +236,7 @@ class Mixture(IndexedPipeline):
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:
-    """Returns the number of rows in one pass without padding rows, or None if it is endless."""
+    """Returns the number of rows in one pass, excluding padding, or None for an endless source."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
     last_batch = source.rows(source.num_batches - 1, slice(0, source.batch_size))

@@ -1,4 +1,4 @@
-"""Checks that all datasets of a job number their classes in the same way."""
+"""Checks that all datasets in a job number their classes in the same way."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,19 +1,20 @@
-"""Assigns a source to each row of a mixture; row counts are within one of the exact shares.
+"""Assigns a source to each row in a mixture, with row counts within one of the exact shares.
 
 This is the P-fair scheduler of Baruah, Cohen, Plaxton and Varvel (1996), extended to shares that
 change. Skip the extension on a first read: it is all in `_Phase`.
 
-Positions number the rows of the mixture. The target of a source at a position is the sum of its
-shares at all earlier positions, which is usually a fraction. Row j of a source is released once the
-target exceeds j. Its deadline is the first position at which the target reaches j + 1; the row must
-be scheduled before this position. The scheduler picks the released row with the earliest deadline.
-The invariant is that the number of scheduled rows of each source differs from its target by less
-than one.
+A position is the index of a row in the mixture. The target of a source at a position is the sum of
+its shares at all earlier positions, which is usually a fraction. Row j of a source is released once
+the target exceeds j. Its deadline is the first position at which the target reaches j + 1; the row
+must be scheduled before this position. The scheduler picks the released row with the earliest
+deadline. The invariant is that the number of rows scheduled from each source differs from the
+source's target by less than one.
 
 A row that is released before the shares change can have its deadline after the change. The order
-just before a change therefore depends on the shares after it. A schedule without this look-ahead
-cannot satisfy the invariant: after two of four equal sources have contributed one row each, the
-shares may change so that only the other two sources remain, and both of their rows are then late.
+just before a change therefore depends on the shares after the change. A schedule without this
+look-ahead cannot satisfy the invariant: after two of four equal sources have contributed one row
+each, the shares may change so that only the other two sources remain, and both of their rows are
+then late.
 
 Between two changes, the order is periodic except near the changes; the period is the common
 denominator of the shares. The schedule is stored as periodic segments, in which the source of any
@@ -31,8 +32,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-# The longest supported period. Computing its order takes 1 s and 2 MB. It is long enough for 1,000
-# sources whose weights have three decimals each.
+# The longest supported period. Computing the order for this period takes 1 s and 2 MB. The period
+# is long enough for 1,000 sources whose weights have three decimals each.
 MAX_PERIOD = 1_000_000
 _BLOCK = 4096  # Number of rows between two stored counts.
 
@@ -46,7 +47,7 @@ def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
       weights: Non-negative numbers that are not all 0.
 
     Returns:
-      One integer for each weight, or None if their sum would exceed MAX_PERIOD.
+      One integer for each weight, or None if the sum of the integers would exceed MAX_PERIOD.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in exact))
@@ -84,7 +85,7 @@ class Segment:
       start: First position.
       stop: First position after the segment; infinity for the last segment.
       order: int16[period], the sources at positions start, start + 1, ..., which then repeat.
-      counts_at_start: int64[sources], the number of rows of each source before `start`.
+      counts_at_start: int64[sources], the number of rows from each source before `start`.
     """
 
     start: int
@@ -93,7 +94,7 @@ class Segment:
     counts_at_start: np.ndarray
 
     def counts_before(self, position: int) -> np.ndarray:
-        """Returns the number of rows of each source before a position of the segment."""
+        """Returns the number of rows from each source before a position in the segment."""
         num_periods, rest = divmod(position - self.start, len(self.order))
         block = rest // _BLOCK
         in_block = np.bincount(
@@ -104,9 +105,9 @@ class Segment:
 
     @functools.cached_property
     def _block_counts(self) -> np.ndarray:
-        """int64[blocks + 1, sources]: rows of each source in a period before each block.
+        """int64[blocks + 1, sources]: rows from each source in a period before each block.
 
-        The last entry counts the rows of the entire period.
+        The last entry contains the counts for the entire period.
         """
         blocks = [
             np.bincount(self.order[start : start + _BLOCK], minlength=len(self.counts_at_start))
@@ -120,7 +121,7 @@ class Schedule:
 
     Args:
       phases: Pairs (position, parts) with increasing positions, starting at 0. From that position
-        on, the share of a source is its part divided by the sum of the parts.
+        on, a source's share is its part divided by the sum of all parts.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -136,7 +137,7 @@ class Schedule:
                     counts = segment.counts_before(int(stop))
 
     def counts_before(self, position: int) -> np.ndarray:
-        """Returns the number of rows of each source before a position, as int64[sources]."""
+        """Returns the number of rows from each source before a position, as int64[sources]."""
         return self.segments[self._segment_at(position)].counts_before(position)
 
     def sources_at(self, first: int, count: int) -> np.ndarray:
@@ -151,7 +152,7 @@ class Schedule:
         return np.concatenate(sources)
 
     def position_of(self, source: int, row: int) -> int | None:
-        """Returns the position of row `row` of a source, or None if it is never scheduled."""
+        """Returns the position of row `row` of a source, or None if the row is never scheduled."""
         number = (
             bisect.bisect_right(
                 self.segments, row, key=lambda segment: segment.counts_at_start[source]
@@ -191,7 +192,7 @@ class _Target:
 
 
 class _Phase:
-    """The schedule between two changes of shares."""
+    """The schedule between two changes to the shares."""
 
     def __init__(
         self, phases: Sequence[tuple[int, Sequence[int]]], number: int, targets: Sequence[_Target]
@@ -204,7 +205,7 @@ class _Phase:
         self._at_end = (
             self._at_start if is_last else [target.at_starts[number + 1] for target in targets]
         )
-        # For each source, the deadline of its row that is released in this phase but due later.
+        # For each source, the deadline of the row that is released in this phase but due later.
         self._deadlines_after_end = [
             target.first_position_at(math.ceil(at_end))
             for target, at_end in zip(targets, self._at_end, strict=True)
@@ -215,11 +216,12 @@ class _Phase:
 
         The order repeats every period except near both ends of the phase:
 
-        * At the start, it differs until the deadlines of rows that were released in the previous
-          phase and are still unscheduled. If the source of such a row has no share in this phase,
-          the row fills a position at which no other row is released, within the first period or
-          never.
-        * At the end, it differs from the release of the first row whose deadline is after the end.
+        * At the start, the order differs until the deadlines of rows that were released in the
+          previous phase and are still unscheduled. If the source of such a row has no share in this
+          phase, the row fills a position at which no other row is released, within the first period
+          or never.
+        * At the end, the order differs starting at the release of the first row whose deadline is
+          after the end.
         """
         start, end, period = self._start, self._end, self._period
         segments: list[tuple[int, int | float, int]]
@@ -248,7 +250,7 @@ class _Phase:
         Args:
           first: First position.
           count: Number of positions.
-          counts: Number of rows of each source before position `first`.
+          counts: Number of rows from each source before position `first`.
         """
         period, parts, rows = self._period, self._parts, counts.tolist()
         # The target at position n is (offset + part * n) / period.

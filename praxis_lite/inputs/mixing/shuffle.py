@@ -11,7 +11,7 @@ import numpy as np
 
 
 def random_bits(seed: int, stream: int, count: int, *, purpose: int = 0) -> np.ndarray:
-    """Returns uint64[count] of random bits, independent for each (seed, stream, purpose)."""
+    """Returns random bits as uint64[count], independent for each (seed, stream, purpose)."""
     key = np.array([seed, stream], np.uint64)
     # `purpose` is the counter's top word, so two purposes overlap only after 2**192 draws.
     counter = np.array([0, 0, 0, purpose], np.uint64)

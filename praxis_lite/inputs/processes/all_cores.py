@@ -14,7 +14,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-# Minimum number of examples for which processes are used. Starting them takes half a second.
+# Minimum number of examples for which processes are started, which takes half a second.
 _MIN_EXAMPLES_FOR_PROCESSES = 8_192
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -24,8 +24,8 @@ def run_on_all_cores(
 ) -> None:
     """Calls a function with each item, and discards the results.
 
-    With many examples, one process per core calls the function, and the progress is logged every
-    5 s. With few examples, the current process calls it.
+    With many examples, one process per core calls the function, and progress is logged every 5 s.
+    With few examples, the current process calls the function.
 
     Args:
       function: Function to call; must be picklable.
@@ -118,7 +118,7 @@ def _initialize_process(function: Callable[[Any], Any], parent_pid: int) -> None
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """Exits once the parent process is gone; a parent that is killed cannot stop its children."""
+    """Exits once the parent process has exited; a killed parent cannot stop its children."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
     os._exit(1)

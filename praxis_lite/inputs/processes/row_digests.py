@@ -50,7 +50,7 @@ def row_digests(batch: Any, index: int, first_row: int = 0) -> np.ndarray:
 
 
 def _digests(parts: Sequence[np.ndarray], seed: int) -> list[int]:
-    """Returns the digest of each row of the parts, which are concatenated along dimension 1."""
+    """Returns the digest of each row, after concatenating the parts along dimension 1."""
     concatenated = np.concatenate(parts, axis=1)
     width, view = concatenated.shape[1], concatenated.reshape(-1).data
     return [

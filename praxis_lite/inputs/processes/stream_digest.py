@@ -17,7 +17,7 @@ def stream_digest(
 ) -> str:
     """Returns the hex SHA-256 of the names, dtypes, shapes and bytes of global batches.
 
-    Each process computes a contiguous range of the rows, like the hosts of a job. A pipeline
+    Each process computes a contiguous range of the rows, like each host in a job. A pipeline
     without random access computes all ranges in the current process.
 
     Args:
@@ -28,7 +28,7 @@ def stream_digest(
         this number, the last processes compute fewer rows or none.
 
     Raises:
-      ConfigError: The pipeline's settings are invalid, or it ends too early.
+      ConfigError: The pipeline's settings are invalid, or the pipeline ends too early.
     """
     is_in_range = 1 <= num_batches < 2**31
     require(is_in_range, "The number of batches", num_batches, "at least 1 and below 2**31")
@@ -54,7 +54,7 @@ def stream_digest(
 def _batch_parts(
     pipeline: InputPipeline, num_batches: int, start: int, row_slices: list[slice]
 ) -> Iterator[list[dict[str, np.ndarray]]]:
-    """Yields, for each batch, the rows of every slice."""
+    """Yields, for each batch, the rows in every slice."""
     if not isinstance(pipeline, IndexedPipeline):
         streams = [pipeline.batches(start, rows=rows) for rows in row_slices]
         for _ in range(num_batches):

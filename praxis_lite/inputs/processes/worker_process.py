@@ -21,9 +21,9 @@ from praxis_lite.host.user_errors import RemoteError, describe_error
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batch_arrays import require_numbers
 
-# Errors of a pipeline that the parent raises again, instead of a RemoteError.
+# Exceptions in a worker that are re-raised in the parent as the same class, not as RemoteError.
 _KINDS = {"ConfigError": ConfigError, "OutOfMemory": OutOfMemory}
-# Schedulers send these signals to all processes of a job; only the parent handles them.
+# Schedulers send these signals to all processes in a job; only the parent handles them.
 _PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -33,11 +33,11 @@ def strided_range(first: int, stride: int, end: int | None) -> Iterable[int]:
 
 
 class WorkerProcess:
-    """A process that computes batches of a pipeline, up to `num_prefetched` ahead.
+    """A process that computes a pipeline's batches, up to `num_prefetched` ahead.
 
     The worker writes each batch to a pipe: a JSON header, then the bytes of the arrays. A second
-    pipe sends the pickled pipeline to the worker; when this pipe breaks, the worker knows that the
-    parent is gone, and exits.
+    pipe sends the pickled pipeline to the worker; when this pipe breaks because the parent has
+    exited, the worker also exits.
     """
 
     def __init__(self, name: str, num_prefetched: int):
@@ -57,7 +57,7 @@ class WorkerProcess:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        # Close the worker's ends here, so that the pipes break when the worker dies.
+        # Close the worker's ends here, so that the pipes break when the worker exits.
         requests.close()
         batches.close()
         self._name = f"{name} (process {self._process.pid})"
@@ -69,7 +69,7 @@ class WorkerProcess:
 
         Args:
             pipeline: Pipeline that computes the batches; must be picklable.
-            indices: Arguments of `strided_range`, which returns the indices of the batches.
+            indices: Arguments for `strided_range`, which returns the indices of the batches.
             rows: Rows of each global batch to compute.
 
         Raises:
@@ -91,7 +91,7 @@ class WorkerProcess:
         """Waits for the worker's next batch and returns it.
 
         Args:
-            index: Index of that batch, for error messages.
+            index: Index of the batch, for error messages.
 
         Raises:
             ConfigError: The process was killed, or the pipeline raised a ConfigError.
@@ -139,7 +139,7 @@ class WorkerProcess:
         )
 
     def kill(self) -> None:
-        """Kills the process; batches that were not received are lost."""
+        """Kills the worker and waits for it to exit; batches that were not received are lost."""
         self._process.kill()
         self._process.join()
         self._batches.close()
@@ -147,7 +147,7 @@ class WorkerProcess:
 
 
 def _run_worker(requests: Connection, batches: Connection, num_prefetched: int) -> None:
-    """Computes the requested batches, until the last one is sent or the parent is gone."""
+    """Computes the requested batches until the last batch is sent or the parent exits."""
     for number in _PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENT_SIGNALS)
@@ -191,12 +191,12 @@ def _send(finished: "queue.Queue[_Message]", batches: Connection) -> None:
                 remaining = leaf.reshape(-1).view(np.uint8).data
                 while remaining:
                     remaining = remaining[os.write(batches.fileno(), remaining) :]
-        except OSError:  # The pipe is broken: the parent is gone.
+        except OSError:  # The pipe is broken: the parent has exited.
             os._exit(0)
 
 
 def _exit_with_parent(requests: Connection) -> None:
-    # The parent sends nothing more, so this returns only when its end of the pipe closes.
+    # The parent sends nothing more, so this returns only when the parent's end of the pipe closes.
     with contextlib.suppress(EOFError, OSError):
         requests.recv_bytes()
     os._exit(0)

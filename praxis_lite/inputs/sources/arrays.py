@@ -16,7 +16,7 @@ class NpyFiles(OpenedFiles):
     """The rows of .npy files (memory-mapped), or of the arrays in .npz files.
 
     Args:
-      name: Key of an example under which the row of a .npy file is returned.
+      name: Key in each example for the row from a .npy file.
     """
 
     name: str = "x"
@@ -41,7 +41,7 @@ class NpyFiles(OpenedFiles):
     def open_file(self, path: str) -> dict[str, np.ndarray]:
         try:
             with open(path, "rb") as file:
-                if file.read(2) == b"PK":  # A .npz, which is a zip file.
+                if file.read(2) == b"PK":  # A .npz file, which is a zip file.
                     file.seek(0)
                     with np.load(file, allow_pickle=False) as arrays:
                         return dict(arrays)

@@ -1,4 +1,4 @@
-"""Copies the rows of files into a cached Arrow file with Hugging Face's `datasets`."""
+"""Copies rows from files into a cached Arrow file with Hugging Face's `datasets`."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ _MIN_LOGGED_BYTES = 64 << 20  # Smaller files are copied without a log line or a
 def write_copy(source: CopiedFiles, key: str) -> Path:
     """Copies a source's rows into an Arrow file, without network access.
 
-    If another process is copying the same rows, waits for it instead.
+    If another process is already copying the same rows, waits for that process instead.
 
     Args:
       source: Source to copy.
@@ -75,7 +75,7 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
 
 
 class _Copy(datasets.ArrowBasedBuilder):
-    """Builds a dataset with a single split: the rows of all files in order."""
+    """Builds a dataset with a single split: the rows from all files, in order."""
 
     def __init__(self, source: CopiedFiles, **settings: Any):
         self._source = source
@@ -131,7 +131,7 @@ def _with_schema(
 
 @contextlib.contextmanager
 def _progress_bar(is_visible: bool) -> Iterator[None]:
-    """Hides the progress bar of `datasets` unless `is_visible`."""
+    """Hides the `datasets` progress bar unless `is_visible`."""
     was_visible = not datasets.are_progress_bars_disabled()
     if was_visible and not is_visible:
         datasets.disable_progress_bars()

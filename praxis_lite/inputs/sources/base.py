@@ -22,8 +22,8 @@ from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_fi
 
 Example = Mapping[str, Any]
 _EXAMPLES_PER_PART = 8_192
-# Up to this number of files, each file has separate parts. If there are more, files smaller than
-# _SMALL_FILE bytes are grouped into parts of at most _MAX_GROUP_SIZE bytes.
+# Up to this number of files, each file has separate parts. If there are more files, those smaller
+# than _SMALL_FILE bytes are grouped into parts of at most _MAX_GROUP_SIZE bytes.
 _MAX_SEPARATE_FILES, _SMALL_FILE, _MAX_GROUP_SIZE = 100, 1 << 20, 16 << 20
 # Block size in bytes and maximum number of blocks in the digest of a file that is read in place.
 _BLOCK, _MAX_BLOCKS = 1 << 16, 64
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def ranges_of_parts(num_examples: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of consecutive parts that cover `num_examples` examples."""
+    """Yields (start, stop) for consecutive parts that cover `num_examples` examples."""
     for start in range(0, num_examples, _EXAMPLES_PER_PART):
         yield start, min(start + _EXAMPLES_PER_PART, num_examples)
 
@@ -81,7 +81,7 @@ class Source(NeedsPackage, abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Example:
-        """Returns an example. Raises BadExample with its location if it is invalid."""
+        """Returns an example. Raises BadExample with the location if the example is invalid."""
 
     @property
     @abc.abstractmethod
@@ -98,7 +98,7 @@ class Source(NeedsPackage, abc.ABC):
 
     @abc.abstractmethod
     def cache_folder(self) -> str:
-        """Returns the folder that caches copies, tokens and rows of the examples."""
+        """Returns the folder in which copies, tokens and rows of the examples are cached."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Source(NeedsPackage, abc.ABC):
     def map_part(
         self, part: Part, function: Callable[[Example, int], Any], left_out: Counter[str]
     ) -> Iterator[tuple[int, Any]]:
-        """Applies a function to the examples of a part, except examples with faults in `skip`.
+        """Applies a function to the examples in a part, except examples with faults in `skip`.
 
         Args:
           part: Range of examples.
@@ -130,7 +130,7 @@ class Source(NeedsPackage, abc.ABC):
           left_out: Counter of skipped examples by fault or reason, which is updated in place.
 
         Yields:
-          (index, value) of each example that is not skipped.
+          (index, value) for each example that is not skipped.
         """
         for index in range(part.start, part.stop):
             try:
@@ -205,7 +205,7 @@ class GlobSource(Source):
         return [file_state(path) for path in self.paths]
 
     def require_unchanged(self, file: int) -> None:
-        """Raises ConfigError if file number `file` is missing or changed since first use."""
+        """Raises ConfigError if file number `file` is missing or has changed since first use."""
         path, expected, actual = self.paths[file], self.states[file], file_state(self.paths[file])
         if actual != expected:
             sizes = f"{expected.size:,} bytes then and {actual.size:,} bytes now"
@@ -241,8 +241,8 @@ class RowsOfFiles(GlobSource):
         file.
       make: Function that creates the files if no files match. It is called with a temporary folder
         and either writes files there, or returns the examples for the single file specified by
-        `files`. The complete files are then moved to the folder of the first glob, without
-        overwriting existing files. If None, it is an error if no files match.
+        `files`. Once complete, the files are moved to the folder of the first glob, without
+        overwriting existing files. If None, an error is raised if no files match.
     """
 
     _: dataclasses.KW_ONLY
@@ -268,7 +268,8 @@ class RowsOfFiles(GlobSource):
                 raise
         folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip())) or "."
         with locked(os.path.join(folder, ".praxis_lite")):
-            # Look again: another process may have created the files before this one got the lock.
+            # Look again: another process may have created the files before this process acquired
+            # the lock.
             with contextlib.suppress(ConfigError):
                 return matching_files(self.files, type(self).__name__)
             _log.info("creating %s", self.files)
@@ -293,7 +294,7 @@ class RowsOfFiles(GlobSource):
         return int(self.first_numbers[-1])
 
     def file_and_row(self, index: int) -> tuple[int, int]:
-        """Returns the index of an example's file and the example's row in it, both from 0."""
+        """Returns the zero-based indices of an example's file and of its row in that file."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         file = int(np.searchsorted(self.first_numbers, index, side="right")) - 1
@@ -321,7 +322,7 @@ class RowsOfFiles(GlobSource):
         return parts
 
     def _file_groups(self) -> list[list[int]]:
-        """Returns the indices of the files that share parts; only small files share them."""
+        """Returns the indices of the files that share parts; only small files share parts."""
         files = range(len(self.paths))
         if len(files) <= _MAX_SEPARATE_FILES:
             return [[file] for file in files]
@@ -363,8 +364,8 @@ def file_digest(path: str, max_blocks: int | None = None) -> str:
 
     Args:
       path: Path of the file.
-      max_blocks: Number of evenly spaced 64 KiB blocks to read from a larger file; None reads the
-        complete file.
+      max_blocks: Number of evenly spaced 64 KiB blocks to read from a larger file; if None, the
+        complete file is read.
     """
     size = os.path.getsize(path)
     digest = xxhash.xxh3_128(str(size).encode())

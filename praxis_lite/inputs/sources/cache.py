@@ -29,8 +29,8 @@ class Entry(NamedTuple):
 
     Attributes:
       values: JSON values.
-      arrays: Arrays by name; large ones are memory-mapped.
-      digests: Hex XXH3 of the bytes of each array when it was written.
+      arrays: Arrays by name; large arrays are memory-mapped.
+      digests: Hex XXH3 of each array's bytes when the array was written.
     """
 
     values: dict[str, Any]
@@ -53,7 +53,8 @@ def entries(folder: str, names: Sequence[str], make: Callable[[list[int]], None]
     found = [read(folder, name) for name in names]
     if None in found:
         with locked(folder):
-            # Look again: another process may have written entries before this one got the lock.
+            # Look again: another process may have written entries before this process acquired the
+            # lock.
             found = [entry or read(folder, name) for entry, name in zip(found, names, strict=True)]
             missing = [index for index, entry in enumerate(found) if entry is None]
             if missing:
@@ -111,7 +112,7 @@ def write(
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Creates a folder and holds its lock; logs a message if another process holds it.
+    """Creates a folder and holds its lock; logs a message if another process holds the lock.
 
     Raises:
       ConfigError: The folder cannot be created or written, or the user's script lacks an

@@ -21,7 +21,7 @@ class ArrowFiles(CopiedFiles):
     """A source over the rows of Arrow IPC files, in the file or the stream format.
 
     Args:
-      columns: Names of the columns to read; () reads all.
+      columns: Names of the columns to read; if (), all columns are read.
     """
 
     columns: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Parquet(ArrowFiles):
     """A source over the rows of Parquet files.
 
     Args:
-      columns: Names of the columns to read; () reads all.
+      columns: Names of the columns to read; if (), all columns are read.
     """
 
     def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
@@ -135,7 +135,7 @@ def _errors_of_file(path: str) -> Iterator[None]:
 
 
 def value_of(scalar: Any) -> Any:
-    """Converts an Arrow scalar to a Python value, but a list of numbers to a NumPy array."""
+    """Converts an Arrow scalar to a Python value, or a list of numbers to a NumPy array."""
     types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
@@ -146,7 +146,7 @@ def value_of(scalar: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes null fields from the structs of a nested Arrow value.
+    """Removes null fields from the structs in a nested Arrow value.
 
     All structs in an Arrow column have the same fields; fields that JSON would omit are null.
     """

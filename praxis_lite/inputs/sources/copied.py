@@ -22,14 +22,14 @@ from praxis_lite.inputs.sources.faults import BadExample
 if TYPE_CHECKING:
     import pyarrow
 
-# Maximum size of a record batch in the copy: smaller batches slow down the lookup of a row, larger
-# ones take more memory to write.
+# Maximum size of a record batch in the copy: smaller batches slow down the lookup of a row, and
+# larger batches take more memory to write.
 ROWS_PER_BATCH, BYTES_PER_BATCH = 4096, 8 << 20
 
 
 def import_datasets(needed_by: str) -> ModuleType:
     """Imports Hugging Face's `datasets` without its log lines about installed frameworks."""
-    # This is the default of `datasets`, which it only sets after its import has logged these lines.
+    # This is the default in `datasets`, but it only takes effect after these lines are logged.
     logging.getLogger("datasets").setLevel(logging.WARNING)
     return optional_module("datasets", needed_by)
 
@@ -39,12 +39,13 @@ class CopiedFiles(RowsOfFiles):
     """Base class of sources whose rows are copied into an Arrow file in the cache folder.
 
     Hugging Face's `datasets` writes and locks the copy. The copy is memory-mapped, so all processes
-    on a host share its pages. It is rebuilt when the size or modification time of a file changes.
+    on a host share its pages. The copy is rebuilt when the size or modification time of a file
+    changes.
     """
 
     @abc.abstractmethod
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
-        """Yields the rows of a file as tables; all files must have the same columns."""
+        """Yields the rows in a file as tables; all files must have the same columns."""
 
     @functools.cached_property
     def copy(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class CopiedFiles(RowsOfFiles):
 
     @property
     def digests(self) -> list[str]:
-        """The hex XXH3 of the bytes of each file."""
+        """The hex XXH3 of each file's bytes."""
         return self.copy["digests"]
 
     @functools.cached_property
@@ -128,7 +129,7 @@ class FileSource(CopiedFiles):
 
     @abc.abstractmethod
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """Yields (row or line number, bytes) of each record in a file.
+        """Yields (row or line number, bytes) for each record in a file.
 
         Raises:
           BadExample: The rest of the file cannot be read. It is treated as a single example, which

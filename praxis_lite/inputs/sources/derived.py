@@ -1,7 +1,7 @@
-"""Applies a function to all examples of a source, in parts, and caches the results on disk.
+"""Applies a function to all examples in a source, in parts, and caches the results on disk.
 
-Parts that were computed before a run was interrupted are reused. If a file changes, only its parts
-are recomputed. The results do not depend on the number of cores.
+Parts that an interrupted run has already computed are reused. If a file changes, only its parts are
+recomputed. The results do not depend on the number of cores.
 """
 
 import collections
@@ -30,8 +30,8 @@ class DerivedPart(NamedTuple):
 
     Attributes:
       part: The part of the source.
-      values: JSON values of the result.
-      arrays: Arrays of the result, by name.
+      values: JSON values in the result.
+      arrays: Arrays in the result, by name.
       digests: Digest of each array.
     """
 
@@ -55,8 +55,8 @@ def derive_parts(
       kind: Prefix for the name of the cache folder, such as "tokens".
       recipe: JSON with everything that determines the results except the examples. Each recipe has
         a separate cache folder.
-      make: Function that computes the result of a part. It must be picklable, because it runs on
-        all cores.
+      make: Function that computes the result for a part; must be picklable, because it runs on all
+        cores.
       activity: Verb for progress messages, such as "tokenizing".
 
     Raises:
@@ -69,7 +69,7 @@ def derive_parts(
     parts = source.parts()
 
     def make_missing(numbers: list[int]) -> None:
-        # Nothing reads this file; it documents the folder.
+        # This file is never read; it documents the folder.
         Path(folder, "recipe.json").write_text(json.dumps(recipe, indent=1))
         missing = [parts[number] for number in numbers]
         sizes = [part.stop - part.start for part in missing]
@@ -109,7 +109,8 @@ class _MakePart:
 def function_recipe(function: Callable[..., Any] | None) -> Any:
     """Returns the name, bound arguments and source hash of a function, for a recipe.
 
-    Editing the function therefore invalidates the cache; editing functions that it calls does not.
+    Editing the function therefore invalidates the cache; editing the functions that this function
+    calls does not.
     """
     if function is None:
         return None

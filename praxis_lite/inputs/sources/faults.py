@@ -1,4 +1,4 @@
-"""Faults of examples, and the error for an example with a fault."""
+"""Faults in examples, and the error for an example with a fault."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 
 __all__ = ("BadExample", "none_skipped")
 
-# Names that a source's `skip` accepts, with their meaning.
+# Valid names in a source's `skip`, with their meanings.
 FAULTS = {
     "truncated": "the end of a file is missing",
     "damaged": "a record does not match its checksum, or an image cannot be decoded",
@@ -23,12 +23,12 @@ FAULTS = {
 
 
 class BadExample(ConfigError):
-    """An example that cannot be used, with its location.
+    """Raised for an example that cannot be used; contains the location of the example.
 
     Attributes:
       fault: Name of the fault, a key of FAULTS.
       where: Location of the example, as in the message.
-      arguments: Arguments of the constructor, to build the same error in another process.
+      arguments: Arguments for the constructor, to build the same error in another process.
       without_skip: Message that does not suggest `skip`, for callers without this setting.
     """
 
@@ -68,11 +68,11 @@ def apply_to_example(
 
     Args:
       function: The function to call.
-      example: The example to pass to it.
+      example: The example to pass to the function.
       where: Location of the example.
 
     Raises:
-      BadExample: The function reads a key that the example does not have.
+      BadExample: The function reads a key that is not in the example.
       Exception: Any other exception raised by the function, with a note about the location.
     """
     try:

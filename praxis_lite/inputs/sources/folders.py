@@ -34,7 +34,7 @@ class _FilePerExample(GlobSource):
 
     @abc.abstractmethod
     def decode(self, data: bytes, path: str) -> Example:
-        """Converts the bytes of a file to an example."""
+        """Converts a file's bytes to an example."""
 
     @functools.cached_property
     def _root(self) -> str:
@@ -102,7 +102,7 @@ class TextFiles(_FilePerExample):
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
-      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
+      cache_dir: Folder for data derived from the files. If None, `.praxis_lite` in the common
         folder of all files.
     """
 
@@ -116,8 +116,8 @@ class ImageFiles(_FilePerExample):
 
     Examples are {"name": str, "image": uint8[height, width, 3], "label": int32}. The label is the
     index of the file's folder in `classes`. Pass the classes of the training split to all other
-    splits; otherwise, a split without images of some class would number its classes differently.
-    Use a transform to resize images to the same shape before batching.
+    splits; otherwise, the classes in a split without images of some class would be numbered
+    differently. Use a transform to resize images to the same shape before batching.
 
     All image formats of Pillow are supported. Images are rotated according to their EXIF
     orientation.
@@ -125,10 +125,10 @@ class ImageFiles(_FilePerExample):
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
-      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
+      cache_dir: Folder for data derived from the files. If None, `.praxis_lite` in the common
         folder of all files.
-      classes: Folder names in the order of their labels, or the ImageFiles of the training split to
-        use its classes. If None, the folder names of all files, sorted.
+      classes: Folder names in the order of their labels, or the ImageFiles of the training split,
+        whose classes are then used. If None, the folder names of all files, sorted.
     """
 
     needed_package = "PIL"
@@ -214,7 +214,7 @@ def _rgb_pixels(data: bytes, path: str) -> np.ndarray:
         if image.mode in ("I", "F"):
             raise ValueError(f"pixels of mode {image.mode} have neither 8 nor 16 bits")
         if image.mode != "RGB":
-            image.info.pop("transparency", None)  # Avoids a warning about transparent palettes.
+            image.info.pop("transparency", None)  # Avoid a warning about transparent palettes.
         return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow raises many kinds of errors for damaged images.
         raise BadExample(

@@ -42,7 +42,7 @@ class _GrainPipeline(InputPipeline):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        """The user's dataset. Raises ConfigError if it does not have the expected class."""
+        """The user's dataset. Raises ConfigError if the dataset has an unexpected class."""
         dataset = self.make_dataset()
         grain = optional_module("grain", type(self).__name__)
         if not isinstance(dataset, getattr(grain, self._DATASET_CLASS)):
@@ -147,8 +147,9 @@ class FromGrainIter(_GrainPipeline, SequentialPipeline):
     """Batches from a user-defined function that returns a grain.IterDataset of dicts of arrays.
 
     An IterDataset has no random access: a job that resumes at step k first recomputes k batches
-    (and logs this), and every process computes the complete global batch and takes its own rows.
-    Prefer `FromGrain`, which avoids both costs. Leaves are converted and padded as in `FromGrain`.
+    (and logs this), and every process computes the complete global batch and keeps only its own
+    rows. Prefer `FromGrain`, which avoids both costs. Leaves are converted and padded as in
+    `FromGrain`.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as

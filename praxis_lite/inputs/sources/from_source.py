@@ -101,7 +101,7 @@ class FromSource(ExamplePipeline):
         if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
         if self.source.skip:
-            self._transform_example(example, index)  # Raises BadExample if it finds a fault.
+            self._transform_example(example, index)  # Raises BadExample if the example has a fault.
         return None
 
     def _transform_example(self, example: Example, index: int) -> Mapping[str, Any]:

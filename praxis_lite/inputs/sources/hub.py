@@ -40,11 +40,11 @@ class _PreparedDataset(Source):
     @property
     @abc.abstractmethod
     def rows(self) -> Any:
-        """The library's random access to the examples."""
+        """The library's object for random access to the examples."""
 
     @abc.abstractmethod
     def example(self, row: Any) -> Example:
-        """Returns the example of a row."""
+        """Returns the example for a row."""
 
     def check(self) -> None:
         super().check()
@@ -105,13 +105,14 @@ class HuggingFaceDataset(_PreparedDataset):
     """A source over a Hugging Face dataset that was written with `save_to_disk`.
 
     Lists of numbers become arrays. Images are decoded with Pillow; audio and video are not decoded,
-    but returned as a dict with their bytes and path.
+    but returned as dicts with bytes and path.
 
     Args:
       path: Folder of the dataset.
       split: Name of the split if the folder contains a DatasetDict, else None.
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
-      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in its folder.
+      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in the dataset's
+        folder.
     """
 
     @functools.cached_property
@@ -197,9 +198,10 @@ class Tfds(_PreparedDataset):
 
     Args:
       path: Folder of one version of the dataset, such as ~/tensorflow_datasets/mnist/3.0.1.
-      split: Split in the syntax of TFDS: "train", "train[:90%]".
+      split: Split in TFDS syntax: "train", "train[:90%]".
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
-      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in its folder.
+      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in the dataset's
+        folder.
     """
 
     needed_package = "tensorflow_datasets"
@@ -246,7 +248,7 @@ class Tfds(_PreparedDataset):
         return (self.split or "").partition("[")[0]
 
     def _require_complete_files(self) -> None:
-        """Raises ConfigError if a file is missing or truncated; TFDS would open it only later."""
+        """Raises ConfigError if a file is missing or truncated, before TFDS opens the files."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         split = self._builder.info.splits[self._split_name]

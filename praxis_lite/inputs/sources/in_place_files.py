@@ -20,7 +20,7 @@ class OpenedFiles(RowsOfFiles):
 
     @abc.abstractmethod
     def open_file(self, path: str) -> Any:
-        """Opens a file and returns its rows; the file is closed when they are garbage-collected."""
+        """Opens a file and returns its rows; garbage collection of the rows closes the file."""
 
     def opened(self, file: int) -> Any:
         """Returns the rows of file number `file`, and keeps recently opened files open."""

@@ -27,7 +27,7 @@ class JsonLines(FileSource):
     """A source over JSON lines files with one example per line, optionally compressed (.gz, .zst).
 
     Blank lines are ignored. The cached copy stores the unparsed lines, and a line is parsed when
-    its example is read. Objects may therefore differ in their keys and types, unlike rows of Arrow
+    its example is read. Objects may therefore differ in their keys and types, unlike rows in Arrow
     tables.
     """
 

@@ -22,7 +22,7 @@ from praxis_lite.inputs.sources.tf_example import tf_example
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-_MAX_RECORD_BYTES = 1 << 31  # The size limit of a protocol buffer such as tf.train.Example.
+_MAX_RECORD_BYTES = 1 << 31  # The size limit for a protocol buffer such as tf.train.Example.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _NUM_THREADS = 16  # Number of threads that read the record counts at the ends of the files.
 

@@ -80,7 +80,7 @@ def _example_class() -> Any:
     )
     entry.options.map_entry = True
     add_message(file.message_type, "Example", ("features", "Features", False))
-    # Use a separate pool: an imported tensorflow registers the same names in the default pool.
+    # Use a separate pool, because tensorflow registers the same names in the default pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

@@ -1,1 +1,1 @@
-"""Pipelines of text: tokenized documents, and windows, packed rows and prompts made from them."""
+"""Text pipelines: tokenized documents, and windows, packed rows and prompts made from them."""

@@ -1,4 +1,4 @@
-"""Tokenizes conversations and marks the tokens of the answers."""
+"""Tokenizes conversations and marks the tokens in answers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from praxis_lite.inputs.tokenizers.chat_template import Answers
 
 
 class Tokens(NamedTuple):
-    """Token ids, and whether each of them is a training target.
+    """Token ids, and a mask of the ids that are training targets.
 
     Attributes:
       ids: int32[T].
@@ -33,12 +33,12 @@ def tokens_of(
     *,
     first: int = 0,
 ) -> Tokens:
-    """Tokenizes a conversation and marks the tokens of answers, including end-of-turn tokens.
+    """Tokenizes a conversation and marks the tokens in answers, including end-of-turn tokens.
 
-    The chat template marks answers with `{% generation %}` and `{% endgeneration %}`. If it does
-    not contain these tags, an answer is the text that a turn adds to its prompt. Messages with
-    weight 0 are not trained on, nor are empty answers, since they would teach the model to answer
-    nothing.
+    The chat template marks answers with `{% generation %}` and `{% endgeneration %}`. If the
+    template does not contain these tags, an answer is the text that a turn adds to the prompt.
+    Messages with weight 0 are not trained on, nor are empty answers, which would teach the model to
+    answer nothing.
 
     Args:
       conversation: The conversation, or its messages.
@@ -148,7 +148,7 @@ def _span(
     tokenizer: Tokenizer,
     where: str,
 ) -> tuple[int, int]:
-    """Returns the character span that a message adds to its prompt."""
+    """Returns the character span that a message adds to the prompt."""
     before, with_answer = rendered(messages[:index], True), rendered(messages[: index + 1])
     if not (with_answer.startswith(before) and text.startswith(with_answer)):
         raise BadExample(

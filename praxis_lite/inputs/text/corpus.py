@@ -34,9 +34,9 @@ class TextCorpus:
     reference repeats itself.
 
     Args:
-        files: Comma-separated globs of text files; `**` and `~` are supported. Each file is split
-            at line ends into documents of at most 16 KiB named `<basename>#<k>`. If None, uses
-            CPython's language reference (`pydoc_data.topics`) with one document per topic.
+        files: Comma-separated globs that match text files; `**` and `~` are supported. Each file is
+            split at line ends into documents of at most 16 KiB named `<basename>#<k>`. If None,
+            uses CPython's language reference (`pydoc_data.topics`) with one document per topic.
         heldout_percent: Percentage of documents to hold out, from 0 to 100.
         tokenizer: A tokenizer or its directory. If None, tokens are bytes.
     """
@@ -86,7 +86,8 @@ class TextCorpus:
             end = np.array(tokenizer.document_end, np.int32)
             pieces = [end]
             for ids in tokenizer.encode_documents(texts):
-                # If documents start with EOS, the EOS after the previous document is that token.
+                # If documents start with EOS, the EOS of the previous document is also the start
+                # token.
                 starts_with_end = tokenizer.document_start == tokenizer.document_end
                 pieces.append(
                     tokenizer.with_end(ids if starts_with_end else tokenizer.with_start(ids))
@@ -161,7 +162,7 @@ def require_percent(setting: str, found: Any) -> None:
 
 
 def _paragraphs(text: bytes) -> list[bytes]:
-    """Returns the paragraphs that are long enough to matter as leaked held-out text."""
+    """Returns the paragraphs that are long enough to count as leaked held-out text."""
     return [part for part in text.split(b"\n\n") if len(part) >= 40]
 
 

@@ -1,4 +1,4 @@
-"""Tokenizes the examples of a source into documents, and caches them on disk."""
+"""Tokenizes the examples in a source into documents, and caches them on disk."""
 
 import collections
 import dataclasses
@@ -34,29 +34,29 @@ from praxis_lite.inputs.tokenizers.plain import TokenIds
 class Documents:
     """The tokenized documents of a source, computed once on all cores and cached on disk.
 
-    The first pass over the source reports invalid examples, drops examples for which `keep` returns
-    False, and records the length of each document. With all lengths known, any row of packed
-    documents can be built without reading other rows. An interrupted pass resumes, and later passes
-    read only files that have changed.
+    During the first pass over the source, invalid examples are reported, examples for which `keep`
+    returns False are dropped, and the length of each document is recorded. With all lengths known,
+    any row of packed documents can be built without reading other rows. An interrupted pass is
+    resumed, and later passes only read files that have changed.
 
     Args:
       source: Source of the examples.
       format: Format of the examples:
         * "text": a string.
         * "ids": token ids.
-        * "messages": a conversation; trains on the assistant's messages.
-        * "completion": `prompt` and `completion`; trains on the completion only.
+        * "messages": a conversation; only the assistant's messages are trained on.
+        * "completion": `prompt` and `completion`; only the completion is trained on.
         * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
         * "alpaca": Alpaca's format, with the keys `instruction`, `input` and `output`.
         * "preference": `prompt`, `chosen` and `rejected`, for PreferenceData.
-      key: Key of the value in an example. If None, the name of the format.
+      key: Key of the value in an example. If None, the name of the format is used.
       tokenizer: A tokenizer or its directory. If None, tokens are bytes, and "ids" are used
         unchanged.
       transform: Importable function from an example to an example, applied first.
       keep: Importable predicate of examples; those for which it returns False are dropped.
-      ignored_keys: Keys of conversations or preferences that are not read, such as "id"; any other
+      ignored_keys: Keys of conversations or preference pairs to ignore, such as "id"; any other
         unknown key is an error.
-      heldout_percent: Percentage of documents in the split "heldout", selected by a hash of their
+      heldout_percent: Percentage of documents in the "heldout" split, selected by a hash of their
         content.
       cache_tokens: Whether to cache tokens on disk. If False, only lengths are cached, and
         documents are read and tokenized on each access.
@@ -107,7 +107,7 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The cached tokens, or only the lengths, of each part of the source."""
+        """The cached tokens, or only the lengths, for each part of the source."""
         self.source.check()
         recipe = {
             "version": 3,
@@ -132,14 +132,14 @@ class Documents:
         return num_left_out(self.source, self.parts)
 
     def _encode_part(self, part: Part) -> Contents:
-        """Returns the cache entry of a part's documents."""
+        """Returns the cache entry for a part's documents."""
         documents: list[Tokens] = []
         chosen_lengths, rows, percentiles = [], [], []
         left_out: collections.Counter[str] = collections.Counter()
         largest, largest_row = -1, -1
 
         def encode(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
-            """Returns the tokens and a hash percentile (0 to 99) of an example."""
+            """Returns an example's tokens and hash percentile (0 to 99), or a reason to skip it."""
             tokens = self._encode(example, number)
             if isinstance(tokens, str):
                 return tokens
@@ -203,7 +203,7 @@ class Documents:
         return self._concatenated("lengths", np.int32)
 
     def _concatenated(self, name: str, dtype: type) -> np.ndarray:
-        """Concatenates the arrays `name` of all parts."""
+        """Concatenates the arrays `name` from all parts."""
         return np.concatenate([np.empty(0, dtype), *(p.arrays[name] for p in self.parts)])
 
     @functools.cached_property
@@ -226,7 +226,7 @@ class Documents:
         return np.flatnonzero(is_held_out == (split == "heldout"))
 
     def __getitem__(self, number: int) -> Tokens:
-        """Returns the tokens of a document, as views of memory-mapped files if they are cached."""
+        """Returns the tokens in a document, as views of memory-mapped files if they are cached."""
         part, offset = self._part_and_offset(number)
         arrays = self.parts[part].arrays
         if not self.cache_tokens:
@@ -252,7 +252,7 @@ class Documents:
         return self._concatenated("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:
-        """Returns the tokens of a preference pair."""
+        """Returns the tokens in a preference pair."""
         tokens, size = self[number], self.chosen_lengths[number]
         return Pair(
             *(
@@ -276,7 +276,7 @@ class Documents:
         return self.parts[part].part.start + int(self.parts[part].arrays["rows"][offset])
 
     def largest_id(self) -> tuple[int, str]:
-        """Returns the largest token id of all documents and its first location, "file:line"."""
+        """Returns the largest token id in all documents and its first location, "file:line"."""
         part = max(self.parts, key=lambda part: part.values["largest"])
         if part.values["largest"] < 0:
             return 0, ""
@@ -303,7 +303,7 @@ class Documents:
 
 
 def _concatenate(pair: Pair) -> Tokens:
-    """Returns the tokens of the chosen side, followed by the tokens of the rejected side."""
+    """Returns the tokens on the chosen side, followed by the tokens on the rejected side."""
     return Tokens(
         np.concatenate([side.ids for side in pair]),
         np.concatenate([side.is_answer for side in pair]),

@@ -28,7 +28,7 @@ def length_of_prompts(longest: int, num_new: int, num_positions: int | None) -> 
     Args:
       longest: Length of the longest prompt.
       num_new: Number of new tokens.
-      num_positions: Number of positions of the model; None if unlimited.
+      num_positions: Number of positions that the model supports; None if unlimited.
     """
     room = sys.maxsize if num_positions is None else num_positions - num_new
     return length_class(longest, max(longest, room))
@@ -39,7 +39,8 @@ def batches_by_length(
 ) -> Iterator[tuple[list[int], int]]:
     """Groups rows of similar lengths into batches, longest first.
 
-    The first batch therefore needs the most memory; if memory is too small, the job fails at once.
+    The first batch therefore needs the most memory; if there is not enough memory, the job fails
+    immediately.
 
     Args:
       lengths: Length of each row.

@@ -1,6 +1,6 @@
 """Reads conversations from dataset rows in the common formats.
 
-This is the only module that knows the keys of a row: training data, preferences, prompts and
+This is the only module that depends on the keys in a row: training data, preferences, prompts and
 requests are all read here. docs/finetuning.md lists the formats.
 """
 
@@ -47,7 +47,7 @@ class Conversation:
     Attributes:
       messages: Messages as returned by `as_messages`. Assistant messages with weight 0 are not
         trained on.
-      variables: The row's `tools` and `documents`, and the entries of its `chat_template_kwargs`.
+      variables: The row's `tools` and `documents`, and the entries in its `chat_template_kwargs`.
       where: Location of the row for error messages, as "file:line".
     """
 
@@ -83,8 +83,8 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
     """Checks that a row without nulls contains only known keys.
 
     Raises:
-      BadExample: The row contains other keys, which would be ignored silently. The message lists
-        them and the known keys.
+      BadExample: The row contains other keys, which would otherwise be ignored silently. The error
+        message lists these keys and the known keys.
     """
     known = tuple(known)
     unknown = [str(name) for name in row if name not in known]
@@ -184,8 +184,8 @@ def _of_sharegpt(message: Any) -> Any:
 def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     """Converts an Alpaca row to messages.
 
-    The user's message is the instruction, followed on a new line by the input, if any. The pairs of
-    question and answer in `history` precede it.
+    The user's message is the instruction, followed on a new line by the input, if any. The
+    question-answer pairs in `history` precede the user's message.
     """
     texts = {name: row.get(name, "") for name in _ALPACA_KEYS[:3]}
     for name, text in texts.items():
@@ -214,14 +214,14 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def with_context(
     messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
 ) -> Conversation:
-    """Combines messages with the CONTEXT_KEYS of their row into a conversation.
+    """Combines messages with the CONTEXT_KEYS in their row into a conversation.
 
     Args:
       messages: Messages as returned by `conversation`.
       row: The row, without nulls.
       where: Location of the row for error messages, as "file:line".
       wraps_tools: Whether to wrap plain functions as {"type": "function", "function": ...}, as
-        LLaMA-Factory does for its formats. TRL leaves them unchanged.
+        LLaMA-Factory does for its formats. TRL leaves plain functions unchanged.
 
     Raises:
       BadExample: A value has the wrong type, or the row sets `system` although the messages already

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class PackedText(DocumentPipeline):
     """Rows of packed documents: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos` [B, T].
 
-    `segment_ids` number the documents of a row from 1 and are 0 for padding; attention is limited
-    to tokens of the same segment. `segment_pos` counts the tokens of each segment from 0. `weights`
+    `segment_ids` number the documents in a row from 1 and are 0 for padding; tokens attend only to
+    tokens in the same segment. `segment_pos` numbers the tokens in each segment from 0. `weights`
     are 1 for the labels to train on: in a conversation, the assistant's messages.
 
     Documents are assigned to rows once, in an order drawn from the seed, and rows are reshuffled
@@ -51,13 +51,14 @@ class PackedText(DocumentPipeline):
       seed: Seed of the order of documents and rows.
       shuffle: True for endless batches; False for one pass over the documents in file order.
       packing: Whether a row may contain several documents. If False, each document has a separate
-        row, or several rows if it is longer than a row.
+        row, or several rows if the document is longer than a row.
       split_documents: If True, every row is filled, and a document that does not fit continues in
         the next row. If False, only documents that are longer than a row are split.
       too_long: What to do with documents of more than seq_len + 1 ids if split_documents is False:
-        "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them.
-      window: Maximum number of incomplete rows in which to place a document if split_documents is
-        False.
+        "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them to this
+        length.
+      window: Maximum number of incomplete rows that are considered when a document is placed, if
+        split_documents is False.
     """
 
     documents: Documents
@@ -186,7 +187,7 @@ class PackedText(DocumentPipeline):
         return batch
 
     @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the documents'.
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only property.
         return as_tokenizer(self.documents.tokenizer)
 
     def tokens_per_row(self) -> float:

@@ -1,6 +1,6 @@
 """Computes which documents are packed into which rows, from their lengths alone.
 
-A document of n ids has n - 1 labels. They are placed in a single row, or split into pieces, which
+A document with n ids has n - 1 labels, which are placed in a single row, or split into pieces that
 are placed in several rows.
 """
 
@@ -17,7 +17,8 @@ class Packing(NamedTuple):
     """The pieces of documents in each row, sorted by row.
 
     Attributes:
-      starts: int64[rows + 1], the index of each row's first piece, then the number of pieces.
+      starts: int64[rows + 1], the index of each row's first piece, followed by the total number of
+        pieces.
       documents: int64[pieces], the index of each piece's document.
       firsts: int32[pieces], the index of each piece's first label in its document.
       counts: int32[pieces], the number of labels in each piece.

@@ -46,8 +46,8 @@ def pair_of(
 
     The values of "prompt", "chosen" and "rejected" are strings or lists of messages. The prompt is
     taken from the messages that both answers start with if "prompt" is missing, or if it is a
-    string although the answers are complete conversations; this is TRL's `maybe_extract_prompt`.
-    Answers may repeat the messages of the prompt. Rows of messages may also contain CONTEXT_KEYS.
+    string although the answers are complete conversations, as in TRL's `maybe_extract_prompt`.
+    Answers may repeat the messages in the prompt. Rows with messages may also contain CONTEXT_KEYS.
     Assistant messages with weight 0 are excluded from the comparison.
 
     Args:
@@ -104,7 +104,7 @@ def pair_of(
 def _split(
     prompt: Any, answers: list[list[Message]], where: str
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Splits two conversations into the messages of the prompt and of each answer."""
+    """Splits two conversations into the messages in the prompt and in each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         if all(answer[: len(before)] == before for answer in answers):
@@ -149,7 +149,7 @@ def _common_prefix_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int
 def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) -> Pair | None:
     if prompt is None:
         count = _common_prefix_length(*answers)
-        # The space before a word belongs to the answer: tokens include the space before them.
+        # The space before a word belongs to the answer, because a word's token includes the space.
         count -= count > 0 and answers[0][count - 1] == " "
         prompt, answers = answers[0][:count], [answer[count:] for answer in answers]
     if not all(answers):

@@ -29,26 +29,27 @@ class PreferenceData(DocumentPipeline):
     """Batches for `DpoTask`: `ids`, `labels` and `answers` [B, 2, T], and `weights` [B].
 
     Index 0 of the second dimension is the chosen side, and index 1 is the rejected side. `answers`
-    is 1 for the labels of an answer, including the token that ends its turn or text.
+    is 1 for the labels in an answer, including its end-of-turn or end-of-text token.
 
     Examples have one of TRL's formats: "prompt", "chosen" and "rejected" are all strings or lists
     of messages, or "chosen" and "rejected" are conversations with a common prefix, and "prompt" is
     optional. Pairs with an empty answer are skipped and counted.
 
     Args:
-        files: Comma-separated globs of JSON lines files, or a source of examples in any file
-            format. If None, uses questions about Python with answers from its language reference.
+        files: Comma-separated globs that match JSON lines files, or a source of examples in any
+            file format. If None, uses questions about Python with answers from its language
+            reference.
         split: Name of the split, 'train' or 'heldout'.
         batch_size: Number of pairs in the global batch.
         seq_len: Maximum number of labels per side, T.
-        tokenizer: A tokenizer or its directory. It needs a chat template if examples contain
-            messages.
+        tokenizer: A tokenizer or its directory. The tokenizer needs a chat template if examples
+            contain messages.
         seed: Seed of the shuffled order.
         shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
-        heldout_percent: Percentage of pairs in the split 'heldout', selected by a hash of their
+        heldout_percent: Percentage of pairs in the 'heldout' split, selected by a hash of their
             content.
         skip: If `files` are globs, names of faults (keys of FAULTS). Pairs with such a fault are
-            skipped and counted. If `files` is a source, set its `skip` instead.
+            skipped and counted. If `files` is a source, set the source's `skip` instead.
         ignored_keys: Keys of the examples to ignore, such as "score_chosen".
     """
 
@@ -106,7 +107,7 @@ class PreferenceData(DocumentPipeline):
         source, ignored_keys = self.files, tuple(self.ignored_keys)
         if source is None:
             ignored_keys += ("messages",)  # `about_python` also writes this format.
-            # The language reference depends on the version of Python.
+            # The language reference depends on the Python version.
             name = f"pairs-{platform.python_version()}.jsonl"
             source = JsonLines(f"~/.cache/praxis_lite/questions/{name}", make=about_python)
         elif isinstance(source, str):
@@ -121,12 +122,12 @@ class PreferenceData(DocumentPipeline):
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
-        """The indices in `documents` of the split's pairs."""
+        """The indices of the split's pairs in `documents`."""
         return self.documents.of_split(self.split)
 
     @property
     def pairs(self) -> list[Pair]:
-        """The tokens of the split's pairs, in file order."""
+        """The tokens in the split's pairs, in file order."""
         return [self.documents.pair(number) for number in self._numbers]
 
     @property
@@ -175,7 +176,7 @@ class PreferenceData(DocumentPipeline):
 
 
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
-    """Yields a question for each topic of Python's language reference, with two answers.
+    """Yields a question for each topic in Python's language reference, with two answers.
 
     The chosen answer is a paragraph about the topic, and the rejected answer is the chosen answer
     to the previous question.

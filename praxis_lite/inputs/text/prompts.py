@@ -1,4 +1,4 @@
-"""A pipeline of prompts of various lengths, taken from the documents of a corpus."""
+"""A pipeline of prompts of various lengths, taken from the documents in a corpus."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class TextPrompts(IndexedPipeline):
     """One pass over prompts: `ids` [B, T], `prefix_lengths` [B] and `weights` [B].
 
-    A prompt consists of the start token of documents (EOS for bytes) and the tokens of the first
-    min_prompt_bytes to max_prompt_bytes bytes of a document, never of the complete document. `ids`
-    are padded on the right with zeros. In the last batch, rows without a prompt have prefix length
-    0 and weight 0.
+    A prompt consists of the start token of documents (EOS for bytes), followed by the tokens for
+    the first min_prompt_bytes to max_prompt_bytes bytes of a document. A prompt never contains the
+    complete document. `ids` are padded on the right with zeros. In the last batch, rows without a
+    prompt have prefix length 0 and weight 0.
 
     Args:
       corpus: Corpus of documents.
@@ -93,7 +93,7 @@ class TextPrompts(IndexedPipeline):
         )
 
     @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only: the corpus's.
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]  # Read-only property.
         return self.corpus.tokenizer
 
     @property
@@ -117,7 +117,7 @@ class TextPrompts(IndexedPipeline):
             random_bits(self.seed, 0, len(chosen), purpose=1).tolist(),
             strict=True,
         ):
-            # At least one byte of the document remains.
+            # Leave out at least one byte of the document.
             longest = min(self.max_prompt_bytes, len(text) - 1)
             length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
             (ids,) = self.tokenizer.encode_documents([self.tokenizer.cut(text, length)])

@@ -24,7 +24,7 @@ def token_ids(
     Args:
       ids: A nonempty array or nonempty lists of integers.
       name: Name of the argument for error messages, such as "logits: ids".
-      size: Vocabulary size, or number of positions; None accepts any non-negative int32.
+      size: Vocabulary size, or number of positions. If None, any non-negative int32 is valid.
       ndim: Expected rank.
       counts: Bool array of the same shape, False for padding. Negative numbers in padding are
         replaced by 0.
@@ -49,7 +49,7 @@ def token_ids(
 
 
 def whole_number(value: Any, name: str, minimum: int, maximum: int = _MAX) -> int:
-    """Returns an int. Raises ConfigError unless it is an integer from `minimum` to `maximum`."""
+    """Returns an int; raises ConfigError unless `value` is an integer in the given range."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or not minimum <= value <= maximum:
         raise ConfigError(

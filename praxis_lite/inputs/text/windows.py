@@ -1,10 +1,12 @@
 """Computes which positions of a token stream each window contains.
 
-A stream is `EOS doc EOS doc ... EOS`. It has `num_labels + 1` tokens; all but the first are labels.
-The method `windows(first, count)` of both classes returns, for windows first to first + count - 1:
+A stream is `EOS doc EOS doc ... EOS`. It has `num_labels + 1` tokens; all tokens except the first
+are labels. For windows first to first + count - 1, the method `windows(first, count)` of both
+classes returns:
 
 * positions int64[count, seq_len + 1]: the index of each token, or `padding_position` for padding;
-* weights float32[count, seq_len]: the weight of each label, that is each token but the first.
+* weights float32[count, seq_len]: the weight of each label, that is, of each token except the
+  first.
 """
 
 import dataclasses
@@ -23,9 +25,9 @@ def padding_position(num_labels: int) -> int:
 class TrainingWindows:
     """Endless windows in a random order; within an epoch, no label occurs twice.
 
-    Windows of an epoch start at a random offset and wrap around at the end of the stream, which
-    starts and ends with EOS. Each epoch omits fewer than seq_len labels, which differ between
-    epochs.
+    The windows in an epoch start at a random offset and wrap around at the end of the stream, which
+    starts and ends with EOS. In each epoch, fewer than seq_len labels are omitted; which labels are
+    omitted differs between epochs.
     """
 
     num_labels: int
@@ -50,7 +52,7 @@ class TrainingWindows:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """Windows of one pass in order, in which every label has weight 1 in exactly one window.
+    """Windows for one pass in order, in which every label has weight 1 in exactly one window.
 
     Window k starts at token k * stride. All labels of the first window have weight 1. In later
     windows, only the last `stride` labels have weight 1, and the labels before them are context.

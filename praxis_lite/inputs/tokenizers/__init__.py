@@ -3,8 +3,8 @@
     python -m praxis_lite.inputs.tokenizers train --help    # trains a tokenizer on your text
     python -m praxis_lite.inputs.tokenizers show DIR        # lists special tokens and end tokens
 
-The libraries `tokenizers` and `jinja2` are imported when a tokenizer first reads its files, and so
-is `transformers` for directories that are not in the plain tokenizer.json format.
+The libraries `tokenizers` and `jinja2` are imported when a tokenizer's files are first read, as is
+`transformers` for directories that are not in the plain tokenizer.json format.
 """
 
 from praxis_lite.public_names import public_names

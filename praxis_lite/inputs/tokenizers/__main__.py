@@ -37,11 +37,11 @@ def train(
 ) -> JsonTokenizer:
     """Trains a byte-level BPE tokenizer and writes it to a directory.
 
-    The tokenizer has special tokens for the end of a text and for the start and end of a turn, and
-    a chat template.
+    The tokenizer has an end-of-text token, special tokens for the start and end of a turn, and a
+    chat template.
 
     Args:
-      files: Comma-separated globs of text files.
+      files: Comma-separated globs that match text files.
       directory: A new or empty directory.
       vocab_size: Number of tokens, including special tokens.
       special_tokens: Additional special tokens. They must not occur in ordinary text.
@@ -134,7 +134,7 @@ def _train(
 
 
 def description(tokenizer: JsonTokenizer) -> str:
-    """Describes a tokenizer: its vocabulary size, special tokens and end tokens."""
+    """Returns a description of a tokenizer: its vocabulary size, special tokens and end tokens."""
     return "\n".join(_lines(tokenizer))
 
 

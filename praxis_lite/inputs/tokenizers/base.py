@@ -23,8 +23,8 @@ class Tokenizer(abc.ABC):
       vocab_size: All ids, including those of special tokens, are below this number. None if any
         number is a valid id.
       eos_id: Id of the end-of-text token, or None.
-      eos_ids: Ids that end the output of a model: eos_id, `model_eos_ids` and `turn_end_ids`.
-      model_eos_ids: End ids listed in generation_config.json, or else in config.json.
+      eos_ids: Ids that end a model's output: eos_id, `model_eos_ids` and `turn_end_ids`.
+      model_eos_ids: EOS ids listed in generation_config.json, or else in config.json.
       turn_end_ids: Ids of the end-of-turn tokens that the chat template writes after an answer.
       bos_id: Id of the beginning-of-text token, or None.
       pad_id: Id of the padding token, or None.
@@ -68,7 +68,7 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
     def name_of(self, token: int) -> str | None:
-        """Returns a token as written in the vocabulary, such as "<0xE2>" for a byte, or None."""
+        """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""
         return None
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
         Returns:
           A tuple (ids, spans): int32[num_tokens], and int64[num_tokens, 2] with the index of each
           token's first character and the index after its last character. If several tokens encode
-          parts of a character, the spans of all of them include it.
+          parts of a character, the spans of all these tokens include the character.
 
         Raises:
           ConfigError: The tokenizer cannot compute character spans.
@@ -96,8 +96,8 @@ class Tokenizer(abc.ABC):
         """Truncates a UTF-8 text to at most `length` bytes, at a character boundary."""
         return text[:length].decode(errors="ignore").encode()
 
-    # Prompts, documents and answers all get their start and end tokens from the following methods.
-    # The defaults are the special tokens that transformers adds: `begin_ids` and `end_ids`.
+    # The following methods determine the start and end tokens of prompts, documents and answers. By
+    # default, these are the special tokens that transformers adds: `begin_ids` and `end_ids`.
 
     @property
     def document_start(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Tokenizer(abc.ABC):
         return ids if has_end else np.concatenate([ids, np.array(end, np.int32)])
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Encodes a text to continue, with `document_start` before it."""
+        """Encodes a prompt, with `document_start` before it."""
         return self.with_start(self.encode(text, False))
 
     def without_start(self, ids: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ class Tokenizer(abc.ABC):
           messages: Messages with the keys "role" and "content"; see `ChatTemplate.prepared`.
           add_generation_prompt: Whether to add the start of the model's next message.
           tokenize: Whether to return int32[num_tokens] or a string.
-          **variables: Additional variables of the template, such as `tools` or `enable_thinking`.
+          **variables: Additional variables for the template, such as `tools` or `enable_thinking`.
 
         Raises:
           ConfigError: There is no template, or the template rejects the conversation or does not
@@ -172,7 +172,7 @@ class Tokenizer(abc.ABC):
 
 
 def no_chat_template(tokenizer: Tokenizer) -> ConfigError:
-    """Returns the error for a conversation that is passed to a tokenizer without a template."""
+    """Returns the error for a conversation passed to a tokenizer without a chat template."""
     return ConfigError(
         f"{tokenizer} has no chat template. Add chat_template.jinja or a chat_template entry in "
         "tokenizer_config.json to its directory, or pass strings instead of messages."

@@ -1,4 +1,4 @@
-"""Converts the messages of a conversation to the format that chat templates expect."""
+"""Converts the messages in a conversation to the format that chat templates expect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
 
 
 class RefusedConversation(ConfigError):
-    """A conversation is malformed or is rejected by the chat template."""
+    """Raised if a conversation is malformed or is rejected by the chat template."""
 
 
 class UnreadKey(RefusedConversation):
-    """A conversation contains data that the chat template would not show to the model."""
+    """Raised if a conversation contains data that the chat template would not show to the model."""
 
 
 class _Arguments(dict):
@@ -47,7 +47,7 @@ def as_messages(value: Any) -> list[Message]:
     otherwise.
 
     Raises:
-      RefusedConversation: The value is not a list of text messages. The message names the element.
+      RefusedConversation: The value is not a list of text messages. The error names the element.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise RefusedConversation(
@@ -201,7 +201,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def text_of(content: Any) -> str:
-    """Returns message content as a string: joins parts, and returns "" for None."""
+    """Returns message content as a string: parts are joined, and None becomes ""."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
@@ -215,7 +215,7 @@ def unread_candidates(message: Message) -> list[tuple[str, ...]]:
     """Returns the message keys that a template must read, grouping the keys for reasoning."""
     labels = {"content", *_LABELS}
     if message["role"] in ("user", "assistant", "system", "developer"):
-        labels -= {"name"}  # The name in a tool message is metadata: it only repeats the call.
+        labels -= {"name"}  # In a tool message, it is metadata that repeats the name in the call.
     keys = [key for key, item in message.items() if key not in labels and not _is_blank(item)]
     reasoning = tuple(key for key in keys if key in REASONING)
     return [*([reasoning] if reasoning else []), *((key,) for key in keys if key not in REASONING)]

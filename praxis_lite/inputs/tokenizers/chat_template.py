@@ -1,4 +1,4 @@
-"""Chat templates, which format conversations as the text on which a model was trained.
+"""Chat templates, which convert conversations to the text format that a model was trained on.
 
 Templates run in Jinja's immutable sandbox, with the same variables and functions as in
 transformers: https://huggingface.co/docs/transformers/chat_templating_writing.
@@ -58,7 +58,7 @@ class ChatTemplate:
 
     Args:
       source: Source of the template.
-      variables: Variables of the template: the text of each special token, by role such as
+      variables: Variables for the template: the text of each special token, by role, such as
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
     """
@@ -96,8 +96,8 @@ class ChatTemplate:
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Converts messages to the format that the template expects, without weights.
 
-        This is the format of `as_messages`. If the template does not support content that is a list
-        of parts, the parts are joined to a string.
+        This is the format of `as_messages`. If the template does not support lists of parts as
+        content, the parts are joined into a string.
         """
         result: list[Message] = []
         for message in as_messages(messages):
@@ -117,8 +117,8 @@ class ChatTemplate:
         """Renders messages, and checks that the template does not ignore any part of them.
 
         The template must read each variable. Each message key must occur in the template's source
-        or change the rendered text, and so must each role except user and assistant. A `name` must
-        change the text, because templates also mention the names of tools.
+        or change the rendered text, and so must each role except user and assistant. The key `name`
+        must change the text, because templates also mention the names of tools in their source.
 
         Args:
           messages: Messages as returned by `prepared`.
@@ -129,7 +129,8 @@ class ChatTemplate:
           The result of `rendered` for the messages.
 
         Raises:
-          UnreadKey: The template ignores a variable, key or role. The message names it.
+          UnreadKey: The template ignores a variable, key or role, which is named in the error
+            message.
           RefusedConversation: The template rejects the conversation.
         """
         for name, value in variables.items():
@@ -248,7 +249,7 @@ class ChatTemplate:
                 messages=messages, add_generation_prompt=add_generation_prompt, **all_variables
             )
         except Exception as error:  # Templates may raise any exception.
-            # Older templates concatenate the arguments of calls as strings.
+            # Older templates concatenate call arguments as strings.
             with_texts = with_text_arguments(messages) if isinstance(error, TypeError) else messages
             if with_texts != messages:
                 return self._rendered(with_texts, add_generation_prompt, **variables)

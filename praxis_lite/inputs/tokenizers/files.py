@@ -16,8 +16,8 @@ TEMPLATE, GENERATION_CONFIG, CONFIG = (
 )
 # Subdirectory in which transformers stores additional templates, such as tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
-# Vocabulary files of the libraries and algorithms tokenizers, SentencePiece, BPE, WordPiece and
-# tiktoken.
+# Vocabulary files for the libraries tokenizers, SentencePiece and tiktoken, and for the algorithms
+# BPE and WordPiece.
 _VOCABULARIES = (
     TOKENIZER_JSON,
     "*.model",
@@ -27,7 +27,7 @@ _VOCABULARIES = (
     "tekken.json",
     "*.tiktoken",
 )
-# All files of a tokenizer. They do not include config.json, which belongs to the model.
+# All files of a tokenizer, without config.json, which belongs to the model.
 _PATTERNS = (
     *_VOCABULARIES,
     "merges.txt",
@@ -52,7 +52,7 @@ def names_of_tokenizer(directory: Path) -> tuple[str, ...]:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Reads a JSON file with an object, and returns {} if the file does not exist.
+    """Returns the object in a JSON file, or {} if the file does not exist.
 
     Raises:
       ConfigError: The file cannot be read, or does not contain a JSON object.

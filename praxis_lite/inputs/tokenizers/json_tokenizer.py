@@ -1,4 +1,4 @@
-"""A tokenizer that reads a directory with the library `tokenizers`."""
+"""A tokenizer that is loaded from a directory with the library `tokenizers`."""
 
 import functools
 import hashlib
@@ -35,7 +35,7 @@ class JsonTokenizer(Tokenizer):
 
     A tokenizer.json that transformers would load unchanged is read directly. Any other directory is
     first normalized by transformers; see `normalized`. Decoding never adds or removes spaces:
-    `clean_up_tokenization_spaces` is ignored, because it loses text.
+    `clean_up_tokenization_spaces` is ignored, because the cleanup loses text.
 
     The files are read on first use, which raises ConfigError if a file is damaged, or if
     transformers is needed but not installed.
@@ -158,7 +158,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def turn_end_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        # The text after an answer, if it starts with a single token such as <|im_end|> or </s>.
+        # Find the token after an answer, if it is a single token such as <|im_end|> or </s>.
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = "" if self.chat is None else self.chat.render(messages)

@@ -60,8 +60,8 @@ def opened(directory: Path) -> tuple[Path, Any]:
 def read_tokenizer(path: Path) -> Any:
     """Reads a tokenizer.json as a deterministic `tokenizers.Tokenizer`.
 
-    Truncation, padding and dropout are disabled, because they are settings of a training run rather
-    than of the tokenizer.
+    Truncation, padding and dropout are disabled, because these are settings for a training run, not
+    properties of the tokenizer.
 
     Raises:
       ConfigError: The file is damaged.
@@ -69,7 +69,7 @@ def read_tokenizer(path: Path) -> Any:
     library = optional_module("tokenizers", f"The tokenizer {path}")
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing narrower.
+    except Exception as error:  # The library raises no narrower exception.
         raise ConfigError(
             f"The tokenizer file {path} cannot be read: {shortened(str(error), 200)}. Copy it "
             "again."
@@ -132,7 +132,7 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
 
 
 def normalized_copy(directory: Path) -> Path:
-    """Returns the cached normalized copy of a directory, and creates it if necessary.
+    """Returns the cached normalized copy of a directory, after creating it if necessary.
 
     The cache key is a hash of the directory's files.
 
@@ -155,7 +155,7 @@ def normalized_copy(directory: Path) -> Path:
             write_normalized(directory, new)
             os.rename(new, target)
     except OSError as error:
-        # Another process may have written the same copy in the meantime.
+        # Another process may have written the same copy at the same time.
         if not (target / TOKENIZER_JSON).is_file():
             raise ConfigError(
                 f"The normalized tokenizer of {directory} cannot be written to {target.parent}: "
@@ -191,7 +191,7 @@ def write_normalized(source: Path, target: Path) -> None:
 
 
 def _mark_special(path: Path, tokenizer: Any) -> None:
-    """Marks as special all tokens in a tokenizer.json that transformers skips in decoding.
+    """Marks tokens in a tokenizer.json as special if transformers skips them when decoding.
 
     These include tokens with a role, such as EOS, even if added_tokens lists them as not special.
     """
@@ -205,7 +205,7 @@ def _mark_special(path: Path, tokenizer: Any) -> None:
 
 
 def _of_transformers(directory: Path) -> Any:
-    # Suppress the warning of transformers that PyTorch is missing; tokenizers do not need it.
+    # Suppress transformers' warning that PyTorch is missing; tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     transformers = optional_module(
         "transformers", f"The first use of {directory}, which is not a plain tokenizer.json,"
@@ -229,7 +229,7 @@ def _of_transformers(directory: Path) -> Any:
                 tokenizer = read(Path(folder))
         else:
             tokenizer = read(directory)
-    except Exception as error:  # The classes of transformers may raise any exception.
+    except Exception as error:  # The classes in transformers may raise any exception.
         raise ConfigError(
             f"transformers cannot read the tokenizer in {directory}, which contains "
             f"{first_few(names_of_tokenizer(directory))}: {type(error).__name__}: "

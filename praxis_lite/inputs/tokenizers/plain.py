@@ -13,7 +13,7 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0 to 255 are bytes; the EOS id 256 separates documents.
 
-    A turn of a chat starts with byte 2 and ends with byte 3.
+    A chat turn starts with byte 2 and ends with byte 3.
     """
 
     token_unit = "byte"
@@ -42,7 +42,7 @@ class ByteTokenizer(Tokenizer):
         return [self.encode(text) for text in texts]
 
     def cut(self, text: bytes, length: int) -> bytes:
-        """Returns the first `length` bytes of a text, even if they end within a character."""
+        """Returns the first `length` bytes of a text, even if this splits a character."""
         return text[:length]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -63,12 +63,12 @@ class ByteTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """A tokenizer for ids that have no text, such as synthetic data.
+    """A tokenizer for ids without text, such as the ids in synthetic data.
 
     A text is a list of ids, written as space-separated numbers.
     """
 
-    eos_id = 2**31 - 1  # Above any vocabulary, so no token ever ends a text.
+    eos_id = 2**31 - 1  # Larger than any vocabulary, so no token ever ends a text.
     document_start = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:

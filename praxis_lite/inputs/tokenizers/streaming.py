@@ -8,7 +8,7 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 __all__ = ("StreamingDecoder", "UNKNOWN", "bytes_of_token")
 
-# Replacement character that decoding returns for invalid or incomplete UTF-8.
+# The replacement character for invalid or incomplete UTF-8 in decoded text.
 UNKNOWN = "\ufffd"
 # Number of ids at the end of a prompt on which the text of the next ids may depend. A character has
 # at most 4 bytes.
@@ -16,7 +16,7 @@ _NUM_CONTEXT = 8
 
 
 class StreamingDecoder:
-    """Decodes ids one at a time to pieces of text that never end within a character.
+    """Decodes ids one at a time into pieces of text that never split a character.
 
     Ids are decoded together with the end of the prompt, whose text is then removed. This keeps the
     space before the first word, which tokenizers such as Llama's omit at the start of a text.
@@ -36,16 +36,17 @@ class StreamingDecoder:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         prompt = [i for i in map(int, prompt_ids) if i not in tokenizer.special_ids]
         start = max(0, len(prompt) - _NUM_CONTEXT)
-        while start and self._decode(prompt[start:]).startswith(UNKNOWN):  # Within a character.
+        while start and self._decode(prompt[start:]).startswith(UNKNOWN):  # Splits a character.
             start = max(0, start - _NUM_CONTEXT)
-        # The ids of the latest returned text, then the ids whose text is still incomplete.
+        # The ids of the text returned last, followed by the ids whose text is still incomplete.
         self._ids, self._num_context = prompt[start:], len(prompt) - start
         self._sent = self._decode(self._ids)
 
     def push(self, token: int) -> str:
-        """Adds an id, and returns the text that it completes, or "" within a character."""
-        # Wait until the new ids end with a complete character. If more than _NUM_CONTEXT new ids do
-        # not, they are invalid UTF-8: return the text before the replacement character.
+        """Adds an id and returns the text that it completes, or "" in the middle of a character."""
+        # Wait until the new ids end with a complete character. If more than _NUM_CONTEXT new ids
+        # still end with an incomplete character, they are invalid UTF-8: return the text before the
+        # replacement character.
         self._ids.append(int(token))
         text = self._decode(self._ids)
         is_incomplete = text.endswith(UNKNOWN)
@@ -79,7 +80,7 @@ class StreamingDecoder:
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes of a token, which may be part of a character, or None if unknown."""
+    """Returns a token's bytes, which may be part of a character, or None if they are unknown."""
     name = tokenizer.name_of(token) or ""
     if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
         return bytes.fromhex(match[1])

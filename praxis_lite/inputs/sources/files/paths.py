@@ -11,7 +11,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import not_written
 
-# A user's function: writes files into the given folder, or returns the examples of a single file.
+# A user's function that writes files into the given folder or returns the examples for a file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]
 
 _ROWS_PER_GROUP = 64
@@ -54,7 +54,7 @@ def _matches(pattern: str, owner: str) -> list[str]:
 
 
 def make_files(files: str, folder: str, make: Make) -> None:
-    """Calls `make` in a temporary folder, and moves the files that it creates into `folder`.
+    """Calls `make` in a temporary folder, and moves the created files into `folder`.
 
     Args:
       files: The source's setting `files`; if `make` returns examples, the path of a single file.
@@ -102,7 +102,7 @@ def _write_json_lines(path: str, examples: Iterable[Mapping[str, Any]]) -> None:
     lines = (json.dumps(example).encode() for example in examples)
     if path.endswith(".jsonl"):
         with open(path, "wb") as file:
-            # Without a final newline: existing jobs have recorded the digest of such a file.
+            # Do not add a final newline: existing jobs have recorded digests of files without it.
             file.write(b"\n".join(lines))
         return
     with optional_module("pyarrow", path).output_stream(path, compression="detect") as file:

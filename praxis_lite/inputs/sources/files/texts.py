@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.inputs.sources.faults import BadExample
 
-# Byte order marks of other encodings. UTF-32 is first, because its mark starts with UTF-16's mark.
+# Byte order marks of other encodings. UTF-32 is first, because UTF-32's mark starts with UTF-16's.
 _FOREIGN_BOMS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -23,8 +23,8 @@ def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
     Args:
       data: The bytes to decode.
       where: Location of the bytes for error messages: "file:line", or the name of the file.
-      is_file: Whether `data` is a complete file. The error message then appends the line to
-        `where`.
+      is_file: Whether `data` is a complete file. The line is then appended to `where` in the error
+        message.
 
     Raises:
       BadExample: (`not_utf8`) The bytes have a different encoding, or contain NUL bytes, which
@@ -64,7 +64,7 @@ def require_valid_unicode(text: str, where: str, name: str = "text") -> str:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # Python represents undecodable bytes of the command line or the terminal as surrogates.
+        # Python represents undecodable bytes from the command line or the terminal as surrogates.
         is_byte = 0xDC80 <= code <= 0xDCFF
         found = (
             f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"the unpaired surrogate \\u{code:x}"
@@ -79,7 +79,7 @@ def require_valid_unicode(text: str, where: str, name: str = "text") -> str:
 
 
 def to_json_value(value: Any, where: str) -> Any:
-    """Converts a value of any file format to JSON types, and validates its text.
+    """Converts a value from any file format to JSON types, and validates its text.
 
     Bytes are decoded to text; arrays and tuples become lists.
 
