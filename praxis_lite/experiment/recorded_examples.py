@@ -23,9 +23,9 @@ class ExamplesProof:
     """The result of verifying a job's examples.
 
     Attributes:
-      history: The valid history of the record.
+      history: The valid history of the job, extracted from its record.
       faults: A message for each error; empty if every example was used exactly once and in order.
-      notes: Messages about other differences.
+      notes: Messages about differences that are not errors, such as changed data settings.
       num_lost_steps: Number of steps that were recomputed.
       is_recomputed: Whether the data was read again and compared with the record.
     """

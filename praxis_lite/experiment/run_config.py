@@ -92,7 +92,7 @@ class RunConfig:
             isinstance(self.trackers, Mapping),
             "run.trackers",
             self.trackers,
-            "trackers by name, such as {'wandb': fdl.Config(WeightsAndBiases)}",
+            "a mapping from names to trackers, such as {'wandb': fdl.Config(WeightsAndBiases)}",
             CHANGE,
         )
         for name, tracker in self.trackers.items():

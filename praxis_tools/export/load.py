@@ -101,7 +101,8 @@ class Archive:
         with self.reading("weights.npz"), zipfile.ZipFile(self.folder / "weights.npz") as archive:
             names = [file.removesuffix(".npy") for file in archive.namelist()]
             for name in {*names} ^ {*self.about["weights"]}:
-                raise ValueError(f"{name} is not in both this file and the manifest")
+                where = "weights.npz" if name in names else "the manifest"
+                raise ValueError(f"{name} is only in {where}; expected it in both")
             for name, aval in zip(names, avals, strict=True):
                 with archive.open(f"{name}.npy") as file:
                     x = np.lib.format.read_array(file, allow_pickle=False)

@@ -126,7 +126,7 @@ def grouped(
     by_stack: bool = True,
     whole_tree: Collection[str] = (),
 ) -> dict[str, Group]:
-    """Returns the groups of `WeightGroups` by name.
+    """Groups the trained weights by optimizer and layer stack; returns the groups by name.
 
     Args:
       weight_specs: Nested dict of WeightSpec.

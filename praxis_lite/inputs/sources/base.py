@@ -171,7 +171,7 @@ def unreadable_file(path: str, error: OSError) -> ConfigError:
 
 @dataclasses.dataclass(eq=False)
 class GlobSource(Source):
-    """Base class of sources over the files that match globs.
+    """Base class for sources that read the files matching glob patterns.
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.

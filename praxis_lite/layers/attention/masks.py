@@ -104,7 +104,7 @@ def cross_attention_mask(
     encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns a mask with which queries attend only to keys of `encoded` in their segment.
+    """Returns a mask that restricts each query to the keys of `encoded` in its segment.
 
     Args:
       segment_ids: Segments of the queries, int [B, T]. If None, queries attend to all segments

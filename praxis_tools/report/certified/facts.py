@@ -119,7 +119,7 @@ def scope_of(job_dir: JobDir) -> Scope:
 
 
 def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
-    """Returns the facts of a job within a scope."""
+    """Computes the facts that the certificate of a job covers."""
     proof, examples = _proof(job_dir, scope)
     newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
     segments = proof.history.segments if proof is not None else ()

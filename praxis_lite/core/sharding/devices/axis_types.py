@@ -135,7 +135,7 @@ def check_even_split(
     mesh: Mesh | AbstractMesh,
     explicit_axes: Sequence[str],
 ) -> None:
-    """Checks that an array is split evenly over Explicit axes, so that JAX has a type for it.
+    """Checks that Explicit axes split an array evenly, as JAX's sharding in types requires.
 
     Args:
       shape: Shape of the array.

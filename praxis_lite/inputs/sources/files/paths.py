@@ -48,8 +48,8 @@ def _matches(pattern: str, owner: str) -> list[str]:
     else:
         found, fix = "nothing", "Correct the path or the glob."
     raise ConfigError(
-        f"{owner}: {pattern!r} in files matches {found} (relative to {os.getcwd()}); expected at "
-        f"least one file. {fix}"
+        f"{owner}.files: the pattern {pattern!r} matches {found} (relative to {os.getcwd()}); "
+        f"expected at least one file. {fix}"
     )
 
 

@@ -103,9 +103,9 @@ class Workload:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       dtype: Dtype of the queries.
-      num_queries: T.
-      num_keys: S.
-      dim_per_head: K.
+      num_queries: Length of the queries (T).
+      num_keys: Length of the keys (S).
+      dim_per_head: Size of each head (K).
     """
 
     platform: str

@@ -97,7 +97,7 @@ def used_arguments(function: Callable[..., PyTree], args: Sequence[PyTree]) -> l
 
 
 def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
-    """Returns the axes that are manual in every `jax.shard_map`, or None if there is none."""
+    """Returns the axes that are manual in every `shard_map`, or None without any `shard_map`."""
     manual_axes = []
     for eqn in all_eqns(eqns):
         if eqn.primitive.name == "shard_map":

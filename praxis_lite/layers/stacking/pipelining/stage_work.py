@@ -138,7 +138,7 @@ class StageWork:
         ]
 
     def stack_layers(self, number: int, array: PyTree) -> jax.Array:
-        """Inverts `unstack_layers` for arrays [R, S, P, ...]."""
+        """Stacks the arrays of the layers along dim 2, as the inverse of `unstack_layers`."""
         return array if number >= self.num_leaves else jnp.stack(array, axis=2)
 
     def split(
