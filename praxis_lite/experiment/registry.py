@@ -74,8 +74,8 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
             continue
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
-                f"--packages contains {shortened(package)}; expected your own top-level packages, "
-                "separated by commas, such as --packages=mypackage,other."
+                f"--packages={shortened(package)}: expected your own top-level packages, separated "
+                "by commas, such as --packages=mypackage,other."
             )
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
