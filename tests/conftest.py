@@ -123,3 +123,18 @@ def mesh_of():
         return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=axis_names))
 
     return mesh
+
+
+@pytest.fixture
+def registry_copy(monkeypatch):
+    """Yields the registered experiments; what the test registers in it is forgotten at its end.
+
+    Experiments of modules that are still imported then stay registered, because another test that
+    imports such a module would not register them again.
+    """
+    from praxis_lite.experiment import registry
+
+    original, copy = registry.registered, dict(registry.registered)
+    monkeypatch.setattr(registry, "registered", copy)
+    yield copy
+    original.update({name: x for name, x in copy.items() if x.__module__ in sys.modules})

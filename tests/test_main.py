@@ -300,7 +300,7 @@ def test_an_unknown_or_ambiguous_name_suggests_and_exits_2(name, words, packages
 
 
 @pytest.fixture
-def packages_made(tmp_path, monkeypatch):
+def packages_made(tmp_path, monkeypatch, registry_copy):
     """Packages with experiments: MyLm of one, and two of one name."""
     source = "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
     for path, name in {
@@ -311,8 +311,8 @@ def packages_made(tmp_path, monkeypatch):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / f"{path}.py").write_text(source.format(name))
         (tmp_path / path).parent.joinpath("__init__.py").touch()
-    local = {name: x for name, x in registry.registered.items() if name.startswith("praxis_lite.")}
-    monkeypatch.setattr(registry, "registered", local)
+    for name in [x for x in registry_copy if not x.startswith("praxis_lite.")]:
+        del registry_copy[name]
     monkeypatch.syspath_prepend(tmp_path)
     yield
     for name in [x for x in sys.modules if x.partition(".")[0] in ("mypackage", "twins")]:

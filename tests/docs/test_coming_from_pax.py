@@ -138,8 +138,7 @@ def test_the_pages_block_runs(tmp_path):
     assert names["back"].keys() == {path.replace("/lm/", "/") for path in names["pax_vars"]}
 
 
-def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
-    monkeypatch.setattr(registry, "registered", dict(registry.registered))
+def test_the_experiment_after_has_paxs_weights_and_its_step_traces(registry_copy):
     names = {"__name__": "coming_from_pax"}
     exec(block_of("experiment"), names)
     small = configured(names["MyLmSpmd2B"], ["NUM_LAYERS=2", "BATCH_SIZE=16"])

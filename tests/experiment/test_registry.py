@@ -24,12 +24,12 @@ EXPERIMENT = """
 
 
 @pytest.fixture
-def packages(tmp_path, monkeypatch):
+def packages(tmp_path, monkeypatch, registry_copy):
     """Returns a function that writes files of a folder whose `experiments` are the library's."""
     monkeypatch.setattr(registry, "HOME", "experiments")
     for name in [item for item in sys.modules if item.partition(".")[0] in ("experiments", "zoo")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(registry, "registered", {})
+    registry_copy.clear()
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(**files):

@@ -30,8 +30,7 @@ def block_of(page, name):
     return block.group(1)
 
 
-def test_the_documented_experiment_decodes(monkeypatch):
-    monkeypatch.setattr(registry, "registered", dict(registry.registered))
+def test_the_documented_experiment_decodes(registry_copy):
     names = {"__name__": "page"}
     exec(compile(block_of("docs/experiments.md", "MyLm"), "experiments.md", "exec"), names)
     job = fdl.build(configured(names["MyLm"], ["task.decoder.temperature=0.7"]))
@@ -40,8 +39,7 @@ def test_the_documented_experiment_decodes(monkeypatch):
     assert traced.out_info["output_ids"].shape == (1, 1, job.task.decoder.max_decode_steps)
 
 
-def test_the_documented_settings_apply_to_it(monkeypatch):
-    monkeypatch.setattr(registry, "registered", dict(registry.registered))
+def test_the_documented_settings_apply_to_it(registry_copy):
     names = {"__name__": "page"}
     exec(compile(block_of("docs/experiments.md", "MyLm"), "experiments.md", "exec"), names)
     text = (CHECKOUT / "docs/commands.md").read_text(encoding="utf-8").replace("\\\n", "")
@@ -152,9 +150,10 @@ def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_
     assert (done.returncode, "experiments.mine.Mine " in done.stderr) == (2, True)
 
 
-def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(own, monkeypatch):
+def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(
+    registry_copy, own, monkeypatch
+):
     monkeypatch.syspath_prepend(own)
-    monkeypatch.setattr(registry, "registered", dict(registry.registered))
     # Without the user's packages it is what it always was.
     for name in ("lm.PyDocs", "experiments.lm.PyDocs"):
         assert registry.get_experiment(name).__module__ == "praxis_lite.experiments.lm"
