@@ -22,8 +22,6 @@ PYTHON ?= python3
 JOB_LOG_DIR ?= demo_job
 # Two processes. The tests of a file run in one process, because they share compiled programs.
 PYTEST_ARGS ?= -n 2 --dist loadfile
-# A third process for the slow tests, because they often wait for processes that they start.
-SLOW_PYTEST_ARGS ?= $(subst -n 2,-n 3,$(PYTEST_ARGS))
 
 VENV := .venv
 # The newest releases of the libraries, even if setup.py does not allow them.
@@ -58,7 +56,7 @@ test: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)
 
 test-all: test
-	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(SLOW_PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
 
 # If one part fails, the other parts still run.
 nightly: $(TESTING)

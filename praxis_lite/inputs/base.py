@@ -232,7 +232,7 @@ class SequentialPipeline(InputPipeline):
 def first_difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns a message that names the first differing leaf of two batches, or None if equal."""
+    """Names the first leaf in which two batches differ; returns None if they are equal."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return None  # `checked_batches` reports batches that are not dicts.
     for name, leaf in first.items():

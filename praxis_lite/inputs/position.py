@@ -65,6 +65,6 @@ class DataPosition:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """Returns the number of training steps before a position, given as JSON."""
+    """Returns the number of training steps that precede a data position in JSON form."""
     skipped = [index for index in data.get("skipped", ()) if index < data["next_batch"]]
     return data["next_batch"] - len(skipped)

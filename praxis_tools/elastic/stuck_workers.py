@@ -80,7 +80,7 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
 
 
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
-    """Writes a stuck worker's stacks to standard error and a file, before the worker is killed."""
+    """Writes the stacks of a stuck worker to standard error and to a file."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""
     # If the job's first process has died, this worker has exited as well, and only the stacks that

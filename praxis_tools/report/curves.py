@@ -54,7 +54,7 @@ def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Groups of consecutive lines. Groups are smaller at the start, where curves are steep.
+    """Consecutive lines in groups, which are smaller at the start, where curves are steep.
 
     Attributes:
       starts: First line of each bucket, int [buckets].
