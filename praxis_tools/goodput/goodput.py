@@ -25,7 +25,7 @@ from praxis_tools.goodput.spans import Span, read_spans
 
 # Time categories that are only known after the end of a launch.
 LOST_STEP = "lost step"  # Steps not saved before a failure, which had to be recomputed.
-HANDOVER = "change of hands"  # An elastic job regroups after processes leave or join.
+REGROUPING = "regrouping"  # An elastic job regroups after processes leave or join.
 IDLE = "idle"  # Time between launches, including the unrecorded end of a killed launch.
 KINDS = (
     IMPORT,
@@ -37,7 +37,7 @@ KINDS = (
     LOST_STEP,
     EVALUATION,
     SAVE,
-    HANDOVER,
+    REGROUPING,
     IDLE,
 )
 # If a job has a single launch that is shorter than this, seconds are reported instead of goodput.
@@ -76,7 +76,7 @@ class Goodput:
     Attributes:
       launches: The launches in chronological order.
       seconds: Seconds in each category, in the order of `KINDS`. Time between launches is counted
-        as `HANDOVER` while an elastic job regroups, and as `IDLE` otherwise.
+        as `REGROUPING` while an elastic job regroups, and as `IDLE` otherwise.
       total_seconds: Sum over all categories.
     """
 
@@ -180,8 +180,8 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
         if after.began > before.ended
     ]
     generations = read_generation_records(job_dir.elastic_jsonl)
-    seconds[HANDOVER] = sum(_handover_seconds(gap, generations) for gap in gaps)
-    seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDOVER]
+    seconds[REGROUPING] = sum(_regrouping_seconds(gap, generations) for gap in gaps)
+    seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[REGROUPING]
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
 
 
@@ -211,7 +211,7 @@ def time_section(job_dir: JobDir) -> str:
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
-def _handover_seconds(gap: tuple[float, float], generations: Sequence[GenerationRecord]) -> float:
+def _regrouping_seconds(gap: tuple[float, float], generations: Sequence[GenerationRecord]) -> float:
     """Returns the seconds of a gap between launches in which an elastic job regrouped.
 
     The time from the start of the gap until the first step of the new generation is counted,
@@ -235,7 +235,7 @@ def _launch(
     began: float, spans_with_losses: Sequence[tuple[Span, "_Lost"]], previous_end: float | None
 ) -> Launch:
     """Combines the spans of one launch."""
-    kinds = [kind for kind in KINDS if kind not in (HANDOVER, IDLE)]
+    kinds = [kind for kind in KINDS if kind not in (REGROUPING, IDLE)]
     seconds = {
         kind: sum(span.seconds.get(kind, 0.0) for span, _ in spans_with_losses) for kind in kinds
     }

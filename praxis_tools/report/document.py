@@ -128,7 +128,7 @@ def _job(
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
-    marked["hands"] = np.array([change.from_step for change in job.handovers], float)
+    marked["regroupings"] = np.array([change.from_step for change in job.regroupings], float)
     differing = {item.step for item in failed(job.certificates)}
     certified = {item.step for item in job.certificates} - differing
     marked["certified"] = np.array(sorted(certified), float)
@@ -172,7 +172,7 @@ def _job(
         "samples": job.samples,
         "profiles": job.profiles,
         "goodput": job.goodput and _goodput(job.goodput),
-        "hands": [_change(change, axes) for change in job.changes[-_MAX_MARKS:]],
+        "regroupings": [_change(change, axes) for change in job.changes[-_MAX_MARKS:]],
         "devices": _devices(job, axes),
         "certificates": summary(job.certificates) if job.certificates else "",
         "differences": [
@@ -230,7 +230,7 @@ def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[st
             "total": change.total,
             "axes": at,
         },
-        "hands",
+        "regroupings",
     )
 
 

@@ -100,7 +100,7 @@ class JobState:
         return np.array([step for step in steps if step not in changed], float)
 
     @property
-    def handovers(self) -> Sequence[GenerationRecord]:
+    def regroupings(self) -> Sequence[GenerationRecord]:
         """Generations that completed steps, excluding the job's first generation."""
         return [
             change

@@ -157,7 +157,7 @@ def changes_text(job: JobState) -> str:
         )
     return "\n".join(
         [
-            f"{job.name}: changes of hands: {len(job.handovers)}{unreached}; devices: "
+            f"{job.name}: regroupings: {len(job.regroupings)}{unreached}; devices: "
             f"{' -> '.join([*left_out, *history[-_MAX_CHANGES:]]) or 'unknown'}",
             *table_lines(rows, right=range(5)),
         ]

@@ -1,4 +1,4 @@
-"""The job that loses its hosts: tiny, with all that a change of hands must get right.
+"""The job that loses its hosts: tiny, with all that a regrouping must get right.
 
 Two sources mixed and packed, uneven sizes, dropout, an average of the weights, micro-batches,
 evaluations of the average. A module by itself (`--packages=elasticzoo`), as a user's is.

@@ -70,7 +70,7 @@ def line_of(hosts: Hosts, number: int) -> Mapping[str, Any]:
 def acts(chaos):
     """Yields what happens in turn, with its name.
 
-    A change of hands launches a worker per host: there are few of them, mostly of one or two hosts.
+    A regrouping launches a worker per host: there are few of them, mostly of one or two hosts.
     """
     events = chaos.events
     yield "one blinks", events.blink

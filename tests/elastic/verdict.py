@@ -194,12 +194,12 @@ def changes(job: Path) -> list[dict[str, Any]]:
 
 
 def little_lost(lines: Lines, peer_steps: int, disk_steps: int) -> Row:
-    """Returns the row on steps made and lost at each change of hands.
+    """Returns the row on steps made and lost at each regrouping.
 
     Nothing where a host comes or leaves; an interval of saves in memory where one is gone from a
     generation that has made such a save; else, as where two die at once, one of saves on disk.
     """
-    row = Row("at most an interval lost at a change of hands")
+    row = Row("at most an interval lost at a regrouping")
     before = None
     for line in lines:
         if line["reached"] and line["kind"] != "start":

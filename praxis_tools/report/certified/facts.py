@@ -43,7 +43,7 @@ class Fact:
 
     Attributes:
       section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
-        "tokenizers", "certificates in flight", "time" or "changes of hands".
+        "tokenizers", "certificates in flight", "time" or "regroupings".
       name: Name of the fact within its section.
       value: JSON value, or None if it cannot be computed.
       why_not: The reason why the value cannot be computed, which is not necessarily a fault.
@@ -329,7 +329,7 @@ def _changes(files: JobFiles, scope: Scope, segments: Sequence[Segment]) -> Fact
             yield f"{path.name} is missing, although the job is elastic"
 
     return _fact(
-        "changes of hands",
+        "regroupings",
         path.name,
         lambda: _beginning(path, scope),
         faults,

@@ -1,4 +1,4 @@
-"""The record of an elastic job: which steps a change of hands cost."""
+"""The record of an elastic job: which steps a regrouping cost."""
 
 import pytest
 

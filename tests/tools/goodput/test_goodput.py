@@ -16,7 +16,14 @@ from praxis_lite.job.events import (
     STEP,
 )
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.goodput.goodput import HANDOVER, IDLE, KINDS, LOST_STEP, goodput_of, note_goodput
+from praxis_tools.goodput.goodput import (
+    IDLE,
+    KINDS,
+    LOST_STEP,
+    REGROUPING,
+    goodput_of,
+    note_goodput,
+)
 from praxis_tools.goodput.spans import Span, read_spans
 from tests.tools.goodput.launches import Clocks, FakeLaunch
 
@@ -357,7 +364,7 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
     assert seconds_of(job) == {
         STEP: 8.0,
         RESTORE: 2.0,
-        HANDOVER: 0.5 + 3.0 + 6.0,
+        REGROUPING: 0.5 + 3.0 + 6.0,
         IDLE: 60 + 1.0,
     }
 

@@ -81,7 +81,7 @@ def test_a_certificate_has_what_the_files_have(original):
         assert facts[f"checkpoints: step {step}"]["value"] == digest_of(job.checkpoints / str(step))
     assert facts["certificates in flight: certificates.jsonl"]["value"]["lines"] == 2
     digest = hashlib.sha256(job.elastic_jsonl.read_bytes()).hexdigest()
-    assert facts["changes of hands: elastic.jsonl"]["value"]["sha256"] == digest
+    assert facts["regroupings: elastic.jsonl"]["value"]["sha256"] == digest
     own = document.pop("sha256")
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     assert own == hashlib.sha256(text.encode()).hexdigest()
@@ -130,14 +130,16 @@ def change_config(job):
 
 
 def change_examples(job):
-    flip(job.examples / "0.jsonl", '"digest": "a24', '"digest": "b24')
+    path = job.examples / "0.jsonl"
+    last = path.read_text().splitlines()[-1]
+    flip(path, last, last.replace(json.loads(last)["digest"], "0" * 16))
 
 
 def change_loss(job):
     flip(job.metrics_jsonl, '"loss": ', '"loss": 1')
 
 
-def change_hands(job):
+def regroup(job):
     flip(job.elastic_jsonl, "died", "left")
 
 
@@ -151,7 +153,7 @@ def change_certificate(job):
         (change_loss, "losses: steps and losses"),
         (change_config, "config: config.json"),
         (change_examples, "examples: on record"),
-        (change_hands, "changes of hands: elastic.jsonl"),
+        (regroup, "regroupings: elastic.jsonl"),
         (change_certificate, "certificates in flight: certificates.jsonl"),
         (damage_checkpoint, "checkpoints: step 29"),
     ],

@@ -363,16 +363,16 @@ def test_changes_of_hands_and_certificates_stand_over_the_curve_and_in_the_text(
     )
     (of_job,) = document_of({"job": job})["jobs"]
     marks = {kind: numbers(mark["steps"], "<f8").tolist() for kind, mark in of_job["marks"].items()}
-    assert marks == {"hands": [11, 7, 23], "certified": [5, 10], "differences": [15]}
+    assert marks == {"regroupings": [11, 7, 23], "certified": [5, 10], "differences": [15]}
     # Steps 8 to 11 of seven devices were lost: five made them for good.
     assert numbers(of_job["devices"]["axes"]["steps"], "<f8").tolist() == [0, 7, 23]
     assert of_job["devices"]["num"] == [8, 5, 8]
-    tokens = numbers(of_job["hands"][1]["axes"]["tokens"], "<f8")
+    tokens = numbers(of_job["regroupings"][1]["axes"]["tokens"], "<f8")
     np.testing.assert_array_equal(tokens, [11 * 512])
-    assert [change["generation"] for change in of_job["hands"] if not change["axes"]] == [3]
-    assert of_job["hands"][3]["mesh"] == "replica 1, data 5, mdl 1"
+    assert [change["generation"] for change in of_job["regroupings"] if not change["axes"]] == [3]
+    assert of_job["regroupings"][3]["mesh"] == "replica 1, data 5, mdl 1"
     text = report_text(read({"job": job}))
-    assert "changes of hands: 3, and 1 without a completed step; devices: 8 -> 7 -> 5 -> 8" in text
+    assert "regroupings: 3, and 1 without a completed step; devices: 8 -> 7 -> 5 -> 8" in text
     assert re.search(r"^ +2 +11 +2 +7 +3\.0 .*died: process 3 \(host\) died", text, re.MULTILINE)
     assert "(no step completed)" in text
     assert "3 certificates of 33 comparisons, 1 found a difference" in text

@@ -299,7 +299,7 @@ def test_a_change_of_hands_is_told_where_the_curve_is_pointed_at(browser, tmp_pa
         item.run(f"charts[0].tell({step}, charts[0].toX({step}))")
         told = item.run("charts[0].tip.innerText")
         assert (HOSTILE in told) == ("7 devices" in told) == ("notice 1 s" in told) == is_told
-    kinds = ["hands", "certified", "differences", "devices"]
+    kinds = ["regroupings", "certified", "differences", "devices"]
     assert all(item.run(f"charts[0].svg.querySelectorAll('path.{kind}').length") for kind in kinds)
     assert item.run("document.title") != "stolen" and item.complaints == []
     texts = item.run("[...document.querySelectorAll('.num-devices')].map((x) => x.textContent)")
