@@ -69,10 +69,10 @@ def compute_metrics(
 
     Args:
       task: Name of the task, for messages.
-      metrics: User-defined metrics by name.
+      metrics: User-defined metrics, keyed by name.
       outputs: Arrays that the task shared during the forward pass.
       inputs: The batch.
-      before: Metrics that the task returned, by name.
+      before: Metrics that the task returned, keyed by name.
 
     Raises:
       ConfigError: A metric has the same name as one of the task's metrics, reads a missing key, or
@@ -88,7 +88,7 @@ def compute_metrics(
         if name in before:
             raise ConfigError(
                 f"{where} has the same name as one of the metrics that {task} already reports: "
-                f"{sorted(before)}. Rename it."
+                f"{sorted(before)}. Rename the user-defined metric."
             )
         actual = function(
             _Named(f"{where} reads outputs", f"{task} passes to share_outputs", outputs),

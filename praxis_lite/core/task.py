@@ -57,7 +57,7 @@ class Task(abc.ABC):
 
     Raises:
       ConfigError: `fprop_dtype` is not a float, or a metric is not a function of two arguments.
-        While tracing: the model also has a setting `fprop_dtype`, or a metric has an invalid
+        While tracing: the model also has an `fprop_dtype` setting, or a metric has an invalid
         result.
     """
 
@@ -155,8 +155,8 @@ class Task(abc.ABC):
         """Returns metrics as (value, weight) pairs; training minimizes the metric "loss".
 
         The result may also be a pair (metrics, per-example outputs), where the outputs are arrays
-        [B, ...] by name. `--mode=eval` writes them as one line per real row; training discards
-        these outputs.
+        [B, ...], keyed by name. `--mode=eval` writes them as one line per real row; training
+        discards these outputs.
 
         Args:
           model: The module with its weights (see `Model.module`).
@@ -226,7 +226,7 @@ class Task(abc.ABC):
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns arrays with a row per example; for `key`, see `compute_eval_loss`."""
-        raise ConfigError(f"{type(self).__name__} cannot decode. Implement its method `decode`.")
+        raise ConfigError(f"{type(self).__name__} cannot decode. Implement its `decode` method.")
 
     def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
         """Maps paths of weights to functions that convert a layer's weight for decoding.
@@ -278,7 +278,7 @@ def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, A
     """Returns a JSON-serializable dict per example, with numbers or nested lists of numbers.
 
     Args:
-      outputs: Numeric arrays [B, ...] by name.
+      outputs: Numeric arrays [B, ...], keyed by name.
       is_true_row: Bool array [B] that is False for padding rows.
     """
     arrays = {name: _as_numpy_type(np.asarray(x)) for name, x in outputs.items()}

@@ -383,7 +383,7 @@ def test_a_roll_back_restores_the_hook(tmp_path):
         ("WithInstance", (), ("hooks()[0]", "a built Recorder")),
         ("Hooked", ("hooks[0].every=0",), ("hooks[0].every", "0", "a positive number of steps")),
         ("Hooked", ("hooks[0].evry=2",), ("evry", "every")),
-        ("MetricLoss", (), ("['loss']", "Rename it")),
+        ("MetricLoss", (), ("['loss']", "Rename the user-defined metric")),
         ("MetricNorm", (), ("'grad_norm'", "Rename the metric")),
         ("MetricMine", (), ("['mine']", "(outputs, inputs)")),
         ("MetricMean", (), ("['mine']", "float32[]", "padding rows")),

@@ -104,8 +104,9 @@ class _OnMesh:
         if self.num_parts == 1 and mesh.size > 1:
             raise ConfigError(
                 f"ExplicitCollectives.data_axes {data_axes} have only one device on the mesh "
-                f"{dict(mesh.shape)}, which XLA cannot compile; expected two or more. Omit the "
-                "Partitioner's gradients, or use a different mesh."
+                f"{dict(mesh.shape)}; expected two or more, because XLA cannot sum over a single "
+                "device while it partitions other axes. Omit the Partitioner's gradients, or use a "
+                "different mesh."
             )
         params, groups = layout.select("params"), learner.groups
         self._weights = jax.tree.map_with_path(
@@ -375,7 +376,7 @@ def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> Weight
 def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
     """Returns `old` plus the weighted mean over devices of `new - old`.
 
-    Integers and PRNG keys must be equal on all devices; their maximum is returned.
+    Integers and PRNG keys must be equal on all devices; the maximum over devices is returned.
     """
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:

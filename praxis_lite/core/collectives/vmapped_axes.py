@@ -25,7 +25,7 @@ def vmapped_axes() -> frozenset[str]:
 
 
 def manual_axes_for(axes: Iterable[str]) -> set[str]:
-    """Returns the manual axes for a `jax.shard_map` over `axes`, which may be inside a `vmap_over`.
+    """Returns the manual axes for a `jax.shard_map` over `axes`, inside or outside a `vmap_over`.
 
     Inside a `vmap_over`, every axis must be manual: the vmap adds its axes to sharding constraints
     over the remaining axes, but constraints must not use manual axes.
@@ -63,7 +63,7 @@ def before_vmap(axes: Iterable[str]) -> Iterator[None]:
 
 
 def is_before_vmap() -> bool:
-    """Returns whether code is traced in the body of `before_vmap`."""
+    """Returns whether code is being traced in the body of `before_vmap`."""
     return _IS_BEFORE.get()
 
 

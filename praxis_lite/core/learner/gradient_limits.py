@@ -79,7 +79,7 @@ class GradientLimits:
 def limits_by_optimizer(
     main: GradientLimits, auxiliary: Sequence[Any], apply_separate_scaling: bool
 ) -> dict[str, GradientLimits]:
-    """Returns the gradient limits for each optimizer by name; "" is the main optimizer.
+    """Returns the gradient limits, keyed by optimizer name; "" is the main optimizer.
 
     Args:
       main: Limits for the main optimizer. Without separate scaling, these limits apply to all
@@ -95,7 +95,7 @@ def limits_by_optimizer(
     if apply_separate_scaling and not auxiliary:
         raise ConfigError(
             "Learner.apply_separate_scaling requires auxiliary_optimizers, because it clips the "
-            "gradients of each optimizer separately. Remove it."
+            "gradients of each optimizer separately. Set apply_separate_scaling=False."
         )
     limits = {"": main}
     for aux in auxiliary:

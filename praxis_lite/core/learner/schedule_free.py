@@ -12,9 +12,9 @@ metrics at y are worse.
 The slots are z and the second moment. Both have the shape of the weight, so the two slots need as
 much memory as Adam's. The defaults in optax are b1=0.9 (as in the paper), b2=0.999, eps=1e-8 and
 weight_decay=0. Each z is weighted by the square of the largest learning rate up to and including
-the next update. Warmup is part of the schedule, or `warmup_steps` if the rate is a number. Store
-the weights in float32: optax accumulates the sum of these averaging weights in the dtype of the
-parameters, and a bfloat16 sum stops growing after about 256 steps. z starts as a copy of the
+the next update. Set the warmup in the schedule, or with `warmup_steps` if the rate is a number.
+Store the parameters in float32: optax sums the squared rates in the dtype of the parameters, and a
+bfloat16 sum stops growing after about 256 steps. z starts as a copy of the
 weights, so slots must be reinitialized if the weights are replaced later.
 """
 

@@ -95,10 +95,10 @@ def _extended(
 def slot_specs(
     groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
-    """Returns the PartitionSpecs for all slots by group, with the structure of `BoundLearner.init`.
+    """Returns the PartitionSpecs for the "slots" that `BoundLearner.init` returns, keyed by group.
 
     Args:
-      groups: Groups of `WeightGroups` by name.
+      groups: The groups of a `WeightGroups`, keyed by name.
       weight_specs: Nested dict of WeightSpec.
       partition_specs: Tree of PartitionSpecs, extended to the ranks of the weights.
     """

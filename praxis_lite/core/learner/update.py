@@ -36,8 +36,8 @@ class BoundLearner:
       settings: The Learner, which holds the settings.
       groups: Groups of weights with their optimizers.
       weights_with_host_slots: Paths of the weights whose slots are stored in host memory.
-      layouts: StateLayouts by name, for the trained "params" and for each entry of opt_states. Set
-        by the partitioner if any of these arrays are in host memory; otherwise empty.
+      layouts: StateLayouts of the trained "params" and of each entry of opt_states, keyed by name.
+        Set by the partitioner if any of these params or states are in host memory; otherwise empty.
     """
 
     settings: Any  # A Learner, whose module imports this module.
@@ -46,7 +46,7 @@ class BoundLearner:
     layouts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
+        """Returns opt_states: counts of updates and skipped steps, and "slots" (keyed by group).
 
         Depending on the learner's settings, opt_states also contain "ema" (the moving average of
         the trained weights) and "loss_scale".

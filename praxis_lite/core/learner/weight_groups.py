@@ -76,9 +76,9 @@ class WeightGroups:
 
     Attributes:
       weight_specs: Nested dict of WeightSpec for all weights.
-      by_name: The groups by name: "unstacked" for weights without stacked dims, and "stack_7" for a
-        scanned stack of 7 layers. Groups of auxiliary optimizers have a prefix, as in
-        "NAME.stack_7".
+      by_name: The groups, keyed by name: "unstacked" for weights without stacked dims, and
+        "stack_7" for a scanned stack of 7 layers. Groups of auxiliary optimizers have a prefix, as
+        in "NAME.stack_7".
       update_specs: A PartitionSpec per weight for its gradient, slots and average. If None,
         gradients are not constrained, and slots are split like the weights.
     """
@@ -126,12 +126,12 @@ def grouped(
     by_stack: bool = True,
     whole_tree: Collection[str] = (),
 ) -> dict[str, Group]:
-    """Groups the trained weights by optimizer and layer stack; returns the groups by name.
+    """Groups the trained weights by optimizer and layer stack; returns a dict keyed by group name.
 
     Args:
       weight_specs: Nested dict of WeightSpec.
-      names: Optimizer names by path, from `optimizer_names`.
-      optimizers: Optimizers by name.
+      names: Optimizer names, keyed by weight path, from `optimizer_names`.
+      optimizers: Optimizers, keyed by name.
       by_stack: Whether to update stacks one layer at a time. If False, stacks are treated as single
         arrays in the group "unstacked".
       whole_tree: Names of optimizers whose update for a weight depends on other weights. Each of

@@ -1,8 +1,9 @@
 """Detects optimizers whose updates depend on several weights; applies them to all weights at once.
 
-Examples are an optimizer that clips by the global norm, Prodigy, and noise, which must differ
-between layers. These optimizers receive one tree in which every layer of a stack is a separate
-leaf, as if the model were unrolled. Other optimizers update one layer at a time (`weight_groups`).
+Examples are optimizers that clip by the global norm, Prodigy, and optimizers that add noise, which
+must differ between layers. These optimizers receive one tree in which every layer of a stack is a
+separate leaf, as if the model were unrolled. Other optimizers update one layer at a time
+(`weight_groups`).
 """
 
 import dataclasses
@@ -103,8 +104,8 @@ def couples_weights(
 
     Args:
       optimizer: The optimizer.
-      weight_specs: WeightSpecs of all weights that the optimizer updates, by path.
-      owner: Name of the class with the setting `optimizer`, for messages.
+      weight_specs: WeightSpecs of all weights that the optimizer updates, keyed by path.
+      owner: Name of the class with the `optimizer` setting, for messages.
 
     Raises:
       ConfigError: The optimizer requires arguments that a training step does not provide, such as a
@@ -151,9 +152,9 @@ def _raise_if_unsupported(error: Exception, owner: str) -> None:
     if function is not None:
         raise ConfigError(
             f"{owner}.optimizer requires {function} to reevaluate the loss or its gradient in each "
-            f"update, like a line search ({text}), but a training step evaluates them only once. "
-            "Use an optimizer that does not require it, such as optax.adamw, or optax.lbfgs with "
-            "linesearch=None and a learning rate."
+            f"update, like a line search ({text}), but a training step evaluates each only once. "
+            "Use an optimizer that does not reevaluate them, such as optax.adamw, or optax.lbfgs "
+            "with linesearch=None and a learning rate."
         ) from None
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if "/jax/" not in frame.filename.replace("\\", "/")]
@@ -177,7 +178,7 @@ def _unstacked(tree: PyTree, stack_ranks: Mapping[Path, int]) -> PyTree:
 
 
 def _unstacked_as(like: PyTree, stacked: PyTree) -> PyTree:
-    """Converts leaves of `stacked` to `Layers` or random keys where `like` contains these."""
+    """Converts subtrees of `stacked` to `Layers` or random keys where `like` has such nodes."""
 
     def unstack(node: Any, x: Any) -> Any:
         if isinstance(node, Layers):

@@ -25,8 +25,8 @@ class ShardedWeight:
     Attributes:
       block: This device's block, including padding.
       gather: Takes a block, and returns the complete, unpadded weight. Given one layer of a stacked
-        block, it returns the weight of that layer. The gradient with respect to a block is the
-        device's block of the sum over devices.
+        block, it returns the weight of that layer. The gradient with respect to a block is
+        the device's block of the weight's gradient, summed over devices.
       path: Path of the weight, used as a name scope for --mode=explain.
     """
 
@@ -77,7 +77,7 @@ class Model(abc.ABC):
         """Returns the "non_trainable" variables after the forward pass through `module`."""
 
     def tallies(self, module: Any) -> dict[str, jax.Array]:
-        """Returns the values of the module's `Tally` variables after the forward pass, by path."""
+        """Returns the module's `Tally` values after the forward pass, keyed by path."""
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:

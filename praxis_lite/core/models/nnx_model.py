@@ -54,9 +54,8 @@ class NnxModel(Model):
 
     Args:
       build: Function that returns the module, usually a built `fdl.Partial`. It is called with
-        `rngs` if it takes that argument: with shapes only when the Partitioner reads the weights'
-        specs, and again in `init`. Steps do not call it, but merge the module's structure with
-        arrays.
+        `rngs` if it takes that argument. `weight_specs` calls it under `jax.eval_shape`, and `init`
+        calls it again. Steps do not call it, but merge the module's structure with arrays.
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
@@ -66,8 +65,8 @@ class NnxModel(Model):
             kind = type(build).__name__
             name = kind if isinstance(build, nnx.Module) else "MyModule"
             raise ConfigError(
-                f"The model is an instance of {kind}; expected a function that builds it. "
-                f"Replace it with fdl.Partial({name}, ...)."
+                f"The model is an instance of {kind}; expected a function that builds the model. "
+                f"Replace the instance with fdl.Partial({name}, ...)."
             )
         self.build = build
 
@@ -202,7 +201,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
-    """Returns whether `build` takes the argument `rngs`.
+    """Returns whether `build` takes an `rngs` argument.
 
     Raises:
       ConfigError: A keyword of a partial is not a parameter of the function, or a required argument

@@ -103,7 +103,7 @@ def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
-    """Returns the value with which a leaf that is not part of the state starts a forward pass.
+    """Returns the initial value, in a forward pass, of a leaf that is not part of the state.
 
     The key of a random stream is derived from `key` and the path of the stream, separately for each
     layer of a stack. Counts start at 0. Random draws therefore depend neither on job interruptions

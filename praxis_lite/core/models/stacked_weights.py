@@ -1,4 +1,4 @@
-"""Forms of stacked weights that a model also accepts: unstacked, or in host memory."""
+"""Alternative forms of stacked weights that models accept: unstacked, or in host memory."""
 
 import dataclasses
 import functools

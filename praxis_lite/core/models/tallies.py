@@ -25,12 +25,12 @@ class Tally(nnx.Intermediate[jax.Array]):
 
 
 def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns tallies as metrics with weight 1: their mean times the total weight is their sum."""
+    """Returns tallies as metrics with weight 1; a sum is the mean times the total weight."""
     return {f"{TALLY}{path}": (value, jnp.ones(())) for path, value in tallies.items()}
 
 
 def pop_tallies(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Splits a step's metrics into the task's metrics and the sums of tallies by path."""
+    """Splits a step's metrics into the task's metrics and the tallies' sums (keyed by path)."""
     others = {name: pair for name, pair in metrics.items() if not name.startswith(TALLY)}
     sums = {
         name.removeprefix(TALLY): jnp.round(value * weight)

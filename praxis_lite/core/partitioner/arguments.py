@@ -1,8 +1,8 @@
 """Checks the arguments of calls to a Partitioner, and explains which argument is invalid.
 
-Shapes and dtypes are checked while a step is traced, once per shape. Other checks run only after
-JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they are
-detected in every call, because with several devices XLA would crash the process.
+Shapes and dtypes are checked while a step is being traced, once per shape. Other checks run only
+after JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they
+are detected in every call, because with several devices XLA would crash the process.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
 
     Args:
       layout: Layout of a TrainState or of its mdl_vars.
-      tree: Arrays or tracers of padded shapes.
+      tree: Arrays or tracers with padded shapes.
       name: Name of the argument, such as "train_step: state".
       mesh: Mesh that the arrays must be on, or None to skip this check.
 

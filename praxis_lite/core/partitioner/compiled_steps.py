@@ -1,4 +1,4 @@
-"""Step: a task's compiled step on a mesh, which can be called, traced or lowered."""
+"""Step: a task's step, compiled for a mesh. A Step can be called, traced or lowered."""
 
 import functools
 from collections.abc import Callable
@@ -104,7 +104,7 @@ class Step:
         return num
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
-        """Raises ConfigError, which names the argument, if an argument of a call is invalid."""
+        """Raises ConfigError, naming the argument, if an argument of a call is invalid."""
         mesh = self.where.mesh
         arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)

@@ -33,7 +33,7 @@ def init_options(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Returns the compiler options for the devices of a mesh, or None if there are none.
+    """Returns the compiler options for the devices of a mesh, or None if no options apply.
 
     Options are tested by compiling a constant with them. If XLA rejects an option whose name ends
     in "?", the option is omitted, and a warning reports XLA's reason. The "?" is removed from the

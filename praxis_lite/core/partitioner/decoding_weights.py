@@ -1,4 +1,4 @@
-"""Converts weights to the format for decoding: unstacks layers, and applies task conversions."""
+"""Converts weights to the decoding format: unstacks layers, and applies task conversions."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ Stored = Callable[[jax.Array], PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """Conversion of a weight to its format for decoding.
+    """Converts a weight to its decoding format.
 
     Attributes:
       num_apart: Number of leading stacked dims along which the weight is unstacked.
-      stored: Converts a layer's weight, or None to keep it unchanged.
+      stored: Converts a layer's weight; None to keep the weight unchanged.
     """
 
     num_apart: int
@@ -40,7 +40,7 @@ class _Form:
 
 
 class DecodingWeights:
-    """Converts weights to the format for decoding.
+    """Converts weights to the decoding format.
 
     A stack whose layers are split over devices stays stacked, because each unstacked layer would be
     replicated on all devices.
@@ -87,13 +87,13 @@ class DecodingWeights:
         return jax.tree.map(lambda x, form: form.convert(x), tree, self._forms)
 
     def convert(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
-        """Converts training weights, unless they are already in the format for decoding.
+        """Converts training weights, unless they are already in the decoding format.
 
         Arrays that need no conversion are returned without a copy. The others are converted one at
         a time.
 
         Args:
-          mdl_vars: Weights in the format for training or for decoding.
+          mdl_vars: Weights in the training or decoding format.
           name: Name of the argument, for messages.
           donates: Whether to delete each weight after its conversion, so that at most one weight is
             in memory twice.

@@ -38,7 +38,7 @@ class Gradients:
       num_parts: Number of devices with separate rows and keys, or None if the batch is not split
         explicitly.
       num_micro_batches: Takes a batch and the number of micro-batches for accumulation, and returns
-        the number N of micro-batches that are processed one after another; row r is in micro-batch
+        the number N of micro-batches processed one after another, where row r is in micro-batch
         r % N. If None, N is the number of micro-batches for accumulation.
       sums_in_a_loop: Whether gradients are summed in a loop even without accumulation.
     """

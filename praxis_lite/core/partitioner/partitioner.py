@@ -135,9 +135,9 @@ class Partitioner:
 
     @functools.cached_property
     def eval_examples(self) -> StepOfWeights:
-        """Like `eval_step`, but returns (metrics, outputs [B, ...] by name, is_real bool [B]).
+        """Like `eval_step`, but returns (metrics, outputs, is_real).
 
-        `is_real` is False for padding rows.
+        `outputs` maps names to arrays [B, ...]. `is_real`, bool [B], is False for padding rows.
         """
         return self._eval_step(
             "eval_examples",
@@ -167,7 +167,7 @@ class Partitioner:
 
     @functools.cached_property
     def decoding_weights(self) -> DecodingWeights:
-        """The converter from training weights to the format for decoding."""
+        """The converter from training weights to the decoding format."""
         specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
         return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
 
@@ -194,7 +194,7 @@ class Partitioner:
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
-        """Converts weights to the format for decoding.
+        """Converts weights to the decoding format.
 
         Layers are unstacked, and the task may store weights in another format (see
         `Task.stored_for_decoding`).
@@ -214,7 +214,7 @@ class Partitioner:
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The steps by name: "train", "eval", "eval_examples" and "decode"."""
+        """The steps, keyed by name: "train", "eval", "eval_examples" and "decode"."""
         steps = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
         return {step.kind: step for step in steps}
 

@@ -52,7 +52,7 @@ class TaskOnMesh:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Sets the mesh and the axis rules while a function is traced."""
+        """Sets the mesh and the axis rules while a function is being traced."""
         with (
             prefix_layer_path(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
@@ -76,7 +76,7 @@ class TaskOnMesh:
         Args:
           pure: The step, written as if for a single device.
           specs: PartitionSpecs of the arrays, extended to their ranks.
-          notes: Output dict for the reasons why layers are untyped, by layer path.
+          notes: Output dict for the reasons why layers are untyped, keyed by layer path.
 
         Returns:
           The step. It raises ConfigError if a dim is not divisible by the Explicit axes that split
@@ -127,8 +127,8 @@ class TaskOnMesh:
 def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
     """Makes Flax use the job's logical axis rules to constrain activations.
 
-    `nn.with_logical_constraint` and NNX's metadata use these rules while a step is traced. If the
-    job has no rules, the caller's rules stay in effect.
+    `nn.with_logical_constraint` and NNX's metadata use these rules while a step is being traced. If
+    the job has no rules, the caller's rules stay in effect.
 
     Raises:
       ConfigError: A mesh is set, and a rule uses an axis that the mesh does not have.

@@ -33,8 +33,8 @@ class TrainState:
     Attributes:
       step: Number of steps, including skipped steps, as an int32 scalar.
       mdl_vars: `{"params": ..., "non_trainable": ...}`, nested dicts of arrays.
-      opt_states: Result of `BoundLearner.init`: step counts, `"slots"` by group, and optional
-        entries such as `"ema"`.
+      opt_states: Result of `BoundLearner.init`: step counts, `"slots"` (keyed by group), and
+        optional entries such as `"ema"`.
     """
 
     step: Any
@@ -214,7 +214,7 @@ class StateLayout:
 
 
 def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array in a memory space of a mesh's devices."""
+    """Returns the sharding of an array with this spec and memory kind on a mesh."""
     # Omit the memory kind for device memory, the default: some backends support only one memory
     # kind.
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))

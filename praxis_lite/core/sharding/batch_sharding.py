@@ -192,7 +192,7 @@ def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Constrains each input to the mapping's split dims for that rank, `map_<rank>d`.
+    """Constrains each input to the mapping's split dims for the input's rank, `map_<rank>d`.
 
     If the mapping is None, inputs are returned unchanged. Corresponds to Pax's
     `reshard_input_based_on_rank_fn`.
@@ -270,8 +270,8 @@ def check_ids(
             raise ConfigError(
                 f"{where}: row {first_row + index[0]} of {name} contains {x[tuple(index)]}; "
                 f"expected ids from 0 to {size - 1}, because the model's vocab_size (num_classes "
-                f"for a classifier) is {size}. Increase it, or fix the data: pad with 0, and set "
-                "the weights of padding to 0."
+                f"for a classifier) is {size}. Increase that setting, or fix the data: pad with 0, "
+                "and set the weights of padding to 0."
             )
 
 

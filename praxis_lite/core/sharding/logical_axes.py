@@ -1,4 +1,4 @@
-"""Resolves logical axis names, which a model gives to dims of its weights, to mesh axes."""
+"""Resolves the logical axis names of weight dims to mesh axes."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence

@@ -37,11 +37,11 @@ class MeshConfig:
       allow_split_physical_axes: Whether an axis may use a fraction of a TPU torus dim if the sizes
         do not match the torus otherwise. Its collectives then share links with another axis.
       compiler_options: XLA options for the train, eval and decode steps. Maps a platform ("cpu",
-        "gpu", "tpu") or TPU type ("v4", "v5e", "v5p", "v6e", "tpu7x") to options by name. Options
-        for a TPU type override those for "tpu"; options for other devices are ignored. An option
-        that the compiler does not accept is an error, or a warning if its name ends in "?".
-      axis_types: "auto" or "explicit", either one string for all axes or one per axis. Explicit
-        axes are part of JAX's array types in train and eval steps, which JAX checks while tracing.
+        "gpu", "tpu") or TPU type ("v4", "v5e", "v5p", "v6e", "tpu7x") to options, keyed by name.
+        Options for a TPU type override those for "tpu"; options for other devices are ignored. An
+        option that the compiler does not accept is an error, or a warning if its name ends in "?".
+      axis_types: "auto" or "explicit", either one string for all axes or one per axis. In train
+        and eval steps, Explicit axes are part of array types, which JAX checks while tracing.
     """
 
     ici_mesh_shape: Sequence[int]

@@ -103,7 +103,8 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
         )
         if not name.isidentifier() or not is_same:
             raise ConfigError(
-                f"register_rule: {name!r} is already registered or is not an identifier. Rename it."
+                f"register_rule: {name!r} is already registered or is not an identifier. Choose "
+                "another name."
             )
         REGISTERED[name] = factory
         return factory

@@ -34,7 +34,7 @@ class Replicate:
         if any(entry is not None for entry in spec):
             raise ConfigError(
                 f"{leaf.path}: `replicate` expects a replicated array, but it is already split as "
-                f"{spec}. Remove one of the two."
+                f"{spec}. Remove the rule, or the earlier split."
             )
         return Outcome(spec)
 

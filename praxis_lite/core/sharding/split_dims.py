@@ -64,7 +64,7 @@ def to_partition_spec(
         if used.count(axis) > 1:
             raise ConfigError(
                 f"{message} use the axis '{axis}' twice, but a mesh axis can split only one "
-                f"dimension. The mesh has {axis_names}. Remove one of the two."
+                f"dimension. The mesh has {axis_names}. Remove one of the two uses."
             )
     return PartitionSpec(*map(entry_of, entries), *(None,) * (rank - len(mapping)))
 

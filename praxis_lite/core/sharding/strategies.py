@@ -52,7 +52,7 @@ def infer_sharding(
         "encoder/0/kernel". If no pattern matches, the array is replicated. For the rules, see
         `rule_names.parsed_rules`.
       mesh: Mesh that arrays are split over.
-      logical_axis_rules: (name, mesh axes) pairs for the rule `logical_partitioning`.
+      logical_axis_rules: (name, mesh axes) pairs for the `logical_partitioning` rule.
 
     Raises:
       ConfigError: A rule or a pattern cannot be parsed, an axis is not in the mesh, or an axis is
@@ -121,7 +121,7 @@ class RuledSplit:
 def rule_shardings(
     leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
 ) -> dict[str, RuledSplit | None]:
-    """Returns how each leaf is split, by path, or None for a path that no pattern matches.
+    """Returns how each leaf is split, keyed by path; None for a path that no pattern matches.
 
     Args:
       leaves: Leaves of a tree.

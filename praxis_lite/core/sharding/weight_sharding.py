@@ -29,7 +29,7 @@ class WeightSharding:
         `logical_partitioning`. If no pattern matches, logical names are resolved directly. If
         `strategy` is None, no patterns are used.
       logical_axis_rules: (name, mesh axes) pairs; the first applicable pair wins. Alternatively, a
-        dict of such lists by name.
+        dict of such lists, keyed by name.
       logical_axis_rules_name: Key of the list to use if `logical_axis_rules` is a dict.
       allow_padding: Whether `fsdp` may split a dim that is not divisible by the number of devices.
       unmapped_logical_axes: How to treat a name that has no rule and is not a mesh axis: "error",
@@ -89,8 +89,8 @@ class WeightSharding:
         if name not in checked:
             raise ConfigError(
                 f"{setting}_name is {name!r}, but logical_axis_rules has the keys "
-                f"{', '.join(checked) or '(none)'}.{did_you_mean(name or '', checked)} Set it to "
-                "one of them."
+                f"{', '.join(checked) or '(none)'}.{did_you_mean(name or '', checked)} Set "
+                "logical_axis_rules_name to one of these keys."
             )
         return checked[name]
 

@@ -33,8 +33,8 @@ class WeightSpec:
       slot_axes: Like `logical_axes`, but for the optimizer slots of the weight; contains mesh axes
         once the names are resolved. If None, slots are split like the weight.
       declared_by: Description of what determined the sharding, for the layout report.
-      matrix: Dims of a single layer that a matmul contracts, and dims that become dims of the
-        matmul's output. None if these dims are unknown.
+      matrix: The dims of a single layer's weight that a matmul contracts, and the dims that become
+        dims of the matmul's output. None if unknown.
       num_dims_apart: Number of leading stacked dims that the model also accepts unstacked
         (`UnstackedLayers`).
       memory_kind: "pinned_host" for weights in host memory, which the model receives as

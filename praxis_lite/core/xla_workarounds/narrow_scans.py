@@ -70,7 +70,7 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
     eqns = list(map(expand_high_level, jaxpr.eqns))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow = list(jaxpr.outvars), list[int]()
-    # Maps the id of a call to the call, and to positions in its outputs by index.
+    # Maps a call's id to (call, {index in `outvars`: position in the call's outputs}).
     by_call: dict[int, tuple[core.JaxprEqn, dict[int, int]]] = {}
     for index in indices:
         var = outvars[index]

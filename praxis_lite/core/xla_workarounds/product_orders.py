@@ -126,7 +126,7 @@ class Product:
 
 
 def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Product]]:
-    """Returns the matmuls whose results XLA may permute, by index among the module's matmuls.
+    """Returns the matmuls whose results XLA may permute, keyed by index among all matmuls.
 
     Shardy copies a function for each of its calls, so a matmul may have several copies.
 

@@ -66,7 +66,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 
 
 def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Returns a spec of the same rank from which all axes except `axes` are removed."""
+    """Returns a spec of the same rank with all axes except `axes` removed."""
     entries = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
     return PartitionSpec(*map(entry_of, entries))
 
@@ -214,7 +214,7 @@ _notes: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
-    """Collects the reasons why layers traced in the body use Auto axes, by layer path."""
+    """Collects the reasons why layers traced in the body use Auto axes, keyed by layer path."""
     token = _notes.set(notes)
     try:
         yield

@@ -128,7 +128,7 @@ def _is_reserved(library: mmap.mmap | bytes, start: int, name: bytes) -> bool:
 
 @functools.cache
 def _library(package: str) -> mmap.mmap | None:
-    """Memory-maps XLA's library, the largest file in a package; returns None if not installed."""
+    """Memory-maps XLA's library, a package's largest file; returns None without the package."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     files = [path for folder in folders or () for path in Path(folder).glob("*") if path.is_file()]
