@@ -1,4 +1,4 @@
-"""Activation functions by name, as in Pax."""
+"""Activation functions, keyed by name as in Pax."""
 
 from collections.abc import Callable
 

@@ -39,7 +39,7 @@ class Norm(BaseLayer):
         Args:
           inputs: [..., dim].
           paddings: [...], or only its leading dims; 1.0 for padding. Norms over only the last dim
-            ignore it.
+            ignore paddings.
           key: Random key, passed only in training, for norms with batch statistics.
         """
         raise NotImplementedError

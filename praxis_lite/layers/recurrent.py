@@ -252,7 +252,7 @@ class RgLruBlock(BaseLayer):
           positions: Int [B or 1, T]. If None, 0 to T - 1. Only used with a cache: a row whose first
             position is 0 starts with an empty state.
           segment_ids: Int [B, T]. The state is reset where segments change; 0 marks padding.
-          paddings: [B, T]; 1.0 for padding at the ends of a sequence, which does not change the
+          paddings: [B, T]; 1.0 for padding at the ends of a sequence. Padding does not change the
             state.
           atten_mask: Must be None; accepted for compatibility with attention layers.
           key: Unused; accepted for compatibility with attention layers.
@@ -264,7 +264,7 @@ class RgLruBlock(BaseLayer):
         if atten_mask is not None:
             raise ConfigError(
                 "RgLruBlock does not support an atten_mask, because a recurrence sees all earlier "
-                "tokens. Omit it, or use attention."
+                "tokens. Omit the mask, or use attention."
             )
         batch, length = inputs.shape[:2]
         skipped = None if paddings is None else paddings > 0.5

@@ -64,8 +64,8 @@ class DotProductAttention(AttentionHeads):
         all later tokens, or window - 1 with a window.
       use_bias: Whether the projections have biases.
       use_output_bias: Whether the output projection has a bias. Defaults to use_bias.
-      internal_gshard_gaussian_init: Whether to initialize separate projections with Gaussians, as
-        in GShard, whose variance is 1 / (D K) for queries, 1 / D for keys and values, and 1 / (N K)
+      internal_gshard_gaussian_init: Whether to initialize separate projections as in GShard, with
+        Gaussians whose variance is 1 / (D K) for queries, 1 / D for keys and values, and 1 / (N K)
         for outputs.
       combine_qkv: Whether queries, keys and values share one weight.
       internal_enable_query_scale: Whether to scale queries.
@@ -283,7 +283,7 @@ class DotProductAttention(AttentionHeads):
 
         Args:
           inputs: [B, T, D].
-          rows: The arguments of `__call__` that have a batch dim, by name.
+          rows: The arguments of `__call__` that have a batch dim, keyed by name.
           key: Random key for dropout, or None.
           cache: Cache of the preceding tokens, or None.
         """

@@ -106,7 +106,7 @@ class AttentionHeads(BaseLayer):
                 raise ConfigError(
                     f"{type(self).__name__}.hidden_dim is {sizes.hidden_dim}; expected at least "
                     f"num_heads {N}, because queries are scaled by hidden_dim / num_heads. "
-                    "Increase it, or set scale_query_by_dim_per_head=True."
+                    "Increase hidden_dim, or set scale_query_by_dim_per_head=True."
                 )
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None

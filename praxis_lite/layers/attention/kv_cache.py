@@ -111,7 +111,7 @@ def append(cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = No
 
     Args:
       cache: The cache.
-      new: New entries by name.
+      new: New entries, keyed by name.
       positions: Int [B or 1, T], consecutive.
       split: Sharding of the cache, or None if unknown.
     """

@@ -40,8 +40,8 @@ class BaseLayer(nnx.Module):
     from `__call__` and from public methods have the layer's path as their name scope.
 
     Raises:
-      ConfigError: A setting is out of range or conflicts with another setting, which is checked
-        before anything compiles; or a method received an unknown keyword.
+      ConfigError: A setting is out of range or conflicts with another setting, or a method
+        received an unknown keyword. Settings are checked before anything compiles.
     """
 
     __signature__ = ConstructorSignature()

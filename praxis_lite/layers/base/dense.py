@@ -59,7 +59,7 @@ class Product:
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Renames the contracted subscripts in an equation to be in alphabetical order in the weight.
+    """Renames an equation's contracted subscripts to make them alphabetical in the weight.
 
     `jnp.einsum` contracts several dims in alphabetical order. If the weight has a different order,
     XLA copies the weight; in decoding, it makes a copy for every token.

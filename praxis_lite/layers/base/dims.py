@@ -87,7 +87,7 @@ def sized(dim: int, size: int) -> int:
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split mapping for a weight with these dims; None if no setting specifies it."""
+    """Returns the split mapping of a weight with these dims; None if no setting specifies one."""
     is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
     return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 
@@ -113,7 +113,7 @@ def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
 
 
 def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
-    """Declares a layer's sharding settings: returns the names of the dims by setting.
+    """Declares a layer's sharding settings; returns the dim names, keyed by setting.
 
     `splits(weight=("embed", "mlp"), activation=RESIDUAL)` declares `weight_split_dims_mapping` and
     `activation_split_dims_mapping`. Use () for any number of dims without names.

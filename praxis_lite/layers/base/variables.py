@@ -29,7 +29,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns the values of all variables of a type, by path.
+    """Returns the values of all variables of a type, keyed by path.
 
     Values of stacked layers have a leading dim.
     """
@@ -47,7 +47,7 @@ def aux_loss(module: nnx.Module) -> jax.Array | None:
 
 
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
-    """Returns the values of all variables that a forward pass may assign, by path.
+    """Returns the values of all variables that a forward pass may assign, keyed by path.
 
     These are all variables except weights. Assignments inside `jax.lax.scan` or `jax.checkpoint`
     are lost unless the values are returned. A layer that calls other layers inside such a body must

@@ -102,7 +102,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of Llama 3.1, which slows down only low-frequency pairs.
+    """The RotaryPositionalEmbedding of Llama 3.1; it slows down only low-frequency pairs.
 
     Args:
       embedding_dims: Size K of a head.

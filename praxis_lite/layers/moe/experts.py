@@ -80,9 +80,9 @@ def expert_ffn(
 
     Args:
       matmul: Multiplies tokens by the weight [E, in, out] of their expert.
-      x: Tokens by expert, [..., D].
-      weights: Weights by name: wi_0 [E, D, F], wo_0 [E, F, D], wi_gate_0 if there is a gate, and if
-        there are biases, bi_0, bi_gate_0 [E, F] and bo_0 [E, D].
+      x: Tokens, grouped by expert, [..., D].
+      weights: Weights, keyed by name: wi_0 [E, D, F], wo_0 [E, F, D], wi_gate_0 if there is a gate,
+        and if there are biases, bi_0, bi_gate_0 [E, F] and bo_0 [E, D].
       activation: Takes the hidden activations and the gate activations (or None).
       on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
       at_rows: Broadcasts a bias [E, dims] to a result of `matmul`.

@@ -193,7 +193,7 @@ class Gating:
           correction_E: Correction for score_func "sigmoid"; see `routing.experts_by_group`.
 
         Returns:
-          (outputs [G, S, D], values for the layer's variables by name).
+          (outputs [G, S, D], values for the layer's variables, keyed by name).
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)

@@ -176,7 +176,7 @@ def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array
     """Returns bool [G, S, 2]: True for first experts, sampled for second experts.
 
     A second expert is used with probability min(1, gate / threshold). This is Pax's
-    second_expert_policy "random", whose threshold is 0, so that nearly all are used.
+    second_expert_policy "random", whose threshold is 0, so that nearly all second experts are used.
     """
     gate_GS = gates_GSK[..., 1]
     used_GS = jax.random.uniform(key, gate_GS.shape) < gate_GS / max(threshold, 1e-9)

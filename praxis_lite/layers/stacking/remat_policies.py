@@ -80,7 +80,7 @@ def remat(
     Args:
       step: A function of x and other arguments. x gets the checkpoint name "iteration_input".
       checkpoint_policy: Result of `checked_policy`.
-      layer: The layer whose policy this is, for error messages.
+      layer: The layer with this policy, for error messages.
       is_scanned: Whether `step` is the body of a scan over several steps, where XLA cannot merge
         the recomputation with the forward pass. Otherwise `prevent_cse` prevents merging, at the
         cost of some fusions.

@@ -184,7 +184,7 @@ class StackedTransformer(BaseLayer):
         self.checkpoint_policy = policy if remat else "save_everything"
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches by name."""
+        """Returns the blocks' caches, keyed by block name."""
         return {name: getattr(self, name).init_cache(*args, **kwargs) for name in self.layer_names}
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Tensor parallelism with explicit collectives, enabled by the layer setting `tensor_parallel`.
+"""Tensor parallelism with explicit collectives, enabled by a layer's `tensor_parallel` setting.
 
 The layer and its weights do not change. Each device runs the layer with its shard of the heads or
 hidden dims on the tokens that it receives. Outputs are summed over the mesh axis of these dims.
@@ -30,7 +30,7 @@ from praxis_lite.layers.stacking.collective_matmul import gather_and_scatter, ri
 
 
 class TensorParallelLayer(Protocol):
-    """A layer with the setting "tensor_parallel"."""
+    """A layer with a `tensor_parallel` setting."""
 
     @property
     def tensor_parallel(self) -> str | None: ...
@@ -40,7 +40,7 @@ class ShardedLayer(NamedTuple):
     """An attention or feed-forward layer to run with explicit collectives.
 
     Attributes:
-      layer: A layer with the setting `tensor_parallel`.
+      layer: A layer with a `tensor_parallel` setting.
       function: Takes (layer with one device's weights, inputs [B, T, D], per-row arrays), and
         returns the outputs [B, T, D].
       split: Sharding of inputs and outputs.
@@ -209,18 +209,18 @@ TENSOR_PARALLEL = {
 
 
 def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[str, bool]) -> None:
-    """Checks a layer's setting `tensor_parallel`; see `check_way`."""
+    """Checks a layer's `tensor_parallel` setting; see `check_way`."""
     check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
 
 
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
-    """Returns the mesh axis for a layer's explicit collectives, or None if it needs none.
+    """Returns the mesh axis for a layer's explicit collectives, or None if the layer uses none.
 
     None is returned if the setting is None, if there is no mesh, or if the axis has one device or
     is already manual.
 
     Args:
-      layer: A layer with the setting `tensor_parallel`.
+      layer: A layer with a `tensor_parallel` setting.
       features_split: Sharding of the heads or hidden dims.
 
     Raises:
@@ -234,7 +234,7 @@ def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
         raise ConfigError(
             f"{type(layer).__name__}.tensor_parallel is {setting!r}, which requires heads or "
             "hidden dims sharded over one mesh axis, but their entry in weight_split_dims_mapping "
-            f"is {features_split!r}. Change it, or set tensor_parallel=None."
+            f"is {features_split!r}. Change the entry, or set tensor_parallel=None."
         )
     return None if mesh.shape[axes[0]] == 1 or axes[0] in mesh.manual_axes else axes[0]
 
@@ -254,8 +254,8 @@ def run_tensor_parallel(
       sharded: The layer and its function.
       axis: Result of `tensor_parallel_axis`.
       x: Inputs [B, T, D].
-      rows: Per-row arrays by name, [B or 1, ...], or [B, T] if the layer does not read sequences.
-        Values may be None.
+      rows: Per-row arrays, keyed by name: [B or 1, ...], or [B, T] if the layer does not read
+        sequences. Values may be None.
 
     Raises:
       ConfigError: The setting does not support the sharding of x or of a weight.

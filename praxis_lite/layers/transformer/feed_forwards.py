@@ -137,7 +137,7 @@ class TransformerFeedForward(ResidualBranch):
         Args:
           inputs: [B, T, D].
           paddings: [B, T]; 1.0 for padding, whose branch outputs are set to zero.
-          segment_ids: Not used; other feed-forward layers use it.
+          segment_ids: Not used by this layer; other feed-forward layers use them.
           key: Random key for dropout. If None, nothing is dropped.
         """
         relu_key, residual_key, droppath_key = split_keys(key, 3)

@@ -220,7 +220,7 @@ class Transformer(BaseLayer):
 
         Raises:
           ConfigError: An atten_mask is passed although mask_self_attention is True, or the block
-            attends to `encoded` but it is missing.
+            attends to `encoded`, which is missing.
         """
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(

@@ -132,7 +132,7 @@ def without_adapters(module: nnx.Module) -> nnx.Module:
 
 
 def adapted_layers(module: nnx.Module) -> dict[str, Any]:
-    """Returns the layers with adapters by path, such as "lm/blocks/self_attention/query"."""
+    """Returns the layers with adapters, keyed by path, such as "lm/blocks/self_attention/query"."""
     return {
         "/".join(map(str, path)): node
         for path, node in list(nnx.compat.iter_graph(module))

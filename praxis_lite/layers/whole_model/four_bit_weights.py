@@ -122,7 +122,7 @@ def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
 
 
 def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
-    """Returns functions that pack weights, by path, for dense layers that do not compute logits."""
+    """Returns pack functions, keyed by weight path, for dense layers that do not compute logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
             to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]

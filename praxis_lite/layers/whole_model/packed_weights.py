@@ -38,14 +38,14 @@ class PackedForm:
 
     @functools.cached_property
     def parts(self) -> dict[str, WeightSpec]:
-        """Specs of the stored arrays by name; each array is sharded like the weight."""
+        """Specs of the stored arrays, keyed by name; each array is sharded like the weight."""
         return {
             name: dataclasses.replace(self.spec, shape=x.shape, dtype=x.dtype)
             for name, x in leaves_with_path(self._abstract)
         }
 
     def to_parts(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """Returns the arrays to store for a weight, by name."""
+        """Returns the arrays to store for a weight, keyed by name."""
         return dict(leaves_with_path(self.pack(weight)))
 
     def from_parts(self, parts: Mapping[str, Any]) -> Any:
@@ -55,14 +55,14 @@ class PackedForm:
 
 
 class PackedModel(NnxModel):
-    """An NNX module with some weights stored in a packed format, which cannot be trained.
+    """An NNX module in which some weights are packed and cannot be trained.
 
     In the state, such a weight is a dict of arrays. Its layer receives a `StoredWeight`.
 
     Args:
       build: See NnxModel.
-      forms: Takes the module with abstract weights, and returns functions that pack weights, by
-        path, such as "params/ffn/w".
+      forms: Takes the module with abstract weights, and returns functions that pack weights,
+        keyed by path, such as "params/ffn/w".
     """
 
     def __init__(

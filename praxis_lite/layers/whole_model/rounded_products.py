@@ -156,7 +156,7 @@ def _einsum(
 def _partial_sums_spec(
     out: PartitionSpec, equation: str, x: jax.Array, y: jax.Array
 ) -> PartitionSpec:
-    """Returns the spec of partial sums: the parts, followed by `out` without their axes."""
+    """Returns the spec of partial sums: the parts' axes, followed by `out` without these axes."""
     entry_of_letter = dict(
         zip(equation.partition("->")[2], product_type(equation, x, y), strict=True)
     )

@@ -120,7 +120,7 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     },
 }
 
-# Compiler options by preset and platform (`MeshConfig.compiler_options`) that make steps faster;
+# Compiler options that make steps faster, keyed by platform (`MeshConfig.compiler_options`);
 # see benchmarks/README.md, "Pods". If an option's name ends in "?", a compiler that lacks it warns
 # and compiles without it. By default, the TPU compiler uses windowed einsums, which send parts of
 # activations during matmuls and cost more than they save.
@@ -148,7 +148,7 @@ _OPTIONS_BY_PRESET: dict[str, CompilerOptions] = {
     "fsdp+tensor": _NO_WINDOWED_EINSUM,
     "fsdp+expert": _ASYNC_ALL_TO_ALL,
 }
-# Compiler options that make a preset faster, by platform or TPU type.
+# Compiler options that make steps faster, keyed by preset, then by platform or TPU type.
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
     preset: {**_OPTIONS_BY_PRESET.get(preset, {}), **_ALL_PRESETS} for preset in SHARDING_PRESETS
 }

@@ -70,7 +70,7 @@ def set_sharding_params(
 
 
 def _resolve(preset: str | Preset) -> Preset:
-    """Checks the names in a preset, and returns the mesh axes by name."""
+    """Checks the names in a preset, and returns the mesh axes, keyed by name."""
     setting = "set_sharding_params.preset"
     if not isinstance(preset, Mapping):
         require_choice(setting, preset, SHARDING_PRESETS)
@@ -116,7 +116,7 @@ def _set_splits(
 
     Args:
       config: The config.
-      preset: The mesh axes by name.
+      preset: The mesh axes, keyed by dim name.
       gets_splits: Whether the config is the template of a layer that passes the sharding when it
         calls the template.
       unsplit: Output dict: maps names of classes whose weights are not sharded to the fields that
@@ -190,7 +190,7 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns a class's dim names by setting and template, or None if the class has none."""
+    """Returns a class's dim names, keyed by setting or template; None if the class has none."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}

@@ -137,7 +137,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
-    """Returns whether some queries may be fully masked, and then output the mean of all values."""
+    """Returns whether queries may be fully masked and would then output the mean of all values."""
     may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 

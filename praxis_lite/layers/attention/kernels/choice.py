@@ -121,8 +121,8 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
     "auto" selects the platform's kernel if it supports the call. Otherwise it selects the chunked
     kernel if there are many logits, and the einsum if not. It never selects "blocked", which is
     meant for platforms without a kernel and for cost estimates of compiled steps. Calls with a
-    cache, whose mask depends on positions, use the einsum or the chunked kernel, regardless of the
-    setting.
+    cache use the einsum or the chunked kernel, regardless of the setting, because their mask
+    depends on positions.
 
     Args:
       setting: A name in KERNELS, or "auto".

@@ -76,7 +76,7 @@ Kernel = Callable[..., jax.Array]
 def check_context_parallel(
     layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
 ) -> None:
-    """Checks a layer's setting `context_parallel` (see `check_way`) and the layer's kernel.
+    """Checks a layer's `context_parallel` setting (see `check_way`) and the layer's kernel.
 
     Raises:
       ConfigError: See `check_way`; or the kernel does not support context parallelism.
@@ -273,10 +273,10 @@ def _ring_of(
 def _mask_arrays(
     mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays in a mask by name, with an array that masks padding keys if necessary.
+    """Returns a mask's arrays, keyed by name, and adds a mask of padding keys if necessary.
 
-    A causal mask does not need this array, because padding keys come last and no query attends to
-    them.
+    A causal mask does not need the addition, because padding keys come last and no query attends
+    to them.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT,

@@ -41,7 +41,7 @@ class LogitOptions:
 
     @property
     def needs(self) -> dict[str, bool]:
-        """Whether each setting is in use, by name."""
+        """Maps the name of each setting to whether the setting is in use."""
         return {
             "atten_logit_cap": self.cap > 0.0,
             "attention_extra_logit": self.extra is not None,

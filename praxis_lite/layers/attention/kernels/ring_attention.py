@@ -60,7 +60,7 @@ class BlockAttention(Protocol):
 
 
 def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
-    """Returns the number of groups to whose keys queries may attend, including their own group."""
+    """Returns the number of groups whose keys a group's queries may attend to, including itself."""
     if mask.right_context != 0 or mask.left_context is None:
         return ring.num_groups
     return min(ring.num_groups, 1 + -(-(mask.left_context - 1) // num_keys))

@@ -1,4 +1,4 @@
-"""Buffers for the microbatches that wait in a pipeline, and transfers between its stages."""
+"""Buffers for microbatches waiting in a pipeline, and transfers between the pipeline's stages."""
 
 import functools
 from typing import Any

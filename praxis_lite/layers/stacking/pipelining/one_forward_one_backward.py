@@ -52,8 +52,8 @@ class OneForwardOneBackward:
         """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
-          ConfigError: The model does not contain exactly one Pipeline, or it contains variables
-            that each pass updates.
+          ConfigError: The model does not contain exactly one Pipeline, or the model contains
+            variables that each pass updates.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
