@@ -77,8 +77,8 @@ class FunctionModel(Model):
                 found = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
                     f"params/{_path(path)}: {init} returns {found}, which has no gradient; "
-                    "expected floats. Pass it to the loss with functools.partial instead, or make "
-                    "it a float and freeze it (Learner.bprop_variable_exclusion)."
+                    "expected floats. Pass the value to the loss with functools.partial instead, "
+                    "or make it a float and freeze it (Learner.bprop_variable_exclusion)."
                 )
         return params
 

@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
-# Shapes of weights in their layers, without stacked dims, by path.
+# Shapes of weights in their layers, without stacked dims, keyed by path.
 OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
@@ -86,8 +86,8 @@ def initialize_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
     """Returns a method interceptor under which initializers run without a mesh.
 
     An initializer's box constrains the sharding of its array, and Flax calls the initializer in
-    every pass to check the shape of each weight. DenseGeneral flattens its kernel first, so that
-    its box may have three names for a kernel with two dims, which JAX rejects if a mesh is set.
+    every pass to check the shape of each weight. DenseGeneral flattens its kernel first, so its
+    box may have three names for a kernel with two dims. JAX rejects such a box if a mesh is set.
 
     Args:
       own_shapes: Output dict that maps the path of each weight to its shape in its layer. May be

@@ -29,9 +29,9 @@ def init_arguments(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
     """Returns the positional and keyword arguments that `init_inputs` describes.
 
     Args:
-      init_inputs: A dict by argument name, a sequence by position, or a single input. An input is a
-        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, or a dict of inputs.
-        Flags and None are passed unchanged.
+      init_inputs: A dict keyed by argument name, a sequence of positional inputs, or a single
+        input. An input is a shape (float32), a pair (dtype, shape), an array, a
+        ShapeDtypeStruct, or a dict of inputs. Flags and None are passed unchanged.
 
     Raises:
       ConfigError: An input has an unsupported type.

@@ -40,9 +40,9 @@ class LinenModel(Model):
 
     Args:
       module: An instance, for example an `fdl.Config` of its class.
-      init_inputs: The inputs of `module.init` except keys: a dict by argument name, or a sequence
-        by position, with shapes (float32), pairs (dtype, shape) or arrays, such as
-        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. Training flags default to evaluation.
+      init_inputs: The inputs of `module.init` except keys: a dict keyed by argument name, or a
+        sequence of positional inputs, with shapes (float32), pairs (dtype, shape) or arrays, such
+        as `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. Training flags default to evaluation.
       eval_module: A module that replaces `module` in evaluation and decoding, with the same
         weights; for modules where training is a setting instead of an argument.
       init_method: Name of the method that creates all variables. If None, `__call__`.
@@ -171,8 +171,8 @@ class BoundLinen:
 
     Attributes:
       linen_module: The module.
-      variables: The variables by collection, which are updated by calls.
-      sown: The values sown in the last call, by collection, including "intermediates".
+      variables: The variables, keyed by collection; calls update them.
+      sown: The values sown in the last call, keyed by collection, including "intermediates".
       key: Random key of the pass; None in evaluation.
     """
 
@@ -198,9 +198,9 @@ class BoundLinen:
         Args:
           args: Positional arguments of the method.
           method: Name of a method, or a function. If None, `__call__`.
-          rngs: Keys by stream. If None, evaluation has no keys, and in training, "dropout" receives
-            the key of the pass (a different key in each call), and all other streams share another
-            key.
+          rngs: Random keys of the streams. If None, evaluation has no keys, and in training,
+            "dropout" receives the key of the pass (a different key in each call), and all other
+            streams share another key.
           kwargs: Keyword arguments of the method.
 
         Raises:

@@ -44,7 +44,7 @@ def low_precision_slots(
       learning_rate: Learning rate of `optimizer`.
       optimizer: Takes `learning_rate` and returns an optax transformation, such as
         `fdl.Partial(optax.adamw, b2=0.98)`.
-      dtype: Dtype of stored slots. Only "bfloat16" is supported, which has the range of float32.
+      dtype: Dtype of stored slots: "bfloat16", the only 16-bit float with the range of float32.
 
     Raises:
       ConfigError: The dtype is not "bfloat16".

@@ -42,9 +42,9 @@ def regularized(
         this factor is subtracted from the weight.
       skip_lp_1d_vectors: Whether to exclude scalars and vectors from L1 and L2. As in Pax,
         decoupled decay still applies to these weights.
-      skip_lp_regularization: One or more patterns of weights to exclude from all three, as in Pax's
-        collection SKIP_LP_REGULARIZATION. The patterns are matched from the start of a weight's
-        path under params (`re.match`).
+      skip_lp_regularization: One or more patterns of weights to exclude from L1, L2 and decoupled
+        decay, as in Pax's collection SKIP_LP_REGULARIZATION. The patterns are matched from the
+        start of a weight's path under params (`re.match`).
       ewc_regularizer_weight: Weight of elastic weight consolidation (Kirkpatrick et al. 2017,
         arXiv:1612.00796), with all weights treated as equally important. In each update, the
         difference from the weight at the start of the job is multiplied by the learning rate and by

@@ -104,8 +104,8 @@ def scale_by_soap(
       b1: Decay of the first moment, which is not rotated.
       b2: Decay of the second moment and of the covariances.
       eps: Constant that is added to the square root of the second moment.
-      precondition_frequency: Number of updates between refreshes of the bases. A refresh consists
-        of a power iteration step and a QR decomposition per dim, which every device repeats.
+      precondition_frequency: Number of updates between refreshes of the bases. Every device repeats
+        each refresh, which consists of a power iteration step and a QR decomposition per dim.
       max_precond_dim: Largest dim to rotate. The time for a refresh is cubic in this dim.
 
     Raises:
