@@ -32,10 +32,11 @@ def run(
 ) -> None:
     """Runs a command, and exits with the returned status if it is nonzero.
 
-    The exit status is 2 after an error that the user can fix, which is printed as a paragraph, and
-    1 after an exception in the user's code. After a signal, a one-line message is printed and the
-    exit status is 128 + the signal's number; for training, see `StopRequest`. Import slow modules
-    inside the command, because pressing Ctrl-C before `run` is called prints a traceback.
+    After an error that the user can fix, the error is printed as a paragraph, and the exit status
+    is 2. After an exception in the user's code, the exit status is 1. After a signal, a one-line
+    message is printed, and the exit status is 128 + the signal's number; for training, see
+    `StopRequest`. Import slow modules inside the command, because pressing Ctrl-C before `run` is
+    called prints a traceback.
 
     Args:
       command: Function that returns the exit status, or None for 0.
@@ -115,7 +116,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError for unknown options and invalid values.
 
     Attributes:
-      pax_options: The equivalents of Pax options, by option name without dashes.
+      pax_options: The equivalents of Pax options, keyed by option name without dashes.
     """
 
     pax_options: Mapping[str, str] = {}

@@ -5,7 +5,7 @@ Job code uses the global `events`:
     with events.phase(SAVE, step=7):     # The activity of the main thread, whose time is measured.
         ...
     events.progress(7)                   # The main thread has made progress.
-    events.report(made=7)                # Facts by name, with JSON values.
+    events.report(made=7)                # Facts, keyed by name, with JSON values.
 
 Without listeners, only the seconds spent in each kind of phase are measured (`JobEvents.seconds`),
 for a step's metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes
@@ -106,7 +106,7 @@ class Listener:
         """Called with the step after a training step, or with None after smaller progress."""
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Called with facts by name, from any thread."""
+        """Called with facts, keyed by name, from any thread."""
 
 
 class JobEvents:
@@ -167,12 +167,12 @@ class JobEvents:
             listener.progress(step)
 
     def report(self, **facts: Any) -> None:
-        """Reports facts by name with JSON values (see the module docstring), from any thread."""
+        """Reports facts as JSON values (see the module docstring). Callable from any thread."""
         for listener in self._listeners:
             listener.report(facts)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds so far, by kind. Callable from any thread."""
+        """Returns the seconds so far, keyed by kind of phase. Callable from any thread."""
         with self._lock:
             seconds = dict(self._seconds)
             seconds[self._phase.counts_as] += self._now() - self._since

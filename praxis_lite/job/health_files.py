@@ -98,13 +98,13 @@ class HealthBeat(contextlib.AbstractContextManager):
 
 
 def health_directory(given: str, job_log_dir: str | None) -> Path:
-    """Returns the directory for --health_dir. Raises ConfigError if --job_log_dir contains it."""
+    """Returns the directory for --health_dir. Raises ConfigError if it is in --job_log_dir."""
     directory = Path(given)
     require(
         job_log_dir is None or not directory.resolve().is_relative_to(Path(job_log_dir).resolve()),
         "--health_dir",
         given,
-        "a directory outside --job_log_dir, which all hosts share",
+        "a directory outside --job_log_dir, because all hosts share --job_log_dir",
         "Use a local directory for this process alone, such as /tmp/health.",
     )
     return directory

@@ -40,7 +40,7 @@ class JobDir:
       eval_metrics_jsonl: One line per evaluation and dataset.
       certificates_jsonl: One line per certificate from training (run.certify_every_steps).
       timeline_jsonl: How each launch spent its time, with one line per save.
-      examples: Folder with one record per process, which lists the rows that the process fed to
+      examples: Folder with one record per process, listing the rows that the process fed to
         training.
       loss_curve_png: Plot of the losses.
       non_finite_txt: The origin of NaN and infinite values in each step that was rerun for
@@ -216,7 +216,7 @@ def recorded_experiment(job: JobDir) -> str:
 
 
 def _near_jobs(job: JobDir) -> str:
-    """Returns the end of an error message, which lists jobs inside or next to the directory."""
+    """Returns the last part of an error message, a list of jobs inside or next to a directory."""
     jobs_inside = _jobs_in(job.path)
     if jobs_inside:
         return f": {first_few([str(job.path / name) for name in jobs_inside])}"

@@ -23,8 +23,8 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
     options.add_argument(
         "--follow",
         action="store_true",
-        help="process each new checkpoint of a job that trains in another process until the job "
-        "ends; if there are several new ones, only the latest",
+        help="process each new checkpoint of a job training in another process, until the job "
+        "ends; if there are several new checkpoints, process only the latest",
     )
     options.add_argument(
         "--follow_seconds",

@@ -58,7 +58,7 @@ def recorded_job_of(
     Args:
       command: The common options.
       reads: "eval" or "decode". Datasets that this mode does not read are removed from the config.
-      has_prompts: Whether prompts to decode are specified, so that no dataset of prompts is read.
+      has_prompts: Whether prompts to decode are specified, so that no prompt dataset is read.
 
     Raises:
       ConfigError: The job does not exist, a setting is invalid, or a required field or a tokenizer
@@ -95,7 +95,7 @@ def job_on_mesh(
     Args:
       command: The common options.
       launched: The config.
-      checked_for: The mode for `partitioner_of`, which selects the checks.
+      checked_for: The mode that selects the checks in `partitioner_of`.
       prompts: Prompts to decode instead of the experiment's prompts.
       same: Values that must be the same in all processes, in addition to the config.
       on_devices: Function that adapts the job to the available devices, as in `JobTools`.

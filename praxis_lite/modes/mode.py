@@ -104,7 +104,7 @@ class Mode(abc.ABC):
         Args:
           command: The common options.
           *args: Never passed; lets type checkers accept any keyword arguments in subclasses.
-          **options: Values of the mode's options, by name.
+          **options: Values of the mode's options, keyed by name.
 
         Returns:
           The exit status, or None for 0.

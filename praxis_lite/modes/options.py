@@ -41,10 +41,10 @@ def parse_command_line(
 
     Args:
       argv: The arguments, or None for the arguments of this process.
-      modes: The known modes by name. --packages may provide additional modes.
+      modes: The known modes, keyed by name. --packages may provide additional modes.
 
     Returns:
-      A tuple of the common options, the mode, and the values of the mode's options by name.
+      A tuple of the common options, the mode, and the values of the mode's options, keyed by name.
 
     Raises:
       ConfigError: An option is unknown, is not used by the mode, or has an invalid value.
@@ -218,4 +218,6 @@ class _OtherModeOption(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        raise ConfigError(f"{self.option_strings[0]} {self.const} does not use it. Remove it.")
+        raise ConfigError(
+            f"{self.option_strings[0]} {self.const} does not use it. Remove the option."
+        )

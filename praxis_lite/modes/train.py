@@ -95,7 +95,7 @@ class Train(Mode):
     ) -> None:
         """Trains the job. Raises ConfigError like `launch.train`."""
         if command.min_processes is not None and not command.elastic:
-            raise ConfigError("--min_processes requires --elastic. Add it.")
+            raise ConfigError("--min_processes requires --elastic. Add --elastic.")
         if metrics_host is not None and metrics_port is None:
             raise ConfigError("--metrics_host requires --metrics_port. Add --metrics_port=N.")
         trackers: dict[str, Tracker] = {}

@@ -168,15 +168,15 @@ def _chain(
 ) -> list[tuple[int, int]]:
     """Returns (start number, last valid step) for the starts that led to the state at `step`.
 
-    The chain is followed backwards: each start resumed from a state that was reached in the latest
-    earlier start that recorded that step.
+    The chain is followed backwards. The state from which a start resumed was reached in the latest
+    earlier start whose record contains the state's step.
     """
     chain, number = [], max(groups, default=0) + 1
     while step > 0:
         earlier = [other for other in groups if other < number and groups[other][0].step < step]
         if not earlier:
             break
-        # If no start recorded that step, there is a gap, which `_check_order` reports.
+        # If no start recorded this step, there is a gap, which `_check_order` reports.
         number = max([other for other in earlier if ends[other] >= step] or earlier)
         chain.append((number, min(step, ends[number])))
         if (first := groups[number][0]).is_new:
@@ -271,7 +271,9 @@ def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]
     """Appends errors between segments to `faults`: missing steps, skipped or repeated batches."""
     last = segments[-1].last_step if segments else 0
     if last < saved_step:
-        faults.append(f"steps {last + 1} to {saved_step}, which is saved, are not on record")
+        faults.append(
+            f"steps {last + 1} to {saved_step} are not on record, but step {saved_step} is saved"
+        )
     if not segments:
         return
     first = segments[0].starts[0]

@@ -30,7 +30,7 @@ class Start:
       rows: Ranges of the rows that the process feeds.
       skipped: Indices of skipped batches.
       data: Digest of the pipeline's fingerprint.
-      versions: Versions of Python and packages, by name.
+      versions: Versions of Python and packages, keyed by name.
     """
 
     start: int
@@ -100,7 +100,7 @@ def line_of(line: Start | RowSpan) -> str:
 
 
 def read_record(folder: Path) -> Record:
-    """Reads the record of a job, which is empty if the folder does not exist.
+    """Reads a job's record. If the folder does not exist, the record is empty.
 
     Raises:
       ConfigError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""Heartbeats between the processes of a job, which detect processes that no longer respond."""
+"""Heartbeats between a job's processes, used to detect processes that no longer respond."""
 
 import json
 import os

@@ -25,8 +25,8 @@ def from_first(name: str, decide: Callable[[], Any]) -> Any:
       The result, after a round trip through JSON.
 
     Raises:
-      ConfigError: `decide` raised an exception with this message in the first process, which raises
-        the original exception instead.
+      ConfigError: `decide` raised an exception with this message in the first process. The first
+        process itself raises the original exception instead.
     """
     message, own_error = {}, None
     if processes.is_first():

@@ -71,7 +71,7 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
       timeout_seconds: Maximum time to wait for the other processes.
 
     Returns:
-      The strings of all processes, by process index.
+      The strings of all processes, ordered by process index.
 
     Raises:
       PeerLost: A process sent no string in time. The message identifies the process.

@@ -127,7 +127,9 @@ def user_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise OSError(f"{folder} belongs to a different user or is accessible to them. Remove it")
+        raise OSError(
+            f"{folder} belongs to another user, or is accessible to others. Remove the folder"
+        )
     return folder
 
 

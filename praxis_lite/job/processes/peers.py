@@ -83,7 +83,7 @@ def end_with_connection() -> None:
 def _end_because_of_first(
     reason: str = "is gone: it was killed, or its host or network failed",
 ) -> NoReturn:
-    message = f"error: {processes.name(0)} {reason}; so process {processes.index()} ends too\n"
+    message = f"error: {processes.name(0)} {reason}. Process {processes.index()} also exits.\n"
     os.write(2, message.encode(errors="replace"))
     end_now(1)
 
@@ -241,7 +241,7 @@ def _wait_for_failure() -> None:
         if record["process"] != processes.index() and not _is_failing.wait(1.0):
             failure = f"{processes.name(record['process'])} {record['reason']}"
             own_name = processes.name(processes.index())
-            line = f"[{own_name}] error: {failure}; so this process ends too"
+            line = f"[{own_name}] error: {failure}. This process also exits."
             os.write(2, f"{line}\n".encode(errors="replace"))
             _flush_and_end(record["status"] or 1)
         return

@@ -19,7 +19,7 @@ def check_same(summary: str, fields: Mapping[str, Any]) -> None:
 
     Args:
       summary: Start of the error message, such as "The processes have different data".
-      fields: JSON-serializable values by name.
+      fields: JSON-serializable values, keyed by name.
 
     Raises:
       ConfigError: A value differs. All processes raise the error, whose message contains the name
@@ -46,7 +46,7 @@ def check_same(summary: str, fields: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect a run's numbers, by name."""
+    """Returns the versions of Python and of packages that affect results, keyed by name."""
     by_name = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

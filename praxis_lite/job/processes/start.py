@@ -321,8 +321,8 @@ def _connect(
             os.write(
                 2,
                 (
-                    f"error: not all processes of the job have connected within {seconds} s; so "
-                    f"process {settings['process_id']} ends. Check which process did not start or "
+                    f"error: not all processes of the job have connected within {seconds} s. "
+                    f"Process {settings['process_id']} exits. Check which process did not start or "
                     "cannot reach the coordinator. All need the same --num_processes and "
                     "--job_log_dir (on a shared file system), and a different --process_id. If "
                     "they start minutes apart, add --start_seconds=600.\n"

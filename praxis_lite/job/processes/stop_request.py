@@ -24,7 +24,7 @@ class StopRequest(signals.SignalListener):
     Args:
       time_limit_seconds: Time limit, measured from `__enter__`, or None for no limit.
       num_processes: Number of processes in the job. If there are several, they all stop after the
-        same step, which is at least the first step.
+        same step, and not before the first step has ended.
 
     Attributes:
       reason: The request to stop this process, such as "SIGTERM", or None.
@@ -126,7 +126,7 @@ class StopRequest(signals.SignalListener):
         return "there is no checkpoint yet" if self._has_stepped else "no step had been completed"
 
     def _end_before_any_step(self) -> BaseException:
-        """Returns the exception to raise after the first step if the process should have exited."""
+        """Returns the exception to raise after the first step if the request came before it."""
         return self._raised or SystemExit(self._status)
 
     def _report_nothing_lost(self) -> None:

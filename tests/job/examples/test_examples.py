@@ -154,7 +154,7 @@ def other_batches(items):
     [
         (flipped, "steps 22 to 28 (start 3, process 0): the recorded digest is"),
         (removed, "steps 15 to 21 are not on record"),
-        (removed_last, "steps 29 to 29, which is saved, are not on record"),
+        (removed_last, "steps 29 to 29 are not on record, but step 29 is saved"),
         (removed_start, "the record has no line for start 3"),
         (made_twice, "steps 22 to 28 are on record twice"),
         (fewer_rows, "rows 12 to 12 of each batch were not fed by any process"),
