@@ -38,7 +38,7 @@ class Evaluator:
 
     Attributes:
       partitioner: The task on its mesh.
-      pipelines: Evaluation datasets by name.
+      pipelines: Evaluation datasets, keyed by name.
       max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
       note: Function that prints a line. If a metric is not finite, this function is called with a
         message about the first batch that contains NaN or infinity.
@@ -70,7 +70,7 @@ class Evaluator:
             not computed.
 
         Returns:
-          Metrics by dataset, or None if `should_stop` returned True.
+          Metrics, keyed by dataset, or None if `should_stop` returned True.
 
         Raises:
           ConfigError: A batch has ids outside the model's vocabulary.

@@ -36,7 +36,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     compiled = jax.jit(
         forward_on_the_mesh(partitioner), static_argnums=2, out_shardings=partitioner.replicated
     )
-    runs = FirstRuns("The model's call", "Give it fewer rows at a time.")
+    runs = FirstRuns("The model's call", "Pass fewer rows at a time.")
 
     def call(mdl_vars: Any, *args: Any, **kwargs: Any) -> Any:
         arrays, static = arrays_of(args, kwargs)
@@ -64,9 +64,9 @@ def arrays_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int,
       kwargs: Keyword arguments.
 
     Returns:
-      A tuple of the arrays, by their index among all leaves, and a hashable value with the tree
-      structure and all other leaves. The function from `forward_on_the_mesh` takes a list of the
-      arrays and this value.
+      A tuple of the arrays, keyed by their index among all leaves, and a hashable value with the
+      tree structure and all other leaves. The function from `forward_on_the_mesh` takes a list of
+      the arrays and this value.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
@@ -91,7 +91,7 @@ def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
             return model(*args, **kwargs)
         if task.predict is None:
             raise ConfigError(
-                "predict requires the task to have a function `predict`, because the model "
+                "predict requires the task to have a `predict` function, because the model "
                 "consists of plain functions. Pass predict(params, inputs, key) to the task."
             )
         return task.predict(model, *args, None, **kwargs)

@@ -75,7 +75,7 @@ def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
 def watched_history(
     early_stopping: EarlyStopping | None, job: JobDir, last_step: int
 ) -> dict[int, float]:
-    """Returns the values of the early-stopping metric by step, up to `last_step`."""
+    """Returns the values of the early-stopping metric, keyed by step, up to `last_step`."""
     if early_stopping is None:
         return {}
     values = {
@@ -100,7 +100,7 @@ def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
 
 
 def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
-    """Returns the metrics of all evaluations by step, under names such as "heldout/loss"."""
+    """Returns the metrics of evaluations, keyed by step, then by names such as "heldout/loss"."""
     metrics: dict[int, dict[str, float]] = {}
     for step, dataset, values in evaluations(job):
         named = {f"{dataset}/{name}": value for name, value in values.items()}

@@ -49,12 +49,12 @@ class JobOnMesh:
 
     @property
     def datasets(self) -> Mapping[str, InputPipeline]:
-        """Training and evaluation datasets by name."""
+        """Training and evaluation datasets, keyed by name."""
         return self.job.datasets
 
     @property
     def decode_datasets(self) -> Mapping[str, InputPipeline]:
-        """Datasets of prompts by name."""
+        """Prompt datasets, keyed by name."""
         return self.job.decode_datasets
 
     @property
@@ -69,7 +69,7 @@ class JobOnMesh:
 
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:
-        """Evaluation datasets by name: all datasets except `train`."""
+        """Evaluation datasets, keyed by name: all datasets except `train`."""
         return {name: dataset for name, dataset in self.datasets.items() if name != TRAIN}
 
 

@@ -61,8 +61,8 @@ class JobTools:
     The command line and `praxis_lite.train` use `installed_job_tools()`.
 
     Attributes:
-      sources: Sources of initial states other than checkpoints, by the name of the setting in `run`
-        that selects the source.
+      sources: Sources of initial states other than checkpoints, keyed by the name of the setting in
+        `run` that selects the source.
       hooks: Function that returns hooks to run before the standard hooks.
       recorder: Function that returns a context manager whose listener receives the job's events.
       other_saves: Function that returns an object for saving the job's state in other ways.

@@ -27,7 +27,7 @@ class StartingPoint:
       step: Number of completed training steps.
       state: The TrainState after that step, or None after `take_state`.
       skipped_batches: Indices of training batches to skip because of loss spikes.
-      hooks: Values that hooks saved with the state, by hook name.
+      hooks: Values that hooks saved with the state, keyed by hook name.
       source: "new" for an initial state, "disk" for the job's checkpoint, or "peers" for a state
         from the memory of the job's hosts.
     """
@@ -55,7 +55,7 @@ class StartingPoints:
 
     Args:
       job: The job on its mesh.
-      sources: Additional sources of initial states, by the name of the setting in `run` that
+      sources: Additional sources of initial states, keyed by the name of the setting in `run` that
         selects the source.
 
     Raises:
@@ -97,7 +97,7 @@ class StartingPoints:
     def rolled_back(
         self, checkpoints: Checkpoints, spike: LossSpike, skipped_batches: tuple[int, ...]
     ) -> StartingPoint:
-        """Restores the newest checkpoint before a loss spike, or a new state if there is none.
+        """Restores the newest checkpoint before a loss spike; creates a new state if none exists.
 
         An earlier launch may have saved checkpoints for the spike's step and for later steps; these
         checkpoints are set aside.

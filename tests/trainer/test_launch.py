@@ -131,7 +131,8 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     assert done.code == 2
     words = " ".join(done.err.split())
     assert " 3 steps, up to step 10," in words
-    assert "The last good step is 7; the newest checkpoint up to it is step 7, in" in words
+    assert "The last good step is 7;" in words
+    assert "the newest checkpoint at or before that step is step 7, in" in words
     assert "run.stopping.max_skipped_steps_in_a_row" in words
     assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
         0,

@@ -88,7 +88,7 @@ class _IndexTracker:
     dim; or None for any other value.
 
     Attributes:
-      sizes: Size of the smallest dim that each leaf indexes, by name of the leaf.
+      sizes: Size of the smallest dim that each leaf indexes, keyed by leaf name.
     """
 
     def __init__(self):

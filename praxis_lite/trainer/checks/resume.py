@@ -54,9 +54,9 @@ def check_resumable(
         in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
         raise ConfigError(
             f"datasets.{TRAIN} differs from the data that the checkpoint of step {step_of(data)} "
-            f"was trained with: {'; '.join(differing[name] for name in refused)}. Change it back, "
-            "start a new job in a different job_log_dir, or let the job continue with different "
-            f"batches: --set 'run.accept_changed_data={in_brackets}'."
+            f"was trained with: {'; '.join(differing[name] for name in refused)}. Restore the "
+            "previous data, start a new job in a different job_log_dir, or let the job continue "
+            f"with different batches: --set 'run.accept_changed_data={in_brackets}'."
         )
     return [f"datasets.{TRAIN}: {text} (run.accept_changed_data)" for text in differing.values()]
 
@@ -84,8 +84,8 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
     if RUN_SEED not in run.accept_changed_data:
         raise ConfigError(
             f"The checkpoint of step {step_of(data)} was trained with a different seed: {text}. "
-            "Change it back, start a new job in a different job_log_dir, or let dropout continue "
-            f"with different random numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+            "Change the seed back, start a new job in a different job_log_dir, or let dropout "
+            f"continue with different random numbers: --set 'run.accept_changed_data={RUN_SEED},'."
         )
     return [f"{text} (run.accept_changed_data)"]
 

@@ -1,4 +1,4 @@
-"""Implements --mode=decode: decodes datasets of prompts, command-line prompts, or a chat."""
+"""Implements --mode=decode: decodes prompt datasets, command-line prompts, or a chat."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ def decode(
     Args:
       job: The job on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
-      prompts: Prompts from the command line, which must be the job's only decode dataset;
-        continuations are printed as they are decoded. If None, the experiment's decode datasets are
-        decoded.
+      prompts: Prompts from the command line; the job must contain them as its only decode dataset.
+        Their continuations are printed as they are decoded. If None, the experiment's decode
+        datasets are decoded.
       batchings: Compiled functions to reuse for other checkpoints; updated in place.
 
     Raises:
@@ -44,8 +44,8 @@ def decode(
     """
     if not job.decode_datasets:
         raise ConfigError(
-            "The job has no decode datasets. Pass --prompt TEXT, or add a method decode_datasets() "
-            'to the experiment that returns {"prompts": fdl.Config(TextPrompts, ...)}.'
+            "The job has no decode datasets. Pass --prompt TEXT, or give the experiment a "
+            'decode_datasets() method that returns {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
     compile_together(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")

@@ -1,4 +1,4 @@
-"""Decodes datasets of prompts with restored weights, and returns records."""
+"""Decodes prompt datasets with restored weights, and returns records."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ STEPS_BETWEEN_READS = 8
 MAX_STREAMED_ROWS = 8
 
 OnTokens = Callable[[NewTokens], None]
-# Compiled functions for continuous batching by (num_rows, prompt_length).
+# Compiled functions for continuous batching, keyed by (num_rows, prompt_length).
 Batchings = dict[tuple[int, int], ContinuousBatching]
 
 
@@ -38,12 +38,12 @@ class DecodesByRow(Protocol):
         """Returns a random key for each row of a batch."""
 
     def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder arguments that have a separate value for each row, by name."""
+        """Returns the decoder arguments with a separate value for each row, keyed by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptDecoder:
-    """Decodes datasets of prompts with a checkpoint's weights.
+    """Decodes prompt datasets with a checkpoint's weights.
 
     Attributes:
       partitioner: The task on its mesh.

@@ -46,7 +46,7 @@ class StepMetrics:
 
     Attributes:
       step: The step's number.
-      line: The step's line of metrics.jsonl: "loss", "grad_norm", "step_time" and others by name.
+      line: The step's line of metrics.jsonl: values keyed by name, such as "loss" and "step_time".
       weight: Weight of the loss: the number of tokens or examples in the batch.
       batch_index: Index of the batch in the training data.
       inputs: This process's rows in the batch, as NumPy arrays.
@@ -140,7 +140,7 @@ class Hook(contextlib.AbstractContextManager):
 
         Args:
           step: The evaluated step.
-          results: Metrics by dataset and name.
+          results: Metrics, keyed by dataset and then by name.
 
         Returns:
           A message with the reason why training must end with this step, or None to continue.
@@ -199,7 +199,7 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
 
 
 def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """Returns hooks by the names under which their values are stored in checkpoints.
+    """Returns hooks, keyed by the names under which checkpoints store their values.
 
     The name is the class name. If a class has several hooks, "#2", "#3" and so on are appended to
     the names of its second and later hooks.

@@ -44,8 +44,8 @@ class Loop:
       reason: The reason why a hook has ended training, or None.
       proposed_end: The first process's reason for ending training, to which the other processes
         have not yet agreed, or None.
-      results: Metrics by dataset from the newest step's evaluation, or None if the step was not
-        evaluated.
+      results: Metrics from the newest step's evaluation, keyed by dataset, or None if the step
+        was not evaluated.
       spike: The loss spike to roll back from, or None.
       saved_at: Value of `time.monotonic()` at the start of the newest save.
       profile_steps: Number of steps in a requested profile that has not started, or 0 if there is

@@ -46,11 +46,11 @@ class ProfileFacts:
       seconds: Duration of the trace, measured by the first process.
       axis_sizes: Sizes of the mesh axes.
       devices: Devices in the mesh, in mesh order.
-      arrays: Bytes per device for each array in the state, by path.
+      arrays: Bytes per device for each array in the state, keyed by path.
       step_bytes: Bytes per device in the compiler's memory plan for a step: "argument", "output",
         "temp", "alias" and "generated_code".
-      peak_bytes: Peak bytes in use since the process started, by device id, for the devices of the
-        first process. Empty on platforms that do not report peak memory.
+      peak_bytes: Peak bytes in use since the process started, keyed by device id, for the devices
+        of the first process. Empty on platforms that do not report peak memory.
     """
 
     first_step: int

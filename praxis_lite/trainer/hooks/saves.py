@@ -78,7 +78,7 @@ def data_to_save(step: int, loop: Loop) -> dict[str, object]:
 
 
 def _hook_values(loop: Loop) -> dict[str, object]:
-    """Returns the values that hooks save, by hook name.
+    """Returns the values that hooks save, keyed by hook name.
 
     Raises:
       ConfigError: A value is not JSON serializable.

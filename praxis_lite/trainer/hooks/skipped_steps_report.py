@@ -69,9 +69,10 @@ class SkippedSteps(Hook):
             else f"The last {in_a_row} steps, up to step {step}, were skipped"
         )
         checkpoint = (
-            f"the newest checkpoint up to it is step {good_steps[-1]}, in {checkpoints.directory}"
+            f"the newest checkpoint at or before that step is step {good_steps[-1]}, in "
+            f"{checkpoints.directory}"
             if good_steps
-            else "there is no checkpoint up to it"
+            else "there is no checkpoint at or before that step"
         )
         if data_fault:
             advice = f"{data_fault}: fix the data"

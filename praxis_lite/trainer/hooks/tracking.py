@@ -70,7 +70,7 @@ class Trackers(contextlib.AbstractContextManager):
                 thread.log_step(step, numbers)
 
     def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Sends an evaluation's metrics, by dataset, to the trackers."""
+        """Sends an evaluation's metrics, keyed by dataset, to the trackers."""
         for thread in self._threads:
             thread.log_evaluation(step, results)
 
@@ -216,7 +216,7 @@ def run_id(folder: Path) -> str:
         folder.mkdir(exist_ok=True)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} contains no run id ({error}). Remove it to let trackers start a new run."
+            f"{path} contains no run id ({error}). Remove the file to let trackers start a new run."
         ) from None
     except OSError as error:
         raise not_written(path, error) from error

@@ -77,7 +77,7 @@ class MetricsColumns:
             ) from None
 
     def columns(self) -> Columns:
-        """Returns the columns by name, float64[num_lines]; "step" is int64[num_lines].
+        """Returns the columns, keyed by name, as float64[num_lines]; "step" is int64[num_lines].
 
         Missing values and values that are not numbers are NaN. Columns without any numbers are
         omitted, except "step".
@@ -149,7 +149,7 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]:
-    """Returns the columns in evaluation lines by dataset, sorted by step.
+    """Returns the columns of evaluation lines, keyed by dataset and sorted by step.
 
     The file may not be sorted, because other processes append evaluations of earlier steps.
     """

@@ -104,7 +104,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self.close()
 
     def _parts(self, step: int, loss: Any, rates: Rates | None, has_tokens: bool) -> dict[str, str]:
-        """Returns the parts of the line by name."""
+        """Returns the parts of the line, keyed by name."""
         width = len(str(self._num_steps))
         parts = {"step": f"step {step:{width}d}/{self._num_steps}"}
         if loss is not None:

@@ -60,7 +60,7 @@ class Rates:
     Args:
       num_steps: Last step of the job.
       num_devices: Number of devices in the mesh.
-      pauses: Schedules of evaluations and saves, by the name of the corresponding time in
+      pauses: Schedules of evaluations and saves, keyed by the name of the corresponding time in
         metrics.jsonl.
     """
 

@@ -25,7 +25,7 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
     Args:
       metrics: Columns "step" and "loss" from training, drawn as a faint raw curve and a smoothed
         curve.
-      evaluations: Columns "step" and "loss" by dataset, drawn as points.
+      evaluations: Columns "step" and "loss", keyed by dataset; drawn as points.
     """
     train_steps, train_losses = _points(metrics)
     series = {name: _points(columns) for name, columns in evaluations.items()}
