@@ -41,8 +41,8 @@ def train(
     Args:
       experiment: Name of an experiment, as for --exp, or a subclass of Experiment.
       job_log_dir: The job's directory.
-      settings: Values by path, such as {"run.num_train_steps": 200}, or strings "path=value", as
-        for --set.
+      settings: Values keyed by path, such as {"run.num_train_steps": 200}, or strings
+        "path=value", as for --set.
       hooks: Hooks to call after the experiment's hooks. These additional hooks are not recorded in
         config.json.
       packages: User packages to import, as for --packages.
@@ -84,7 +84,7 @@ def command_line(
     Args:
       mode: Name of the mode.
       experiment: Name of an experiment, or a subclass of Experiment.
-      settings: Values by path, or strings "path=value".
+      settings: Values keyed by path, or strings "path=value".
       packages: User packages to import.
     """
     require(

@@ -26,7 +26,7 @@ TOOLS = installed_job_tools()
 
 
 def _modes() -> dict[str, Mode]:
-    """Returns all modes by name; packages add modes through entry points in `praxis_lite.modes`."""
+    """Returns all modes, keyed by name; packages add modes as entry points `praxis_lite.modes`."""
     installed = importlib.metadata.entry_points(group="praxis_lite.modes")
     modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
     return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}

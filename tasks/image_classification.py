@@ -18,7 +18,7 @@ class ClassificationTask(Task):
     """Trains a classifier, which maps inputs [B, ...] to logits [B, V], on the cross-entropy.
 
     Batches contain `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. If the model
-    has a method `compute_loss`, this method is called instead of the model. If the model takes a
+    has a `compute_loss` method, this method is called instead of the model. If the model takes a
     `key`, it receives a key in training (for dropout and batch statistics) and None in evaluation.
     """
 

@@ -57,10 +57,10 @@ class LanguageModelTask(Task):
     """Trains a model of ids [B, T] -> (logits [B, T, V], cache) on next tokens; decodes prompts.
 
     Training batches contain `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. If the
-    model has a method `compute_loss`, they may also contain `segment_ids` and `segment_pos` int32
-    [B, T] for packed rows, `paddings` float32 [B, T] and `inputs_indicator` for prefix models. For
-    other models, packed rows are rejected. Decoding batches contain `ids` int32 [B, P],
-    `prefix_lengths` int32 [B] and `weights` float32 [B], which are 0 for padding rows.
+    model has a `compute_loss` method, these batches may also contain `segment_ids` and
+    `segment_pos` int32 [B, T] for packed rows, `paddings` float32 [B, T] and `inputs_indicator` for
+    prefix models. For other models, packed rows are rejected. Decoding batches contain `ids` int32
+    [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B], which are 0 for padding rows.
 
     Args:
       model: See Task.
@@ -130,7 +130,7 @@ class LanguageModelTask(Task):
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions that convert weights for decoding, by weight path; see Decoder."""
+        """Returns functions that convert weights for decoding, keyed by path; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
@@ -311,7 +311,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns layer summaries by the last component of the summary's path, averaged over layers."""
+    """Returns layer summaries, averaged over layers and keyed by the last part of their paths."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

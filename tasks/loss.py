@@ -63,11 +63,11 @@ class LossTask(Task):
       fprop_dtype: See Task.
       required_inputs: Keys that batches of `datasets` must contain.
       metrics: See Task. Metrics receive the values that the loss function returns or passes to
-        `share_outputs`, by name.
+        `share_outputs`, keyed by name.
 
     Raises:
       ConfigError: A function does not take three arguments, or returns an unsupported value while a
-        step is traced. The message names the function.
+        step is being traced. The message names the function.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class LossTask(Task):
         return scalars, examples
 
     def decode(self, model: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-        """Returns the outputs of `predict` by name; a single array is named "prediction"."""
+        """Returns the outputs of `predict`, keyed by name; a single array is named "prediction"."""
         if self.predict is None:
             raise ConfigError(
                 "LossTask.predict is None; decoding requires a function predict(model, inputs, "
@@ -175,7 +175,7 @@ class LossTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record for each row except padding, with the predictions by name."""
+        """Returns a record for each row except padding, with the predictions keyed by name."""
         return records_of(outputs, is_true_row(inputs))
 
 

@@ -114,7 +114,7 @@ class SequenceToSequenceTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions that convert weights for decoding, by weight path; see Decoder."""
+        """Returns functions that convert weights for decoding, keyed by path; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:

@@ -37,7 +37,7 @@ def load(
       mesh: "attached" for all attached accelerators, or one CPU device if there are none; "job" for
         the mesh of the job; or a MeshConfig. For "job", devices are simulated if there are no
         accelerators and JAX has not been initialized.
-      settings: Values by path, or strings "path=value", as for --set.
+      settings: Values keyed by path, or strings "path=value", as for --set.
       packages: User packages that the job's config refers to, as for --packages.
 
     Returns:

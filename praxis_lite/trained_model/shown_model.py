@@ -31,7 +31,7 @@ def html_of(title: str, place: str, metrics: Columns, evaluations: Mapping[str, 
       title: The title.
       place: The job directory.
       metrics: Columns of the training metrics, as in `TrainedModel.metrics`.
-      evaluations: Columns by dataset, as in `TrainedModel.evaluations`.
+      evaluations: Columns, keyed by dataset, as in `TrainedModel.evaluations`.
     """
     last = [_last(metrics, _SHOWN)]
     last += [_last(columns, tuple(columns)) for columns in evaluations.values()]

@@ -114,7 +114,7 @@ class TrainedModel:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """Columns of metrics.jsonl by name, such as "loss": float64[num_steps]; "step" is int64.
+        """Columns of metrics.jsonl, keyed by name, as float64[num_steps]; "step" is int64.
 
         Missing values are NaN. The file is read on each access. Use
         `pandas.DataFrame(model.metrics)` to get a table.
@@ -123,7 +123,7 @@ class TrainedModel:
 
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
-        """Columns of eval_metrics.jsonl by dataset and name, like `metrics`."""
+        """Columns of eval_metrics.jsonl, keyed by dataset, then by name as in `metrics`."""
         return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
 
     @property
@@ -144,7 +144,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """NumPy arrays of all weights without padding, by path such as "params/softmax/..."."""
+        """Unpadded NumPy arrays of all weights, keyed by path such as "params/softmax/..."."""
         leaves = self.partitioner.layout.select("mdl_vars").leaves()
         return {
             leaf.path: np.asarray(x)[tuple(map(slice, leaf.shape))]
@@ -185,7 +185,7 @@ class TrainedModel:
             missing, every row or label has weight 1.
 
         Returns:
-          The weighted mean of each metric over all batches, by name.
+          The weighted mean of each metric over all batches, keyed by metric name.
 
         Raises:
           ConfigError: The job has no such dataset, the dataset is endless, or the batches lack an
