@@ -258,7 +258,7 @@ def _check_writable(job: JobDir) -> None:
         with tempfile.TemporaryFile(dir=job.path):
             pass
     except OSError as error:
-        _refuse(job, f"cannot be written ({error.strerror}). Choose one that you can write to")
+        _refuse(job, f"cannot be written ({error.strerror}). Choose another directory")
 
 
 def _refuse(job: JobDir, reason: str) -> NoReturn:

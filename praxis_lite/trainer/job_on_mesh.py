@@ -108,8 +108,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(
-            f"The datasets are {sorted(job.datasets)}, but training requires one named '{TRAIN}'. "
-            "Add it to the experiment's datasets()."
+            f"The datasets are {sorted(job.datasets)}, but training requires a dataset named "
+            f"'{TRAIN}'. Add it to the experiment's datasets()."
         )
     fields = _DATASET_FIELDS[mode]
     if "decode_datasets" in fields:

@@ -99,9 +99,9 @@ class DotProductAttention(AttentionHeads):
         cache is sharded along time if there are fewer heads than devices.
       output_split_dims_mapping: Sharding of the outputs, [B, T, D].
       context_parallel: The explicit collectives to use if time is sharded, a name in
-        CONTEXT_PARALLEL. If None, and in calls with a cache, the compiler inserts collectives.
+        CONTEXT_PARALLEL. If None, or in calls with a cache, the compiler inserts collectives.
       tensor_parallel: The explicit collectives to use along the mesh axis of N, a name in
-        TENSOR_PARALLEL. If None, and in calls with a cache, the compiler inserts collectives.
+        TENSOR_PARALLEL. If None, or in calls with a cache, the compiler inserts collectives.
     """
 
     cache_skips_padding = True

@@ -87,7 +87,7 @@ def sized(dim: int, size: int) -> int:
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split mapping of a weight with these dims; None if no setting specifies one."""
+    """Returns the split mapping for a weight with these dims; None if no setting specifies it."""
     is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
     return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 

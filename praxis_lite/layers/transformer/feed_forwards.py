@@ -48,7 +48,7 @@ class TransformerFeedForward(ResidualBranch):
       hidden_split_dims_mapping: Sharding of the hidden activations [B, T, F].
       activation_split_dims_mapping: Sharding of the outputs [B, T, D].
       tensor_parallel: The explicit collectives to use along the mesh axis of F, a name in
-        TENSOR_PARALLEL. If None, and with one token per sequence, the compiler inserts collectives.
+        TENSOR_PARALLEL. If None, or with one token per sequence, the compiler inserts collectives.
     """
 
     splits = splits(

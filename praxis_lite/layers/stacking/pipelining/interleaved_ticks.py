@@ -354,7 +354,7 @@ def zeros_for_values(values: Values, num_microbatches: int) -> Values:
 def with_stage_values(
     kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Writes a tick's values [P, ...] into a stage's stored values [M, R, P, ...], if valid."""
+    """Writes a tick's values [P, ...] into a stage's stored values [M, R, P, ...] if `is_valid`."""
     return {
         path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
         for path, a in kept.items()
@@ -369,7 +369,7 @@ def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
 def with_values_of_microbatch(
     kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Overwrites the stored values of one microbatch, if valid."""
+    """Overwrites the stored values of one microbatch if `is_valid`."""
     return {
         path: a.at[:, microbatch].set(
             jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])
