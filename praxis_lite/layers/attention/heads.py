@@ -77,6 +77,7 @@ class AttentionHeads(BaseLayer):
         one_dim = len(set(sizes.input_dims.values())) == 1
         require_one_source(self, not combine_qkv or (one_dim and G == N))
 
+        # The Gaussian initializer's variance is 1 over the product of `fans`.
         def projection(
             template: Callable[..., Any], dim: int, heads: int, *fans: int, **kwargs: Any
         ) -> Any:
@@ -95,6 +96,7 @@ class AttentionHeads(BaseLayer):
         out = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
         out |= {} if use_output_bias is None else {"use_bias": use_output_bias}
         self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **out)
+        # Queries are scaled by `per_dim_scale` or by the constant `query_scale`, never by both.
         learns_scale = internal_enable_query_scale and internal_enable_per_dim_scale
         self.per_dim_scale = per_dim_scale_tpl(sizes.K, rngs=rngs) if learns_scale else None
         self.query_scale = 1.0
@@ -122,6 +124,8 @@ class AttentionHeads(BaseLayer):
         # Mesh axes over which the cache is sharded along time if there are fewer heads than
         # devices.
         self.cache_split = None
+        # By default, keys and values are sharded like queries, except that a single key/value head
+        # is replicated.
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
             if kv_split[1] is None:

@@ -313,6 +313,7 @@ def _update_ring_by_block(
     """
     (num_rows, _, length, _), num_new = cache["key"].shape, positions.shape[1]
     start_B = jnp.broadcast_to(positions[:, 0], (num_rows,))
+    # The number of new tokens per row without the padding on the right.
     if mask.kv_visible_BS is None:
         num_real_B = jnp.full((num_rows,), num_new, jnp.int32)
     else:
@@ -320,6 +321,8 @@ def _update_ring_by_block(
         num_real_B = jnp.broadcast_to(jnp.max(ends_BT, axis=1), (num_rows,))
 
     def unroll_ring(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        # Position p is in slot p % S, so the oldest entry is in the slot of the first new token.
+        # The roll moves it to index 0.
         old = jnp.roll(old, -(start % length), axis=-2)
         return jnp.concatenate([old, new.astype(old.dtype)], axis=-2)
 
@@ -329,6 +332,8 @@ def _update_ring_by_block(
 
     both = {name: jax.vmap(unroll_ring)(cache[name], x, start_B) for name, x in new.items()}
     updated = {name: jax.vmap(to_ring)(x, start_B, num_real_B) for name, x in both.items()}
+    # The mask compares indices in the unrolled array, where a row's tokens are in order. Entries
+    # with negative positions have not been written yet.
     index = jnp.arange(length + num_new, dtype=jnp.int32)[None, :]
     kv_positions = positions[:, :1] - length + index
     mask = AttentionMask(

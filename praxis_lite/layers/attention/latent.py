@@ -188,10 +188,14 @@ class MultiHeadLatentAttention(BaseLayer):
         q_BTNK, q_BTNR = self._queries(inputs, positions)
         latents = _plus(self.key_value_latent(inputs), self.key_value_latent_bias)
         _, _, _, _, L = self.sizes
+        # The first L dims are the latent; the rest is the rotary part of the keys, which all heads
+        # share.
         new = {
             "latent": self.key_value_latent_norm(latents[..., :L]),
             "key": self._rotate(latents[..., None, L:], positions)[:, :, 0],
         }
+        # Without a cache, keys and values are computed for each head. With a cache, queries are
+        # projected into the latent space instead, and attend directly to the cached latents.
         if cache is None:
             mask = AttentionMask(
                 None,

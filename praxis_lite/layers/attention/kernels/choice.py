@@ -257,12 +257,16 @@ def attend(
     to_host = goes_to_host(CONTEXT)
     residual_name = None if to_host else CONTEXT
 
+    # Every path ends here. The outputs get their checkpoint name, unless the kernel has assigned it
+    # or the enclosing `attend` will.
     def finish(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
         encoded_BTNK = constrain(encoded_BTNK, split)
         has_name = is_part if to_host else is_named
         return encoded_BTNK if has_name else named(encoded_BTNK, CONTEXT)
 
+    # Time is sharded. `local_kernel` is used only if devices exchange heads, so that each has
+    # complete sequences of some heads.
     if not has_cache and is_context_parallel(context_parallel, split):
         assert context_parallel is not None
         if atten_mask is not None:
@@ -290,6 +294,8 @@ def attend(
         )
         return finish(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
+    # The options of this call, with their names in KERNELS. On a first read, skip to
+    # `einsum_attention`, the reference for the other kernels.
     uses = {
         "atten_dropout_prob": drops,
         "atten_mask": atten_mask is not None,
@@ -308,6 +314,7 @@ def attend(
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask
+    # Only the einsum supports dropout and an atten_mask.
     if name == "einsum":
         encoded_BTNK = einsum_attention(
             *args,

@@ -223,6 +223,8 @@ def attend_in_chunks(
             logits, visible = chunks.logits(i, j, options)
             logits = jnp.where(visible, logits, LARGE_NEGATIVE)
             new_highest = jnp.maximum(highest, jnp.max(logits, axis=-1))
+            # If no logit is visible so far, new_highest is LARGE_NEGATIVE, and exp(0) would be 1
+            # for masked keys. The mask sets it to 0.
             exp = jnp.where(visible, jnp.exp(logits - new_highest[..., None]), 0.0)
             decay = jnp.exp(highest - new_highest)
             values = chunks.columns(chunks.v, j)
@@ -238,12 +240,15 @@ def attend_in_chunks(
         )
         start = varying_alike(start, chunks.arrays)
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
+        # A fully masked query has a total of 0. With a share of 1, its outputs are zeros, and its
+        # logsumexp is LARGE_NEGATIVE.
         share = 1.0 / jnp.where(total > 0.0, total, 1.0)
         part = (acc * to_output_layout(share)).astype(dtype)
         encoded = jax.lax.dynamic_update_slice_in_dim(encoded, part, i * Cq, axis=1)
         log_sum = highest - jnp.log(share)
         return encoded, jax.lax.dynamic_update_slice_in_dim(log_sums, log_sum, i * Cq, axis=3)
 
+    # The carry of the outer loop: the outputs and logsumexps of all queries, filled chunk by chunk.
     empty = (
         jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), dtype),
         jnp.zeros((B, G, R, chunks.q.shape[1]), jnp.float32),
@@ -316,9 +321,11 @@ def gradients_in_chunks(
             with jax.named_scope(RECOMPUTED):
                 logits, visible = chunks.logits(i, j, options)
             log_sum = chunks.rows(log_sums, i, 3)[..., None]
+            # With the saved logsumexp, probabilities need no second pass over the keys.
             probs = jnp.where(visible, jnp.exp(logits - log_sum), 0.0)
             values, keys = chunks.columns(chunks.v, j), chunks.columns(chunks.k, j)
             d_probs = _einsum("btgrk,bsgk->bgrts", d_out, values)
+            # The gradient of the softmax, then of the cap and of the scale.
             d_logits = probs * (d_probs - chunks.rows(inner, i, 3)[..., None])
             if options.cap > 0.0:
                 # Masked logits have probability 0, so their derivative is 0, too.
@@ -332,6 +339,8 @@ def gradients_in_chunks(
             return dq_part, dk, dv
 
         first, end = chunks.columns_seen(i)
+        # dq_part is the sum for this chunk of queries. dk and dv are sums over all chunks of
+        # queries, so both loops carry them.
         start = varying_alike((jnp.zeros(q_part.shape, jnp.float32), dk, dv))
         dq_part, dk, dv = jax.lax.fori_loop(first, end, add_keys, start)
         dq_part = dq_part.astype(dq.dtype)

@@ -184,13 +184,17 @@ def context_parallel_attention(
     mesh = jax.sharding.get_abstract_mesh()
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
     rows, time, heads, _ = without_axes(spec, mesh.manual_axes)
-    num_rows, num, num_shards = (
+    num_row_shards, num_time_shards, num_head_shards = (
         math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in (rows, time, heads)
     )
     (B, T, N, K), (S, G) = q_BTNK.shape, k_BSGK.shape[1:3]
-    ring = _ring_of(method, axes_of(time), num, -(-N // num_shards), mask)
+    ring = _ring_of(method, axes_of(time), num_time_shards, -(-N // num_head_shards), mask)
+    # With one group and no gather, a device receives complete sequences for some heads, and any
+    # kernel can attend to them. Otherwise a device has only its queries, and needs chunked or
+    # splash blocks.
     is_by_time = method == "gather" or ring.num_groups > 1
-    multiple = 2 * num
+    # A zig-zag needs two pieces per device.
+    multiple = 2 * num_time_shards
     if is_by_time:
         is_grouped = ring.group_size > 1
         context = f" and {N} heads require a ring of {ring.num_groups} groups" if is_grouped else ""
@@ -200,13 +204,15 @@ def context_parallel_attention(
         )
         if isinstance(block_attention, SplashBlocks):
             multiple = math.lcm(multiple, length_multiple(ring.num_groups))
+    # Sinks, the extra logit and the mean for fully masked queries depend on the logsumexp over all
+    # keys, so they are applied at the end. A kernel for complete sequences applies them itself.
     may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
     gives_sums = is_by_time and (may_see_none or sinks_N is not None or options.extra is not None)
 
     def pad(x: jax.Array) -> jax.Array:
-        return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_rows, dim=0)
+        return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_row_shards, dim=0)
 
-    q, k, v = map(pad, pad_heads(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.group_size))
+    q, k, v = map(pad, pad_heads(q_BTNK, k_BSGK, v_BSGK, num_head_shards * ring.group_size))
     arrays = {name: pad(x) for name, x in _mask_arrays(mask, B, S, k.shape[1]).items()}
     sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
@@ -218,6 +224,7 @@ def context_parallel_attention(
             **dict(zip(arrays, rest[len(sinks) :], strict=True)),
         )
         q, k, v = map(ring.by_heads, (q, k, v))
+        # With one group, q, k and v are now complete sequences.
         if not is_by_time:
             outputs = kernel(
                 q[:, :T],
@@ -231,6 +238,7 @@ def context_parallel_attention(
         b, t, n, _ = q.shape
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
         if method == "gather":
+            # Gathered keys are in the order of the sequence; only the queries are in zig-zag order.
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             local_mask = mask_of_queries(local_mask, ring, t)
             encoded, log_sums = attention_with_log_sums(
@@ -252,6 +260,7 @@ def context_parallel_attention(
         (spec, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
         set(mesh.axis_names) - set(mesh.manual_axes),
     )(q, k, v, *sinks, *arrays.values())
+    # Remove the padding of rows, time and heads.
     encoded = outputs[0][:B, :T, :N]
     if not gives_sums:
         return encoded

@@ -86,6 +86,8 @@ def einsum_attention(
     S, G = k_BSGK.shape[1:3]
     dtype = jnp.float32 if options.float32_logits else q_BTNK.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    # Grouped heads need an additional dim in the einsum, so that keys are not repeated per query
+    # head.
     if G == N:
         logits_BNTS = product("btnk,bsnk->bnts", q_BTNK, k_BSGK)
     else:
@@ -100,6 +102,8 @@ def einsum_attention(
         seen = atten_mask >= 0.5 * LARGE_NEGATIVE
         visible = seen if visible is None else jnp.logical_and(*jnp.broadcast_arrays(visible, seen))
     if visible is not None:
+        # Masked logits must be finite, so that a fully masked query gets equal probabilities
+        # instead of NaN. LARGE_NEGATIVE would overflow in float16.
         unseen = max(LARGE_NEGATIVE, 0.7 * float(jnp.finfo(dtype).min))
         logits_BNTS = jnp.where(visible, logits_BNTS, jnp.asarray(unseen, dtype))
     extra: float | jax.Array | None = options.extra

@@ -94,6 +94,7 @@ def per_device(
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    # Without a mesh, or inside a shard_map over all of its axes, the arrays are local already.
     if mesh.empty or not auto_axes:
         return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)

@@ -38,12 +38,14 @@ class SplashBlocks(NamedTuple):
 
     def attend(self, q, k, v, mask, ring, step):
         segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
+        # Length of a zig-zag piece. `_by_order` explains which pieces attend to each other.
         half = k.shape[1] // 2
 
         def to_later_group() -> tuple[jax.Array, jax.Array]:
             encoded, log_sums = self._attend(
                 q[:, half:], k, v, _parts(segments, half, 0), is_causal=False
             )
+            # Queries in the first piece attend to no key of a later group.
             return (
                 _with_zeros_before(encoded, half, 1),
                 _with_zeros_before(log_sums, half, 3, LARGE_NEGATIVE),
@@ -74,6 +76,7 @@ class SplashBlocks(NamedTuple):
                 d_encoded[:, half:],
                 is_causal=False,
             )
+            # Queries in the first piece do not attend to a later group, so their gradient is 0.
             return _with_zeros_before(dq, half, 1), dk, dv
 
         def for_earlier_group() -> tuple[jax.Array, ...]:
@@ -81,6 +84,8 @@ class SplashBlocks(NamedTuple):
             dq, *d_kv = self._gradients(
                 q, *kv, _parts(segments, 0, -half), *query_arrays, is_causal=False
             )
+            # No query attends to the second piece of an earlier group, so the gradient of its keys
+            # is 0.
             return dq, *(jnp.pad(x, [(0, 0), (0, half), (0, 0), (0, 0)]) for x in d_kv)
 
         def for_all_keys(is_causal: bool) -> tuple[jax.Array, ...]:

@@ -143,6 +143,7 @@ class JaxSplash(RowSplash):
 
         kernel = self.kernel(save_residuals=True)
         sizes = kernel.kwargs["block_sizes"]
+        # Both backward kernels take most settings of the forward kernel.
         common = {
             name: kernel.kwargs[name]
             for name in (
