@@ -58,6 +58,7 @@ def dropless(
     num_shards = {
         name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in roles._asdict().items()
     }
+    # `without_vma` takes arrays with gradients first, so the experts' indices are passed last.
     names, arrays = tuple(weights), tuple(weights.values())
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -74,8 +75,10 @@ def dropless(
         else:
             over = Exchange(roles.expert, num_shards["expert"], free)
             outputs = exchange_in_rounds(local_experts, over, x_nD, gates_nK, weights, experts_nK)
+        # The new dim is P: each device returns a partial sum for its shard of F.
         return outputs.reshape(1, *x.shape)
 
+    # Only one device, or inside a shard_map over all axes: nothing is sharded.
     if not free or math.prod(num_shards.values()) == 1:
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
@@ -175,6 +178,7 @@ def _gated_sums(
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
+    # Index L stands for choices that this device does not compute. They come last in the sort.
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token chooses an expert at most once, so at most L of its choices are on this device.
     num_rows = num_tokens * min(num_chosen, num_local)

@@ -95,7 +95,10 @@ def exchange_in_rounds(
         A choice that is not sent in the round has slot N.
         """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
+        # Number the choices per target device. A choice with position p is sent in round p // C.
         position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], over.num_shards)[0]
+        # The all-to-alls are collective, so all devices run as many rounds as the largest load
+        # needs.
         last = jax.lax.pmax(jnp.max(jnp.where(is_sent_nK, position_nK, -1)), over.all_axes)
 
         def slots_of_round(index: jax.Array) -> jax.Array:
@@ -117,6 +120,7 @@ def exchange_in_rounds(
 
     def sum_rounds(num_rounds: jax.Array, one_round: Callable[[jax.Array], PyTree]) -> PyTree:
         first = jnp.zeros((), jnp.int32)
+        # The carry is the index of the next round, and the sums over all previous rounds.
         carry = first + 1, one_round(first)
         with jax.named_scope(EXTRA_ROUNDS):
             _, sums = jax.lax.while_loop(
@@ -133,6 +137,8 @@ def exchange_in_rounds(
         def one_round(index: jax.Array) -> jax.Array:
             slots_nK = slots_of_round(index)
             rows_ND, expert_N1, is_taken_N1 = send(x_nD, experts_nK, slots_nK)
+            # The experts' devices compute with gates of 1. The sender applies the gates to the
+            # outputs.
             y_ND = over.swap(local_experts(rows_ND, expert_N1, is_taken_N1, weights))
             return combine(y_ND[None], slots_nK[None], gates_nK[None])[0]
 
@@ -152,6 +158,8 @@ def exchange_in_rounds(
             rows_ND, experts_N1, is_taken_N1 = send(x_nD, experts_nK, slots_nK)
             gate_N1 = over.swap(in_slots(gates_nK, slots_nK))
             grad_ND = over.swap(dispatch(grad_nD[None], slots_nK[None], num_rows)[0])
+            # The output is the sum of gate x y: the gradient of y is gate x grad, and the gradient
+            # of the gate is the dot product of y and grad.
             y_ND, vjp = jax.vjp(
                 lambda rows, weights: local_experts(rows, experts_N1, is_taken_N1, weights),
                 rows_ND,
@@ -162,6 +170,7 @@ def exchange_in_rounds(
                 y_ND.astype(jnp.float32) * grad_ND.astype(jnp.float32), axis=1, keepdims=True
             )
             grad_rows_ND, grad_gate_N1 = over.swap(grad_rows_ND), over.swap(grad_gate_N1)
+            # grad_rows already contains the gates.
             ones_nK = jnp.ones_like(gates_nK)
             grad_gates_nK = jnp.take(grad_gate_N1[:, 0], slots_nK, mode="fill", fill_value=0)
             return (

@@ -197,6 +197,8 @@ class Gating:
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
+        # Choose K experts for each token. The gates weight the experts' outputs; probs_GSE is used
+        # only in the load-balancing loss.
         if self.score_func == "sigmoid":
             assert correction_E is not None
             experts_GSK, gates_GSK = routing.experts_by_group(
@@ -224,10 +226,12 @@ class Gating:
                 over_chosen=self.score_func == "softmax_of_chosen",
             )
             probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        # As in Switch, only the first choice of a token counts in the load-balancing loss.
         balance = routing.load_balance_loss(
             probs_GSE, experts_GSK[..., 0], is_token_GS, is_in_row_GS
         )
         z_loss = routing.router_z_loss(logits_GSE, is_token_GS)
+        # Report the load, before any choice is dropped.
         choices_E = routing.expert_choices(experts_GSK, is_routed_GSK, self.num_experts)
         load_E = routing.expert_load(choices_E)
         report = {

@@ -166,6 +166,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
     ):
         hidden_dims = expert_hidden_dims or hidden_dims
         require_positive(self, input_dims=input_dims, hidden_dims=hidden_dims)
+        # Divide `settings` between Gating and ResidualBranch.
         names = {field.name for field in dataclasses.fields(Gating)} & settings.keys()
         self.gating = Gating(**{name: settings.pop(name) for name in names})
         super().__init__(input_dims, input_dims, rngs=rngs, **settings)
@@ -238,6 +239,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.wi_gate_0 = expert_weight(D, F) if use_gated_activation else None
         self.wi_0, self.wo_0 = expert_weight(D, F), expert_weight(F, D)
 
+        # Variables for the values that `Gating.top_k` reports, with the same names. None disables
+        # the value.
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
         has_z_loss = self.gating.moe_router_z_loss_weight > 0.0
         self.aux_moe_router_z_loss = AuxLoss(jnp.zeros(())) if has_z_loss else None
@@ -296,6 +299,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
         x_GSD = self._constrain_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
         router_input = x_GSD
+        # With sentence routing, all tokens of a segment get the same logits.
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
             router_input = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
@@ -307,6 +311,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         )
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
+        # The experts have two implementations, `in_slots` and `dropless`, which share these
+        # arguments.
         weights = {name: getattr(self, name) for name in _EXPERT_WEIGHTS}
         shared: dict[str, Any] = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
@@ -323,6 +329,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             dispatch_split=self.dispatch_split_dims_mapping,
             hidden_split=self.hidden_split_dims_mapping,
         )
+        # Rows that contain only padding are excluded from the losses.
         has_token_B1 = is_token_BT.any(axis=1, keepdims=True)
         is_in_row_BT = jnp.broadcast_to(has_token_B1, is_token_BT.shape)
         is_token_GS, is_in_row_GS = (
