@@ -69,10 +69,13 @@ def ring_matmul(
     num, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     size = x.shape[dim]
     num_halved = 0 if halved_dim is None else x.shape[halved_dim]
+    # A direction of 1 sends to the next device, so in step i, device d processes the shard of
+    # device d - i. `shards`, `local` and `sums` have an entry per direction.
     directions = (1,) if num_halved < 2 else (1, -1)
 
     def halve(shard: jax.Array) -> list[jax.Array]:
         if halved_dim is None or len(directions) == 1 or shard.shape[halved_dim] == 1:
+            # One direction needs no halves, and a dim of size 1 is broadcast to both.
             return [shard] * len(directions)
         return jnp.split(shard, [num_halved // 2], axis=halved_dim)
 
@@ -97,6 +100,8 @@ def ring_matmul(
     def send(shard: jax.Array, sign: int) -> jax.Array:
         return jax.lax.ppermute(shard, axis, [(i, (i + sign) % num) for i in range(num)])
 
+    # After step i > 0, `sums` are the sums for the shards that this device processed in step i,
+    # without the terms of the shards' owners.
     shards, local, sums = halve(x), [], []
     for step in range(num):
         rows_now = jax.tree.map(lambda array, step=step: rows_of_step(array, step), rows)
@@ -112,6 +117,7 @@ def ring_matmul(
             ]
         if step < num - 1:
             shards = [send(shard, sign) for shard, sign in zip(shards, directions, strict=True)]
+    # The sums arrive at the owners, which add the terms from step 0.
     return join(
         [
             send(total, sign) + part

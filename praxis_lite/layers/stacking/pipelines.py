@@ -147,6 +147,8 @@ class Pipeline(BaseLayer):
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = to_stack_shape(blocks, self._stack_shape)
         num_stacked = len(self._stack_shape)
+        # From the innermost stacked dim: P, S (sharded) and R. If stages differ in size: L / R
+        # (sharded) and R.
         for split in (None, stage_axis, None)[-num_stacked:]:
             blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else num_stacked)
         self.blocks = blocks

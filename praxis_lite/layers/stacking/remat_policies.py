@@ -106,6 +106,8 @@ def remat(
         yield rematted
         return
 
+    # Record the names of the step's activations, so that unknown names in the policy are found on
+    # exit.
     def step_with_names(*args: Any) -> Any:
         names.update(_names(step_with_offloading, args))
         return rematted(*args)

@@ -64,6 +64,7 @@ class ResidualBranch(BaseLayer):
                 "combined with add_skip_connection=False, because examples that skip the branch "
                 "would have no outputs. Set residual_droppath_prob=0 or add_skip_connection=True."
             )
+        # Norms on the outputs have the output dims, norms on the inputs the input dims.
         is_hybrid, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
         dims = output_dims if is_outer else input_dims
         self.layer_norm = None if is_hybrid else ln_tpl(dims, rngs=rngs)

@@ -140,6 +140,8 @@ class InterleavedTicks:
     def forward(self, carry: Carry, t: jax.Array) -> tuple[Carry, jax.Array]:
         """Runs the stages' forward passes; returns the carry and their outputs [S, rows, ...]."""
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
+        # In a microbatch's first repeat, stage 0 reads it from the batch instead of from the last
+        # stage.
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
         x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
@@ -172,6 +174,8 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
         values = values_of_microbatch(carry.values, microbatch)
+        # Only a microbatch that leaves the last stage has a loss. Its gradient enters the backward
+        # pass in the same tick.
         reported, weight, grad_y, grad_ends, grad_values = self.if_any(
             is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
@@ -196,6 +200,7 @@ class InterleavedTicks:
         stages, layout = self.work.stages, self.work.layout
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
         has_weight = is_valid & (carry.weight_M[microbatch] != 0)
+        # The stage's input in its forward tick, from which the stage is recomputed.
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
         x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, place))
         grad_x_S, residuals = self.by_inputs(
@@ -204,6 +209,7 @@ class InterleavedTicks:
         # Idle stages and microbatches with weight 0 may produce NaN.
         has_weight = has_weight.reshape(-1, *[1] * (x_S.ndim - 1))
         grad_x_S = self.constrain_activations(jnp.where(has_weight, grad_x_S, 0))
+        # At stage 0, the gradient leaves the pipeline and continues to the weights before it.
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
         grad_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(grad_x_S, 0))
@@ -246,6 +252,8 @@ class InterleavedTicks:
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
         """Adds this tick's weight gradients to the carry."""
         stages = self.work.stages
+        # Number of ticks since the stage computed the input gradients, and with them these
+        # residuals.
         since = stages if self.schedule.split_backward else 0 * stages
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
         has_weight = is_valid & (carry.weight_M[microbatch] != 0)

@@ -151,6 +151,7 @@ def _grads_in_ticks(
     """Implements `_value_and_grad` with Auto axes."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    # Without ticks, microbatches only accumulate gradients.
     if not pipeline.is_in_ticks:
         with in_one_microbatch():
             return accumulation.value_and_grad(
@@ -175,12 +176,15 @@ def _grads_in_ticks(
         return loss, metrics
 
     full_weight = max(num_weights_of(inputs), 1) / num_microbatches
+    # The model is cut at the pipeline: the ticks call the parts before and after it for one
+    # microbatch at a time.
     model = SplitModel(batch_loss, params, num_microbatches, full_weight)
     schedule = InterleavedSchedule(
         pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
     )
     ticks = InterleavedTicks(schedule, *model.parts())
     grad_floats, grad_ends, metrics_M, weight_M = ticks.run()
+    # The gradients are sums over microbatches, multiplied by their loss weights.
     total = jnp.sum(weight_M)
     divisor = jnp.where(total == 0, 1.0, total)
     grad_floats, grad_ends = jax.tree.map(lambda g: g / divisor, (grad_floats, grad_ends))

@@ -51,16 +51,19 @@ def split_function(
       num_shared: Number of leading arguments that `second` takes as well, so that they need not be
         saved as residuals.
     """
+    # Trace the function, and inline calls, so that their equations can be assigned separately.
     closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
     constants = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     eqns: list[core.JaxprEqn] = []
     outvars = _inline_calls(closed, jaxpr.invars, eqns, constants)
+    # `first` gets the equations that its results need; `second` gets those that remain.
     num_first = len(jax.tree.leaves(results[0]))
     first_outvars, second_outvars = outvars[:num_first], outvars[num_first:]
     first_eqns = _needed_eqns(eqns, first_outvars)
     first_ids = set(map(id, first_eqns))
     second_eqns = _needed_eqns([eqn for eqn in eqns if id(eqn) not in first_ids], second_outvars)
+    # Residuals are the values that `second` reads but neither receives as an argument nor computes.
     shared_vars = jaxpr.invars[: len(jax.tree.leaves(list(args[:num_shared])))]
     known = {*shared_vars, *constants, *(var for eqn in second_eqns for var in eqn.outvars)}
     used = [*(atom for eqn in second_eqns for atom in eqn.invars), *second_outvars]

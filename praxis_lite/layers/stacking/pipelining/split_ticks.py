@@ -128,6 +128,8 @@ class _Ticks:
             for path, grad_value in grad_values.items()
             if grad_value.dtype != jax.dtypes.float0
         }
+        # `split.first` computes input gradients and residuals; `split.second` computes weight
+        # gradients from the residuals.
         split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
         transposed = HandoverGradient(self.handover, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
@@ -148,6 +150,8 @@ class _Ticks:
         first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
         def input_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+            # The carry contains the gradients of the arrays that arrived at the stages and of the
+            # handover's buffers, and the residuals of the last S ticks.
             grad_arrived_S, grad_stored, residuals = carry
             t, x_S = tick
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
@@ -191,6 +195,7 @@ class _Ticks:
             ]
             return (carry, grad_floats), None
 
+        # The initial carry. Residuals are [S, S, ...]: a slot per tick, modulo S, for each stage.
         _, residuals = jax.eval_shape(
             first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
         )
@@ -199,6 +204,7 @@ class _Ticks:
         carry, grad_floats = varying_alike(
             ((*transposed.start(), empty), totals), (leaves, grad_outputs)
         )
+        # Backward ticks run in reverse order. The first S - 1 compute no weight gradients.
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (
             jax.tree.map(lambda a, part=part: a[part], ticks)
@@ -210,6 +216,8 @@ class _Ticks:
         grad_floats = [
             self.work.stack_layers(i, of) for i, of in zip(floats, grad_floats, strict=True)
         ]
+        # Map the gradients back to the arguments. Every stage had a copy of the inputs, so their
+        # gradients are summed over stages.
         grad_arrays = dict(zip(floats, grad_floats, strict=True))
         grad_leaves = [grad_arrays.get(i) for i in range(self.work.num_leaves)]
         grad_inputs = [grad_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]

@@ -193,6 +193,7 @@ def run_ticks(
 
         layers = block_P, first + jnp.arange(num_layers_here), cache_P
         x, (new_cache_P, values_P) = jax.lax.scan(step, x, layers)
+        # Idle stages must not write to the cache.
         cache_RP = jax.tree.map(
             lambda all_R, old, new: jax.lax.dynamic_update_index_in_dim(
                 all_R, jnp.where(is_valid, new, old), repeat, axis=0
@@ -208,6 +209,8 @@ def run_ticks(
     old_values = assigned_values(blocks)
 
     def tick(work_S: Callable[..., Any], carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+        # The carry contains the stages' next inputs, the handover's buffers, the cache, and the
+        # values that layers have assigned.
         x_S, stored, cache, values = carry
         microbatch, repeat, is_valid = schedule.work(t, stages)
         x_S, stored = handover.enter(x_S, stored, t)
