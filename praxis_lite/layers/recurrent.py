@@ -282,6 +282,7 @@ class RgLruBlock(BaseLayer):
         x_BTNK = self._constrain(self.linear_x(inputs))
         if skipped is not None:
             x_BTNK = jnp.where(skipped[:, :, None, None], 0, x_BTNK)
+        # Two branches: a convolution and the recurrence, and a gate that multiplies their outputs.
         starts, segments = _starts_and_segments(segment_ids, self.conv_width - 1)
         convolved = self._constrain(self.conv(x_BTNK, state["window"], segments))
         h_BTNK, last_h = self.rg_lru(

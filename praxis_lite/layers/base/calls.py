@@ -173,6 +173,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
                     f"{did_you_mean(name, names)} Its arguments are {', '.join(names) or 'none'}."
                 )
         caller = _caller.get()
+        # A layer that calls one of its own methods is already in its name scope.
         if caller is layer:
             return method(layer, *args, **kwargs)
         with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
@@ -276,6 +277,8 @@ def with_auto_fallback(
         if not is_type_error(error):
             raise
         note_untyped(path, str(error).strip().splitlines()[0])
+    # `untyped` passes only arrays, so the layer and its arguments are taken apart and rebuilt
+    # inside.
     leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))
     is_array = [isinstance(x, jax.Array) for x in leaves]
     arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
@@ -284,6 +287,8 @@ def with_auto_fallback(
     def function(*arrays: jax.Array) -> Any:
         traced = iter(arrays)
         merged = [next(traced) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        # This is a copy of the layer. The values that it assigns to its variables are returned, and
+        # then assigned to the layer itself.
         own, args, kwargs = jax.tree.unflatten(structure, merged)
         return method(own, *args, **kwargs), assigned_values(own)
 

@@ -135,6 +135,7 @@ class Dense(BaseLayer):
         letters = operands.split(",")[1]
         dim_of = dict(zip(letters, dims, strict=True))
         self.kernel_shape = tuple(-1 if x == in_parts else int(dim_of[x]) for x in letters)
+        # One entry per dim of `w`: a subscript, or all merged subscripts.
         groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
         dim_of_group = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
@@ -143,6 +144,7 @@ class Dense(BaseLayer):
             output_dims = [i for i in matrix.made if groups[i] not in leading]
             init = init.for_dims(matrix.summed, output_dims)
         self.w = self.weight(tuple(dim_of_group.values()), init=init, matrix=matrix, rngs=rngs)
+        # `b` has the dims of `w` that occur in the outputs, in the order of the outputs.
         if bias_init is not None:
             positions = sorted(outputs.index(group[0]) for group in groups if group[0] in outputs)
             bias_dims = tuple(

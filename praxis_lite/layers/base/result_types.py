@@ -82,6 +82,7 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
         return convolve(x, w)
     shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w))
     sizes, mesh = jax.eval_shape(convolve, *shapes).shape, jax.sharding.get_abstract_mesh()
+    # Shard each dim of the result where its size allows it. A mesh axis can shard only one dim.
     used: set[str] = set()
     batch, *spatial_entries, _ = type_spec(x)
     split = dict.fromkeys(range(x.ndim))

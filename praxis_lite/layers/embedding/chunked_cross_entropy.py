@@ -198,6 +198,7 @@ def _token_stats(
         chunk_argmax = ids[..., 0] + jnp.argmax(masked, axis=-1).astype(jnp.int32)
         argmax = jnp.where(chunk_top > top, chunk_argmax, argmax)
         new_top = jnp.maximum(top, chunk_top)
+        # z is relative to the maximum so far; a larger maximum rescales it.
         z = z * jnp.exp(top - new_top) + jnp.sum(jnp.exp(masked - new_top[..., None]), axis=-1)
         is_label = is_fresh & (ids == labels[..., None, None])
         label_logit += jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
@@ -209,6 +210,8 @@ def _token_stats(
     state = varying_alike(tuple(map(chunks.lay_out, state)), (inputs, weights, bias_NS, labels))
     state, _ = jax.lax.scan(step, state, chunks.starts)
     top, z, label_logit, logit_sum, argmax = state
+    # Combine the shards: rescale their sums to the overall maximum. If several shards share it, the
+    # first shard determines the argmax.
     greatest = jnp.max(top, axis=-1, keepdims=True)
     shards = jnp.arange(chunks.num_shards).reshape((1,) * labels.ndim + (-1,))
     is_first = shards == jnp.argmax(top, axis=-1, keepdims=True)
@@ -238,9 +241,12 @@ def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tupl
         logits, activation_vjp = jax.vjp(chunks.activation, products)
         ids, is_fresh = chunks.classes(start, logits.ndim)
         is_label = ids == labels[..., None, None]
+        # The derivative of log_z is the softmax, of logit_sum 1, and of label_logit 1 for the label
+        # only.
         grad = grads.log_z[..., None, None] * jnp.exp(logits - log_z[..., None, None])
         grad += grads.logit_sum[..., None, None]
         grad += jnp.where(is_label, grads.label_logit[..., None, None], 0.0)
+        # The last chunk may repeat classes of the previous chunk, which must not be counted twice.
         (grad,) = activation_vjp(jnp.where(is_fresh, grad, 0.0))
         grad = chunks.lay_out(grad.astype(inputs[0].dtype))
         # Keep one sum per shard, so that sums over devices are computed once, after the loop.
@@ -263,6 +269,8 @@ def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tupl
             return zeros
         return constrain(zeros, (chunks.class_split, *chunks.tokens_split, None))
 
+    # The carry: float32 sums for the inputs (one per shard), the weights and the bias. Each chunk
+    # adds to its own slice of the weights' sums.
     state = (
         [zeros_by_shard(x) for x in inputs],
         [

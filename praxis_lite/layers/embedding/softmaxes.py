@@ -200,6 +200,8 @@ class FullSoftmax(BaseLayer):
         weights = class_weights.astype(jnp.float32)
         total_weight = jnp.sum(weights)
         outputs = {"total_weight": total_weight}
+        # With a chunk_size, only statistics per token are computed. A target distribution requires
+        # all log-probs.
         if self.chunk_size is None or class_probabilities is not None:
             logits = self(inputs)
             stats = stats_of_logits(logits, class_ids)

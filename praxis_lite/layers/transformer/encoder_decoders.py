@@ -119,6 +119,8 @@ class TransformerEncoderDecoder(BaseLayer):
             settings["dim_per_head"] = dim_per_head
             return stacked(*repeated_block(self, layer, *sizes, **settings), rngs=rngs)
 
+        # Without a separate embedding, the softmax also embeds the targets and needs the
+        # activations' dtype.
         embeds_targets = decoder_embedding_tpl is None
         dtype = {"fprop_dtype": fprop_dtype} if embeds_targets else {}
         self.softmax = softmax_tpl(vocab_size, model_dims, **dtype, rngs=rngs)

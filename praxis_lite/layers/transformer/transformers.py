@@ -140,6 +140,7 @@ class Transformer(BaseLayer):
         self.cross_attention = (
             attention(cross_atten_tpl or tr_atten_tpl, is_cross_attention=True) if crosses else None
         )
+        # Pass only settings that differ from the defaults, because a template may lack the others.
         self.ff_layer = tr_fflayer_tpl(
             input_dims,
             hidden_dims,
@@ -253,6 +254,8 @@ class Transformer(BaseLayer):
             attended = self.residual_dropout(attended, keys[f"{name}_dropout"])
             return self.residual_droppath(x, attended, keys[f"{name}_droppath"])
 
+        # Self-attention, then cross-attention, then the feed-forward layer. `normed_branch` adds
+        # norms, and `join` adds the skip connection.
         outputs = normed_branch(
             self.norm_policy,
             (self.layer_norm, self.pre_layer_norm, self.post_layer_norm),
@@ -279,6 +282,7 @@ class Transformer(BaseLayer):
                 key,
             )
         rows = {"paddings": paddings, "segment_ids": segment_ids, "key": keys["ff_layer"]}
+        # A parallel block reads the same inputs in both layers and adds their outputs.
         x = inputs if self.is_parallel else outputs
         if _has_cache(self.ff_layer):
             ff_outputs, caches["ff_layer"] = _outputs_and_cache(

@@ -90,9 +90,12 @@ class Pooling(BaseLayer):
                 inputs = jnp.where(is_true[..., None, None] > 0, inputs, _lowest(inputs.dtype))
             outputs = _max_over(inputs, *windows)
         else:
+            # Divide by the number of inputs in the window, without the border that 'SAME' adds.
             ones = jnp.ones((1, *inputs.shape[1:3], 1))
             outputs = _sum_over(inputs, *windows) / _sum_over(ones, *windows)
             if is_true is not None:
+                # Rescale from the mean over all rows of the window to the mean over rows without
+                # padding.
                 counts = _sum_over(jnp.ones((1, inputs.shape[1])), *rows)
                 outputs *= (counts * _inverse(_sum_over(is_true, *rows)))[..., None, None]
             outputs = outputs.astype(inputs.dtype)

@@ -153,6 +153,7 @@ def quantized(
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
     used = set()
     names: dict[str | None, list[str]] = {}
+    # The first rule that matches a layer applies. A rule may exempt layers from rounding.
     for path, node in dense.items():
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
@@ -165,6 +166,7 @@ def quantized(
     for i, rule in enumerate(rules):
         if i not in used:
             raise _unused_error(rule, list(dense))
+    # Log weights that a rule matches but that belong to no dense layer, so they are not rounded.
     not_dense = [
         path
         for path, node in nodes.items()

@@ -137,8 +137,11 @@ def _einsum(
         for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
     }
+    # No dim is summed over several devices: one product with its scales.
     if not parts:
         return _product(equation, out, *rounded).astype(dtype)
+    # Give each part an uppercase subscript, which the product keeps. The sum over parts follows
+    # after the scales have been applied.
     part_letters = dict(zip(parts, string.ascii_uppercase, strict=False))
     rounded = [
         jax.tree.map(functools.partial(_split_dims, local, parts), factor)
@@ -188,6 +191,7 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
         *(a for a in x_letters if a not in shared),
     ]
     settings = {}
+    # Over Explicit axes, the scales multiply the product, so they must be sharded like its dims.
     if out is not None:
         entries = dict(zip(outputs, out, strict=True))
         x, y = (
@@ -352,6 +356,8 @@ def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
 
     if mesh.empty:
         return ()
+    # Mesh axes for each subscript: of batch and time, and of the weight's dims without the axes
+    # over which the weight is gathered.
     row_axes = axes_by(rows, rows_split)
     batch_axes, all_row_axes = row_axes.get(rows[:1], set()), set().union(*row_axes.values())
     firsts = [letters[0] for letters in layer.letters]

@@ -140,6 +140,8 @@ def _set_splits(
         gets_splits = bool(fields)
     if _learns_positions(config, parameters):
         config.position_emb_tpl = fdl.Partial(TrainablePositionalEmbedding)
+    # Recurse into the templates. A row may also have entries for the layers of a template, which
+    # override what the recursion sets.
     for name, templates in _templates(config, parameters):
         items = templates if isinstance(templates, list | tuple) else [templates]
         new = [_with_splits(item, preset, gets_splits, unsplit) for item in items]
