@@ -76,6 +76,7 @@ def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.Jaxp
         if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             return value
         opened = open_jaxpr(value)
+        # A ClosedJaxpr is rewritten by rewriting the jaxpr that it contains.
         if isinstance(value, core.ClosedJaxpr) and opened is not value:
             inner = rewrite_param(opened)
             return value if inner is opened else value.replace(jaxpr=inner)

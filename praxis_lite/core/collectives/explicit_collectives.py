@@ -213,6 +213,8 @@ class _OnMesh:
                 )
                 new = mean_change(non_trainable, new, metrics["loss"][1], self.data_axes)
             metrics = weighted_means(metrics, self.data_axes)
+            # The gradients are the sum of weight x gradient, divided by `size` and by the number of
+            # micro-batches. `total` is the sum of weights, divided likewise.
             total = metrics["loss"][1] / (size * num_micro_batches)
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             return metrics, new, jax.tree.map(lambda g: g * factor, grads)

@@ -41,6 +41,8 @@ def gather_of(
       whose stacked dim is split over manual axes or padded.
     """
     shape, rank = tuple(shape), len(shape)
+    # Dims to gather here, with their axes. The compiler handles dims that are split over other
+    # axes.
     manual = {
         dim: axes for dim, axes in enumerate(map(axes_of, spec)) if set(axes) & set(manual_axes)
     }
@@ -74,6 +76,7 @@ def gather_of(
                 axis_names=manual_axes_for(auto_axes),
             )
         weight = all_gather(block) if manual else block
+        # Remove the padding that an uneven split added.
         if weight.shape != shape[num_removed:]:
             weight = weight[tuple(map(slice, shape[num_removed:]))]
         return constrain(weight, tuple(local_spec)) if auto_axes else weight

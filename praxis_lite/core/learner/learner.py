@@ -185,6 +185,7 @@ class Learner:
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
         whole_tree = []
+        # Some optimizers look up what a weight's layer declares, such as the dims of a matrix.
         declared = {path: spec for path, (_, spec) in items.items()}
         optimizers = {
             name: type(optimizer)(
@@ -192,6 +193,7 @@ class Learner:
             )
             for name, optimizer in self._optimizers.items()
         }
+        # Optimizers whose updates couple weights receive all of their weights in one tree.
         for name, optimizer in optimizers.items():
             local = dict(
                 items[path] for path, optimizer_name in names.items() if optimizer_name == name
@@ -206,6 +208,7 @@ class Learner:
             by_stack=self.vectorize_on_repeat_prefix,
             whole_tree=whole_tree,
         )
+        # By default, slots are sharded like their weights.
         specs = None
         declares_slots = any(spec.slot_axes is not None for spec in declared.values())
         if (self.slot_mesh_axes or declares_slots) and axis_sizes is not None:

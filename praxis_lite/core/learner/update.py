@@ -104,10 +104,12 @@ class BoundLearner:
         def grads_on_device() -> PyTree:
             return groups.lay_out(self._to_device({"params": grads})["params"])
 
+        # First decide whether to keep the step, from the loss, the norms and the rates.
         grads_for_norms = grads_on_device()
         grad_norm = global_norm(grads_for_norms)
         # A single NaN or infinity, even in only one micro-batch, makes the norm non-finite.
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        # With separate scaling, each optimizer has its own norm; otherwise all use the global norm.
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:
             by_optimizer = groups.by_optimizer(grads_for_norms)
@@ -138,6 +140,7 @@ class BoundLearner:
         use_cond = compiled_platform() == "cpu" or bool(self.layouts)
         new = _update_if(is_kept, compute_update, old | {"params": trainable}, use_cond=use_cond)
         trainable = groups.lay_out(new.pop("params"))
+        # Counts change in skipped steps, too, so they are updated outside of `_update_if`.
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
             "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),

@@ -137,6 +137,8 @@ def couples_weights(
             f"for weights of shapes {first_few(list(map(str, shapes[1])))}; expected an update of "
             "the same shape for each weight. Use a different optimizer."
         )
+    # The arguments of the jaxpr are gradients, weights, slots and the loss. The gradient and the
+    # weight with the same index count as one; a result that reads two indices couples two weights.
     num_weights = len(jax.tree.leaves(tree))
     weights = [frozenset({index}) for index in range(num_weights)]
     others = [_SLOTS] * (len(traced.jaxpr.invars) - 2 * num_weights)

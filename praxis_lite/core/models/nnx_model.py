@@ -209,6 +209,7 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     """
     function: Callable[..., object] = build
     settings, num_positional = set[str](), 0
+    # Collect the arguments that nested partials already set.
     while isinstance(function, functools.partial):
         num_positional += len(function.args)
         settings |= set(function.keywords)

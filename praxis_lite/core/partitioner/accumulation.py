@@ -81,6 +81,8 @@ def value_and_grad(
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
+    # Over Explicit axes, sum over devices once, after all micro-batches. If JAX cannot type this,
+    # the loop below sums in every micro-batch.
     if axes := _row_axes(inputs):
         try:
             return _value_and_grad_reduced_once(
@@ -112,6 +114,7 @@ def value_and_grad(
         )
         weight = metrics["loss"][1]
         has_weight = weight != 0
+        # A select, because a product with a weight of 0 would keep NaN.
         grad_sums = jax.tree.map(
             lambda total, g: total + jnp.where(has_weight, g.astype(jnp.float32) * weight, 0.0),
             grad_sums,
@@ -162,6 +165,8 @@ def _value_and_grad_reduced_once(
 
     Each device accumulates partial sums, which are reduced over `axes` once, after the loop.
     """
+    # The gradients of these weights are partial sums on each device ("unreduced"), unless a weight
+    # is split over one of `axes`.
     params = jax.tree.map(lambda w: with_unreduced_gradient(to_device(w), axes), params)
 
     def weighted(

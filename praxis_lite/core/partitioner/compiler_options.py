@@ -49,12 +49,16 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     device = mesh.devices.flat[0]
     platform, kind = device.platform, TPUS.get(device.device_kind.lower(), "")
     generic_platform = _PLATFORM_OF.get(platform, platform)
+    # Options for a TPU type override options for the platform. `may_lack` contains the names that
+    # are marked with "?".
     chosen: dict[str, Any] = {}
     may_lack: set[str] = set()
     for name, value in (*options.get(generic_platform, {}).items(), *options.get(kind, {}).items()):
         bare = name.removesuffix("?")
         chosen[bare] = value
         (may_lack.discard if bare == name else may_lack.add)(bare)
+    # Test all options together, which usually succeeds. If XLA rejects them, test each to find out
+    # why.
     where = f"mesh.compiler_options of {kind or platform}"
     if not chosen or _rejection((*chosen.items(),), mesh) is None:
         return chosen or None
@@ -67,6 +71,7 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
         raise ConfigError(f"{where}: {' '.join(mistakes)} Fix mesh.compiler_options.")
     for name, reason in rejected.items():
         warn_once(f"{where}: {name}={chosen.pop(name)} is omitted. {reason}")
+    # Options may be valid separately but not together.
     if chosen and (text := _rejection((*chosen.items(),), mesh)):
         raise ConfigError(
             f"{where}: XLA rejects the combination {chosen}: {text}. Remove one of the options."

@@ -92,6 +92,8 @@ class TaskOnMesh:
                 return batch_spec(x.ndim, axis_names)
             return to_partition_spec(split, axis_names, rank=x.ndim)
 
+        # JAX types contain only Explicit axes. The compiler propagates shardings over the other
+        # axes.
         def type_of(path: tuple[Any, ...], x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
             check_even_split(x.shape, spec, f"{path_of(path)}", self.mesh, self.explicit_axes)
             return only_axes(spec, self.explicit_axes)

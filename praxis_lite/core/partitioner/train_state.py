@@ -236,6 +236,7 @@ def layout_and_learner(
         fit the mesh, one of the learner's patterns matches no weight, or variational noise is
         combined with weights in host memory.
     """
+    # The sharding of weights comes first: everything else follows from it.
     decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
     weights = dict(spec_leaves(weight_specs))
@@ -244,12 +245,15 @@ def layout_and_learner(
     mdl_specs = jax.tree.map_with_path(lambda path, _: spec_of[path_of(path)], mdl_shapes)
     learner = task.learner.bind(weight_specs["params"], axis_sizes)
     groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])
+    # Counts are replicated. Slots and averages are sharded like updates, which may be split over
+    # more axes than the weights.
     opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)
     update_specs = mdl_specs["params"] if groups.update_specs is None else groups.update_specs
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
     shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
+    # Slots and weights may be stored in host memory.
     kinds = jax.tree.map(lambda _: DEVICE, shapes)
     kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
     kinds.mdl_vars.update(
@@ -264,6 +268,7 @@ def layout_and_learner(
         memory_kinds=kinds,
         forms={f"mdl_vars/{path}": form for path, form in task.model.packed_forms.items()},
     )
+    # The learner moves arrays between host and device memory, so it needs their layouts.
     if layout.has_host_memory:
         opt_layout = layout.select("opt_states")
         params = layout.select("mdl_vars").select("params")

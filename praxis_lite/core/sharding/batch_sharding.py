@@ -133,6 +133,8 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
             return np.concatenate([x, np.zeros((padded_rows - num_rows, *x.shape[1:]), x.dtype)])
 
         return GlobalBatch(jax.device_put(jax.tree.map(pad, inputs), shardings), num_rows)
+    # Index of the first local row in the global batch. `block` returns the rows of a device, padded
+    # at the end of the batch.
     first = 0 if is_whole else process_rows(num_rows, mesh).start
 
     def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -72,8 +72,11 @@ def logical_to_mesh_axes(
                 f"{path}: the logical axes {tuple(logical_axes)} contain the name '{name}' twice. "
                 "Give one of these dims a different name, or None."
             )
+    # A name that is a mesh axis and has no rule refers to that axis.
     ruled = {name for name, _ in rules}
     implicit = [(name, name) for name in names if name in axis_names and name not in ruled]
+    # `owners` maps each mesh axis in use to a description of the dim that uses it. `unavailable`
+    # maps a name to the axes that its rules could not use.
     owners = dict.fromkeys(taken, "another dim")
     assigned: dict[str, tuple[str, ...]] = {}
     unavailable: dict[str, list[str]] = {}

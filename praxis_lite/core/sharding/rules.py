@@ -85,6 +85,8 @@ class Fsdp:
             return Outcome(spec, skipped=f"size at most {limit}")
         # Do not use numpy.argsort: its order of equal sizes depends on the processor.
         dims = sorted(range(len(spec)), key=lambda dim: (leaf.shape[dim], dim), reverse=True)
+        # A stacked dim is split only if no other dim fits, and a dim is padded only if none of its
+        # kind is divisible.
         for is_stacked in (False, True):
             candidates = [dim for dim in dims if (dim < leaf.num_stacked) == is_stacked]
             unsplit = [dim for dim in candidates if spec[dim] is None]
@@ -158,6 +160,7 @@ class LogicalPartitioning:
                 f"{leaf.path} has {len(names)} logical axes {names}, but only {len(spec)} dims: "
                 f"its shape is {leaf.shape}. Remove {len(names) - len(spec)} of the names."
             )
+        # The first rule for a name applies, so the weight's rules have priority over the job's.
         rules = (*leaf.logical_axis_rules, *job_mesh.logical_axis_rules)
         split = logical_to_mesh_axes(
             (*names, *(None,) * (len(spec) - len(names))),
@@ -175,6 +178,7 @@ class LogicalPartitioning:
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 f"WeightSharding.logical_axis_rules, or ('{name}', None) to replicate the dim."
             )
+        # Earlier rules may have split other dims of the weight already.
         merged = list(spec)
         for dim, axes in enumerate(split.spec):
             if axes is not None and spec[dim] is not None:

@@ -76,6 +76,8 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
         var = outvars[index]
         if isinstance(var, core.Literal) or (eqn := producers.get(var)) is None:
             continue
+        # If a cast produces the output, return its operand instead. If a call does, its body is
+        # changed below.
         if is_widening_cast(eqn) and not isinstance(eqn.invars[0], core.Literal):
             outvars[index] = eqn.invars[0]
             narrow.append(index)
@@ -85,6 +87,7 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
         new = _with_narrow_outputs(eqn, sorted(set(positions.values())))
         if new is None:
             continue
+        # Replacing an earlier call may have moved this one.
         start = next(i for i, other in enumerate(eqns) if other is eqn)
         eqns[start : start + 1] = new
         for index, position in positions.items():

@@ -143,18 +143,23 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
     result, product = op.results[0], copies[0]
     with ir.InsertionPoint.after(op):
         if any(copy.shardings != product.shardings for copy in copies):
+            # No constraint fits all calls. The barrier keeps users of the results from deciding how
+            # the matmul shards them.
             barrier = sdy.PropagationBarrierOp(result, sdy.PropagationDirection.FORWARD)
             result.replace_all_uses_except(barrier.result, barrier.operation)
             return (
                 "Its results are now first sharded like its operands, because its function is "
                 "called with different shardings; they may be replicated over more devices"
             )
+        # First constrain the results to the order in which XLA computes them, then to the shardings
+        # that their users expect.
         spec, dropped = _in_one_order(product)
         constraint = sdy.ShardingConstraintOp(result, _closed(product, product.result, spec))
         result.replace_all_uses_except(constraint.result, constraint.operation)
         final = sdy.ShardingConstraintOp(constraint.result, _closed(product, product.result))
         constraint.result.replace_all_uses_except(final.result, final.operation)
     with ir.InsertionPoint(op):
+        # The operands keep the shardings from propagation.
         for number, split in enumerate((product.lhs, product.rhs)):
             constraint = sdy.ShardingConstraintOp(op.operands[number], _closed(product, split))
             op.operands[number] = constraint.result
