@@ -86,6 +86,8 @@ class BeamSearch(Decoder):
             "output_ids": jnp.zeros((*shape, num_steps), jnp.int32),
             "logprobs": jnp.zeros((*shape, num_steps), jnp.float32),
         }
+        # `open` contains the hypotheses to extend, `ended` the best hypotheses with an end-of-text
+        # token. `step` is the index of the next token.
         carry = {
             "step": jnp.zeros((), jnp.int32),
             "cache": repeat_rows(prefix.cache, dims, num_hyps),
@@ -115,8 +117,12 @@ class BeamSearch(Decoder):
             t = carry["step"]
             logprobs_BKV = self._logprobs(carry["logits"], t)
             is_open_B = t < prefix.max_steps
+            # Each open hypothesis yields one candidate for the ended beam, and the best extensions
+            # become the new open beam.
             ended = self._update_ended(carry, logprobs_BKV, is_open_B)
             scores, hyps_BK, new_ids = self._extend_open(carry["scores"], logprobs_BKV)
+            # New hypothesis k extends old hypothesis hyps_BK[:, k], so everything about it,
+            # including the cache below, is reordered.
             open_hyps, done, logprobs_BKV = _take(
                 (carry["open"], carry["done"], logprobs_BKV), hyps_BK
             )
@@ -205,6 +211,7 @@ class BeamSearch(Decoder):
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)
         candidates_BKN = logprobs_BKN + scores_BK[..., None]
+        # Hypotheses that end belong to the ended beam only.
         if not self.early_exit:
             candidates_BKN += NEVER * self.is_eos(ids_BKN)
         flat = candidates_BKN.reshape(scores_BK.shape[0], -1)

@@ -130,6 +130,7 @@ class ContinuousBatching:
         waiting = iter(prompts)
         upcoming = next(waiting, None)
         texts: dict[int, ContinuationText] = {}
+        # Fill the free rows, then decode until a row is free for the next prompt.
         while upcoming is not None or rows.num_taken:
             while upcoming is not None and rows.num_free:
                 index = rows.submit(upcoming)

@@ -102,6 +102,7 @@ def start(
     (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
 
+    # Row b x samples + s is sample s of prompt b.
     def repeat(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_samples, axis=0) if num_samples > 1 else x
 
@@ -109,6 +110,7 @@ def start(
         values = jnp.full((num_prompts,), default) if values is None else values
         return repeat(jnp.asarray(values, dtype))
 
+    # Penalties only: the classes that occur in each prompt and in each continuation.
     in_prompt = in_output = None
     if decoder.penalizes:
         num_classes = prefix.logits.shape[-1]
@@ -118,11 +120,13 @@ def start(
         in_prompt = jnp.zeros((num_prompts, num_classes), bool)
         in_prompt = in_prompt.at[jnp.arange(num_prompts)[:, None], ids].set(True, mode="drop")
         in_prompt, in_output = repeat(in_prompt), jnp.zeros((num_rows, num_classes), bool)
+    # Speculation only: each row's tokens, in which drafts are looked up.
     history = num_model_steps = None
     if decoder.num_speculative_tokens:
         num_after = cache_length(decoder, prompt_length) - prompt_length
         history = repeat(jnp.pad(prompts.ids, ((0, 0), (0, num_after))))
         num_model_steps = jnp.zeros((num_rows,), jnp.int32)
+    # Prefix sharing only: the number of prompt tokens that were read for several prompts at once.
     num_shared = None
     if decoder.num_cached_prefixes:
         num_shared = prefix.num_shared
@@ -275,6 +279,8 @@ def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> Decod
     num_model_steps = state.num_model_steps + is_active
     _, state = append_tokens(decoder, state, is_active)
     assert state.history is not None
+    # Each row's history now ends with the new token. Drafts are written after it, and dropped
+    # beyond the last slot.
     drafts_RK = lookup_drafts(state.history, state.positions, decoder.prompt_lookup_max, num_drafts)
     slots_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
     history = state.history.at[index[:, None], slots_RK].set(drafts_RK, mode="drop")
@@ -287,6 +293,7 @@ def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> Decod
     )
 
     def logits_after(state: DecodeState, has_token: jax.Array) -> jax.Array:
+        # Index in T of each row's last token.
         last = jnp.clip(state.positions - 1 - first, 0, num_drafts)
         return jnp.where(
             has_token[:, None], logits_RTV[index, last].astype(jnp.float32), state.logits
@@ -300,18 +307,23 @@ def speculative_step(decoder: "Greedy", model: Any, state: DecodeState) -> Decod
         carry: tuple[DecodeState, jax.Array, jax.Array],
     ) -> tuple[DecodeState, jax.Array, jax.Array]:
         state, is_accepting, k = carry
+        # Append the next token if it equals the draft. Otherwise the row keeps its logits for the
+        # next step.
         draft = jax.lax.dynamic_index_in_dim(drafts_RK, k, axis=1, keepdims=False)
         _, new = append_tokens(decoder, state, is_accepting, draft)
         is_accepted = new.decode_lengths > state.decode_lengths
         new = dataclasses.replace(new, logits=logits_after(new, is_accepted))
         return new, is_accepted & ~new.done, k + 1
 
+    # The loop only compares tokens and does not call the model, so the cache is not in the carry.
     state = dataclasses.replace(
         state,
         cache=None,
         logits=logits_after(state, is_active),
         num_model_steps=num_model_steps,
     )
+    # The carry is the state, whether each row still accepts drafts, and the index of the next
+    # draft.
     carry = varying_alike((state, ~state.done), logits_RTV)
     carry = (*carry, jnp.zeros((), jnp.int32))
     state, _, _ = jax.lax.while_loop(has_draft, accept_draft, carry)

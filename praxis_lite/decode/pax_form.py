@@ -59,9 +59,11 @@ def pax_outputs(
     output_ids = np.zeros((B, S, T), np.int32)
     logprobs = np.ones((B, S, T), np.float32)
     decode_lengths = prompt_lengths_BS + new_lengths_BS
+    # Each row is the prompt, then the new tokens. Log-probs are 1.0 where nothing else is written.
     for b, length in enumerate(lengths_B):
         output_ids[b, :, :length] = ids[b, :length]
         if decoder.fprop_for_prefix:
+            # The zeros that Pax's shift to the left leaves at the end.
             logprobs[b, :, T - (P - length) :] = 0.0
         else:
             logprobs[b, :, 1:length] = outputs["prefix_logprobs"][b, 1:length]

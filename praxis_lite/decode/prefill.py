@@ -154,6 +154,7 @@ def read_blocks(
             (positions >= lengths[:, None]).astype(jnp.float32),
             cache,
         )
+        # With a block of one token, the logits of the previous block predict this token.
         if logprobs is not None:
             new_logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, first]]
             new_logprobs = jnp.where((first > 0) & (first < lengths), new_logprobs, 0.0)
@@ -164,6 +165,7 @@ def read_blocks(
         logits = jnp.where((last >= 0)[:, None], newest, logits)
         return first + size, logits, cache, logprobs
 
+    # Only the number of classes is needed, for the initial logits.
     shape = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache).shape
     logits = jnp.zeros((num_rows, shape[-1]), jnp.float32)
     logprobs = jnp.zeros(ids.shape, jnp.float32) if has_logprobs else None

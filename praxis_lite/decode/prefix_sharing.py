@@ -134,6 +134,8 @@ class PrefixCache:
         if longest:
             row = self._rows[longest]
             self._rows.move_to_end(longest)
+        # The last token is never part of the prefix, because the model must read it to compute
+        # logits.
         shared = max((_num_equal(recent, prompt[:-1]) for recent in self._recent), default=0)
         shared -= shared % self._block_size
         self._recent.append(prompt)

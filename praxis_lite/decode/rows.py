@@ -175,6 +175,7 @@ class Rows:
         Returns:
           The new tokens for each prompt that has new tokens or has ended.
         """
+        # Prompts of the same length are prefilled together.
         for length in sorted({len(prompt.ids) for prompt in self._entering.values()}):
             self._insert(
                 {row: prompt for row, prompt in self._entering.items() if len(prompt.ids) == length}
@@ -185,6 +186,8 @@ class Rows:
         )
         self.num_steps += int(report["num_steps"])
         new_tokens = []
+        # A taken row belongs to prompt `index`, of whose continuation `seen` tokens have been
+        # reported.
         for row, (index, seen) in list(self._taken.items()):
             length, done = int(report["decode_lengths"][row]), bool(report["done"][row])
             if done:

@@ -135,6 +135,7 @@ def _casts(task: Task) -> dict[str, Cast]:
                 f"decodes {name!r}. Omit weights_dtype, or override stored_for_decoding of the "
                 "task."
             )
+    # Trace a decoding step to find out how it uses each weight.
     inputs = {name: _ROW[name] for name in task.required_decode_inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = abstract_mdl_vars(task.model.weight_specs())
@@ -143,6 +144,7 @@ def _casts(task: Task) -> dict[str, Cast]:
     uses: dict[str, set[Any]] = defaultdict(set)
     rest = len(traced.jaxpr.invars) - len(dtypes)
     _follow(traced, [*dtypes, *[None] * rest], uses)
+    # A weight can be stored in a narrower dtype if every use first casts it to that dtype.
     return {
         path: Cast(used)
         for path, dtype in dtypes.items()
@@ -186,6 +188,7 @@ def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> 
         if name == "optimization_barrier":
             return values
         if name == "while":
+            # Only the constants of a loop are the same weight in each iteration.
             cond_consts, body_consts, carry = split_loop_operands(eqn, values)
             add_other_use(carry)
             unknown = [None] * len(carry)
@@ -199,9 +202,11 @@ def _follow(jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]) -> 
             add_other_use(_follow(eqn.params["jaxpr"], inner_values, uses))
             return nothing
         if name == "cond":
+            # The first operand is the index of the branch.
             for branch in eqn.params["branches"]:
                 add_other_use(_follow(branch, values[1:], uses))
             return nothing
+        # A call, such as a jit or a remat. A Pallas kernel receives references instead of values.
         if len(inner) == 1 and len(inner[0].invars) == len(values) and name != "pallas_call":
             return _follow(inner[0], values, uses)
         add_other_use(values)
