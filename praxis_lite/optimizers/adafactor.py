@@ -175,6 +175,8 @@ def adafactor(
             raise ValueError(optax.base.NO_PARAMS_MSG)
         rate = rate_at(learning_rate, state.count)
         decay = _second_moment_decay(decay_method, decay_adam, decay_pow, state.count)
+        # `steps` has a _Step per weight, which becomes a tree of updates and a tree per kind of
+        # slot.
         steps = jax.tree.map(
             lambda *args: weight_step(rate, decay, *args),
             updates, params, *settings_by_weight(params), *state[1:],
@@ -188,6 +190,8 @@ def adafactor(
         is_adapted: bool, *slots: jax.Array,
     ) -> _Step:  # fmt: skip
         slots, weight = WeightSlots(*slots), weight.astype(jnp.float32)
+        # A step is normalized, clipped, scaled, averaged, extended by weight decay, and adapted to
+        # the weight, in this order.
         direction, slots = _normalized(
             inf_to_nan(grad.astype(jnp.float32)), slots, dims_to_factor(weight.shape), decay,
             epsilon1_grad_sq_reg, inf_to_nan,
@@ -208,6 +212,7 @@ def adafactor(
             step += weight_decay * rate * weight
         if layerwise_adaptation and is_adapted:
             weight_rms = _rms(weight)
+            # The ratio excludes the learning rate, which therefore still scales the adapted step.
             step_rms = _rms(step / step_size) + epsilon1_grad_sq_reg
             # If the rate is 0, step_rms is 0 / 0 = NaN, for which the comparison is also False.
             step *= jnp.where((weight_rms > 0) & (step_rms > 0), weight_rms / step_rms, 1.0)

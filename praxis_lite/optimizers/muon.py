@@ -70,6 +70,7 @@ def muon_matrices(
     ]
 
     def matrices(weights: PyTree) -> PyTree:
+        # Evaluate the patterns as masks, so that `collected_patterns` sees them.
         masks = [mask(weights) for _, mask, _, _ in local]
 
         def matrix_of(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:

@@ -71,6 +71,7 @@ def regularized(
         )
     exclude = skip_lp_regularization
     lp_mask = path_mask(exclude=exclude, skip_1d_vectors=skip_lp_1d_vectors)
+    # Parts before the optimizer change the gradient; parts after it change the update.
     parts = [optimizer(learning_rate=learning_rate)]
     if l1_regularizer_weight:
         l1 = optax.stateless_with_tree_map(lambda g, w: g + l1_regularizer_weight * jnp.sign(w))

@@ -143,12 +143,15 @@ def scale_by_soap(
         mu, nu, covariances, bases = (treedef.flatten_up_to(slots) for slots in state[1:])
         grads = [g.astype(jnp.float32) for g in leaves]
         is_first = state.count == 0
+        # The first update does not count, because its moments are set to 0 below.
         num_updates = jnp.maximum(state.count, 1).astype(jnp.float32)
 
         def direction(m: jax.Array, v: jax.Array, basis: tuple[jax.Array, ...]) -> jax.Array:
             m, v = _rotate(m, basis) / (1.0 - b1**num_updates), v / (1.0 - b2**num_updates)
             return _rotate(_without_rounding(m, v, basis) / (jnp.sqrt(v) + eps), basis, back=True)
 
+        # The second moment is stored in the rotated basis. The first moment is stored unrotated,
+        # and rotated when it is used.
         mu = [b1 * m + (1.0 - b1) * g for m, g in zip(mu, grads, strict=True)]
         nu = [
             b2 * v + (1.0 - b2) * jnp.square(_rotate(g, basis))
@@ -156,6 +159,7 @@ def scale_by_soap(
         ]
         directions = list(map(direction, mu, nu, bases))
         mu, nu, directions = jax.tree.map(lambda x: jnp.where(is_first, 0, x), (mu, nu, directions))
+        # Dims that are not rotated have a placeholder instead of a covariance.
         covariances = [
             tuple(
                 b2 * c + (1.0 - b2) * _covariance(g, dim) if _is_basis(c) else c
@@ -163,6 +167,7 @@ def scale_by_soap(
             )
             for g, per_dim in zip(grads, covariances, strict=True)
         ]
+        # The bases are refreshed last: they affect only later updates.
         slots = _apply_if(is_first, _first_bases, (nu, covariances, bases))
         is_due = ~is_first & (state.count % precondition_frequency == 0)
         nu, covariances, bases = _apply_if(is_due, _next_bases, slots)
@@ -268,11 +273,13 @@ def _apply_if(is_due: jax.Array, fn: Callable[[PyTree], PyTree], slots: PyTree) 
 
             return args[0], jax.vmap(apply_to_layer)(*args)
 
+        # Give every argument the dim of the stack, which unbatched arguments lack.
         args = jax.tree.map(
             lambda x, mapped: x if mapped else jnp.broadcast_to(x, (axis_size, *x.shape)),
             args,
             tuple(is_mapped),
         )
+        # The inner call supports a further vmap, over a stack of stacks.
         slots = _apply_if(jnp.any(args[0]), apply_to_stack, args)[1]
         return slots, jax.tree.map(lambda _: True, slots)
 
