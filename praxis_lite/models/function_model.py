@@ -121,7 +121,8 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
-    # For an array or a dict, a tuple cannot be a tree, so it must be a spec.
+    # One spec applies to all leaves below it. For an array or a dict, a tuple cannot be a tree, so
+    # it must be a spec.
     if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
         yield from [specs] * num_leaves
     elif num_leaves:
@@ -131,6 +132,7 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
                 f"specs has {specs!r} at {_where(path)}, but the params have {_kind(params)} "
                 f"there; expected a PartitionSpec, None {axes}."
             )
+        # Both are trees here. Compare their names, and descend.
         children, child_specs = _children(params), _children(specs)
         for name in child_specs:
             if name not in children:

@@ -99,12 +99,14 @@ def initialize_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
 
     def intercept(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
         scope = context.module.scope
+        # An earlier method of the same module has replaced `param` already.
         if scope is None or "param" in vars(scope):
             return call(*args, **kwargs)
         flax_param = scope.param
 
         def param(name: str, initializer: Callable, *args: Any, **kwargs: Any) -> Any:
             def initialize(*args: Any, **kwargs: Any) -> Any:
+                # Without a mesh, a box does not constrain its array.
                 with jax.sharding.use_abstract_mesh(abstract_mesh_of((), ())):
                     boxed = initializer(*args, **kwargs)
                 _check_box("/".join(("params", *scope.path, name)), boxed)

@@ -216,6 +216,7 @@ class BoundLinen:
             others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
             rngs = {"dropout": key, "params": others}
         self._num_calls += 1
+        # All collections that are not listed here are mutable.
         fixed = ["params"] if is_training else [n for n in self.variables if n != "cache"]
         with (
             as_config_error(self.linen_module, "applied to", args, kwargs),
@@ -230,6 +231,8 @@ class BoundLinen:
                 **kwargs,
             )
         for name, tree in changed.items():
+            # Other collections that appear in a pass are sown values, which the next pass does not
+            # read.
             is_state = name == "cache" or name in self.variables
             (self.variables if is_state else self.sown)[name] = unbox(tree)
         return outputs

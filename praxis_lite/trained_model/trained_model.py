@@ -89,6 +89,8 @@ class TrainedModel:
         self.step: Step = step
         self.experiment, self.stopped_by = experiment, stopped_by
         self.job_dir, self._files, self._config = job_dir.path, job_dir, config
+        # Caches: partitioners by decoder, weights by use_ema, and weights for decoding by (use_ema,
+        # format).
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
         self._for_decoding: dict[tuple[bool, str], Any] = {}
@@ -202,6 +204,7 @@ class TrainedModel:
                 "settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
             )
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
+        # Restoring the weights also sets `step`.
         mdl_vars = self.mdl_vars
         metrics = evaluator.run(self._restored_step(), mdl_vars)
         assert metrics is not None, "Only `should_stop` ends an evaluation early."
