@@ -93,14 +93,17 @@ class RgLru(BaseLayer):
         x = inputs.astype(jnp.float32)
         log_decay = -_C * jax.nn.softplus(-self.a_param[...])
         log_a = self._gate(x, self.a_gate_w, self.a_gate_b) * log_decay[None, None]
+        # 1 - a^2. Multiplied by its root, new inputs keep the variance of h constant.
         variance = jnp.maximum(-jnp.expm1(2.0 * log_a), _LEAST_SQUARE)
         new = jnp.sqrt(variance) * self._gate(x, self.input_gate_w, self.input_gate_b) * x
         a = jnp.exp(log_a)
+        # A decay of 0 resets h. A decay of 1, without a new input, keeps h.
         if starts is not None:
             a = jnp.where(starts[:, :, None, None], 0.0, a)
         if skipped is not None:
             a = jnp.where(skipped[:, :, None, None], 1.0, a)
             new = jnp.where(skipped[:, :, None, None], 0.0, new)
+        # The scan starts from 0, so the previous h is added to the first input.
         if h is not None:
             new = new.at[:, 0].add(a[:, 0] * h)
         _, h_BTNK = jax.lax.associative_scan(_compose, (a, new), axis=1)
@@ -154,6 +157,7 @@ class CausalConv(BaseLayer):
         w = self.w[...][:, None, None]
         outputs = broadcast_as(self.b[...], x_BTNK)
         for j in range(taps):
+            # Tap j reads the input j tokens earlier, unless it is in a different segment.
             first = taps - 1 - j
             past = x[:, first : first + length]
             if segments is not None and j:

@@ -257,6 +257,8 @@ class DotProductAttention(AttentionHeads):
             "encoded_segment_ids": encoded_segment_ids,
             "encoded_positions": encoded_positions,
         }
+        # With explicit tensor parallelism, each device runs `_attend` with its heads. With a cache,
+        # this is left to the compiler.
         axis = tensor_parallel_axis(self, self.features_split) if cache is None else None
         if axis is None:
             outputs, cache = self._attend(inputs, rows, key, cache)

@@ -167,6 +167,7 @@ class AttentionHeads(BaseLayer):
         if self.per_dim_scale is not None:
             q_BTNK = self.per_dim_scale(q_BTNK)
         q_BTNK = self._constrain(q_BTNK * self.query_scale)
+        # Cross-attention in decoding: the cache contains the keys and values.
         if encoded is None:
             return q_BTNK, None
         if self.combined_qkv is None:
@@ -222,6 +223,7 @@ class AttentionHeads(BaseLayer):
         if old == new:
             return weight
         shape = weight.shape
+        # The dim may merge the heads with the dims of each head.
         heads = weight.reshape(*shape[:dim], old, -1, *shape[dim + 1 :])
         if is_kv:
             heads = jnp.repeat(heads, num_copies, axis=dim)

@@ -130,6 +130,7 @@ def write_entries(
       split: Sharding of `old`, or None if unknown.
     """
     new = new.astype(old.dtype)
+    # All rows are at the same position.
     if start_B.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start_B[0], axis=old.ndim - 2)
     if new.shape[-2] == 1 and compiled_platform() == "tpu":
@@ -246,12 +247,14 @@ def update_cache(
     """
     new, window = None if kv is None else by_heads(kv), mask.left_context
     length = cache["key"].shape[2]
+    # Cross-attention attends to all of `encoded`, regardless of positions.
     if is_cross:
         cache = cache if new is None else keep_encoded(cache, new, mask.kv_visible_BS)
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
         cache = constrain_cache(cache, split)
         return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
     assert new is not None, "Only cross-attention can be called without new keys."
+    # A cache that is too short for a ring buffer stores all tokens.
     if window is not None and length >= window + SPARE_PLACES:
         is_short = positions.shape[1] <= SPARE_PLACES + 1
         update = _update_ring if is_short else _update_ring_by_block

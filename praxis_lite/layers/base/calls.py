@@ -116,6 +116,7 @@ def with_settings(
         for name in names
         if name not in parameters
     }
+    # The new keywords precede **kwargs.
     at_end = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
     signature = inspect.Signature(
         [*(p for p in parameters.values() if p not in at_end), *added.values(), *at_end]
@@ -123,6 +124,7 @@ def with_settings(
 
     @functools.wraps(init)
     def init_with_settings(self: Any, *args: Any, **kwargs: Any) -> None:
+        # `take` receives the settings. The constructor receives only those that it declares.
         take(self, {name: kwargs[name] for name in names if name in kwargs})
         for name in names:
             if name not in local:

@@ -50,11 +50,13 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
     """
     factors, results = equation.split("->")
     x_letters, y_letters = factors.split(",")
+    # The mesh axes of each subscript, according to x or, if they are not sharded there, to y.
     axes = dict(zip(x_letters, map(axes_of, type_spec(x)), strict=True))
     axes_in_y = dict(zip(y_letters, map(axes_of, type_spec(y)), strict=True))
     for letter, names in axes_in_y.items():
         axes[letter] = axes.get(letter) or names
     first = [letter for letter in results[:1] if letter not in y_letters or letter in x_letters]
+    # The order in which dims may claim mesh axes.
     order = [*first, *(letter for letter in y_letters if letter in results), *results]
     used: set[str] = set()
     split: dict[str, tuple[str, ...]] = {}

@@ -190,6 +190,7 @@ class RotaryPositionalEmbedding(BaseLayer):
         positions = _positions_or_default(positions, inputs.shape[1])
         angle = self._angles(positions)[:, :, None, :]
         sin, cos = jnp.sin(angle) * self._amplitude, jnp.cos(angle) * self._amplitude
+        # A dim in the first half is rotated with the dim at the same index of the second half.
         rotating = inputs[..., : self.rotary_dims].astype(jnp.float32)
         first, second = jnp.split(rotating, 2, axis=-1)
         parts = [first * cos - second * sin, second * cos + first * sin]

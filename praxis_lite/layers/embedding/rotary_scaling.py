@@ -64,6 +64,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
     def _timescales(self) -> jax.Array:
         rotates = jnp.arange(self.rotary_dims // 2) < int(self.share * self.rotary_dims // 2)
+        # An infinite timescale means no rotation.
         return jnp.where(rotates, super()._timescales() * self.factor, jnp.inf)
 
 
@@ -97,6 +98,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
         length = jnp.maximum(jnp.max(positions) + 1.0, self.original_max_positions)
         grown = self.factor * length / self.original_max_positions - (self.factor - 1.0)
         ratio = self.max_timescale / self.min_timescale
+        # With this exponent, the timescale of the slowest pair is multiplied by `grown`.
         theta = ratio * grown ** (self.rotary_dims / (self.rotary_dims - 2))
         return positions[:, :, None] / self._timescales_to(theta)[None, None, :]
 
@@ -141,6 +143,8 @@ class Llama3Rotary(RotaryPositionalEmbedding):
         unscaled = super()._timescales()
         num_rotations = self.original_max_positions / (2.0 * math.pi * unscaled)
         low, high = self.low_freq_factor, self.high_freq_factor
+        # 1 for high-frequency pairs, 0 for low-frequency pairs. Frequencies are interpolated in
+        # between, not timescales.
         fast = jnp.clip((num_rotations - low) / (high - low), 0.0, 1.0)
         return 1.0 / ((1.0 - fast) / (unscaled * self.factor) + fast / unscaled)
 
@@ -191,7 +195,9 @@ class YarnRotary(RotaryPositionalEmbedding):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.rotary_dims - 1)
+        # Avoid a division by 0.
         last = last + 0.001 if first == last else last
+        # 0 for high-frequency pairs, 1 for low-frequency pairs.
         slowed = jnp.clip((jnp.arange(num_pairs) - first) / (last - first), 0.0, 1.0)
         return 1.0 / (slowed / (unscaled * self.factor) + (1.0 - slowed) / unscaled)
 

@@ -145,6 +145,7 @@ def _backward(call: _Call, saved: tuple, grad_RN: jax.Array) -> tuple:
     _, K, N = w_LKN.shape
     tile = tiling(x_RK.shape[0], K, N, x_RK.dtype)
     with share_of_blocks(call.share):
+        # For each expert, the product of its rows, transposed, with the gradients of these rows.
         grad_w = call.kernels().tgmm(
             x_RK.swapaxes(0, 1),
             grad_RN,

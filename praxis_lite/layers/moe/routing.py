@@ -59,6 +59,7 @@ def choose_experts(
         experts_GSK, gates_GSK = sampled_second_expert(logits_GSE, probs_GSE, is_token_GS, key)
     else:
         experts_GSK, gates_GSK = top_k_experts(probs_GSE, is_token_GS, num_chosen)
+    # Two settings replace these gates.
     if not normalize_gates:
         gates_GSK = jnp.take_along_axis(probs_GSE, experts_GSK, axis=-1)
         gates_GSK = jnp.where(is_token_GS[..., None], gates_GSK, 0.0)
@@ -115,6 +116,7 @@ def experts_by_group(
     if num_chosen_groups < num_groups:
         in_groups = choice_GSE.reshape(*choice_GSE.shape[:2], num_groups, -1)
         _, best, rest = _best(in_groups, in_groups)
+        # `rest` is -inf for the best expert, so this adds the second-best score.
         score_of_group = best + jnp.max(rest, axis=-1)
         is_selected = jnp.zeros(score_of_group.shape, bool)
         for _ in range(num_chosen_groups):
@@ -223,6 +225,7 @@ def load_balance_loss(
     choices_GSE = jax.nn.one_hot(first_expert_GS, num_experts) * is_token
     share_GE = jnp.sum(choices_GSE, axis=1) / positions_G1
     prob_GE = jnp.sum(probs_GSE * is_token, axis=1) / positions_G1
+    # The mean over E, times E^2, is the sum over E, times E.
     loss_G = jnp.mean(share_GE * prob_GE, axis=1) * num_experts**2
     return jnp.sum(loss_G * num_positions_G) / jnp.maximum(jnp.sum(num_positions_G), 1.0)
 

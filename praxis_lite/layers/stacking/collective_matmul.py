@@ -93,6 +93,7 @@ def ring_matmul(
                 jax.lax.dynamic_slice_in_dim(array, (index - sign * step) % num * size, size, dim)
                 for sign in directions
             ]
+        # Each direction carries a different half of its shard.
         halves = [halve(shard)[i] for i, shard in enumerate(shards)]
         is_broadcast = halved_dim is not None and array.shape[halved_dim] == 1
         return halves[0] if is_broadcast else join(halves)

@@ -263,6 +263,7 @@ class Pipeline(BaseLayer):
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
+        # Decoding may pass a module per layer instead of stacked weights.
         if (unstacked := self._unstacked_layers()) is not None:
             caches = [None] * self.num_layers if cache is None else list(cache)
             for i, block in enumerate(unstacked):

@@ -121,6 +121,7 @@ class Repeat(BaseLayer):
         is_scanned = blocks is None and self.num_layers > 1
         step = _step(inputs, is_scanned, self.offload_weights)
         with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
+            # Scan over the layers. The caches and assigned values are stacked, like the weights.
             if blocks is None:
                 x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
                 assign(self.blocks, values)

@@ -191,6 +191,7 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the encoder's outputs [B, S, D]. See `compute_loss` for the arguments."""
+        # Without an embedding for the encoder, inputs are embedded like targets.
         lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
         x = embed(next(layer for layer in lookups if layer is not None), inputs)
         position_emb = self.position_emb or self.encoder_position_emb

@@ -154,6 +154,7 @@ class TransformerFeedForward(ResidualBranch):
 
     def _branch(self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None) -> jax.Array:
         """Returns the branch's output, which is added to the inputs."""
+        # In decoding, with one token per sequence, tensor parallelism is left to the compiler.
         axis = tensor_parallel_axis(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
             return run_tensor_parallel(

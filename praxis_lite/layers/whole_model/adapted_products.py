@@ -205,6 +205,8 @@ class DecomposedProduct(AdaptedProduct):
             arrays = (x for _, x in factors)
             return jnp.einsum(f"{letters}->...{results}", *arrays, precision="highest")
 
+        # The squared length of each column of w + scale ab, without computing ab, is |w|^2 + 2
+        # scale w.ab + scale^2 |ab|^2.
         w_squares = sum_products(form.kept, (form.weight, w), (form.weight, w))
         a_by_w = sum_products(form.b, (form.a, a), (form.weight, w))
         cross_terms = sum_products(form.kept, (form.b, a_by_w), (form.b, b))
@@ -212,4 +214,5 @@ class DecomposedProduct(AdaptedProduct):
         ab_squares = sum_products(form.kept, (gram, a_by_a), (form.b, b), (b_again, b))
         squares = w_squares + self.scale * (2 * cross_terms + self.scale * ab_squares)
         lengths = jnp.sqrt(jnp.maximum(squares, jnp.finfo(dtype).tiny))
+        # m is the learned change of the length of w.
         return (jnp.sqrt(w_squares) + m) / lengths

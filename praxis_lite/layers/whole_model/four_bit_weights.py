@@ -77,6 +77,7 @@ class FourBitWeight(StoredWeight):
         dim = codes.ndim + self.dim
         before, after = codes.shape[:dim], codes.shape[dim + 1 :]
         codes = codes.reshape(*before, -1, -(-self.block_size // 2), *after)
+        # Unpack each byte. Blocks of odd size end with a padding code.
         codes = jnp.stack([codes & 15, codes >> 4], axis=dim + 2)
         codes = codes.reshape(*before, codes.shape[dim], -1, *after)
         codes = jax.lax.slice_in_dim(codes, 0, self.block_size, axis=dim + 1)
@@ -109,11 +110,13 @@ def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
     size, pos_dim = weight.shape[dim], weight.ndim + dim
     block_size = min(block_size, size)
     before, after = weight.shape[:pos_dim], weight.shape[pos_dim + 1 :]
+    # Divide `dim` into blocks of numbers that share a scale.
     padded = pad_to_multiple(weight.astype(jnp.float32), block_size, pos_dim)
     blocks = padded.reshape(*before, -1, block_size, *after)
     largest = jnp.max(jnp.abs(blocks), axis=pos_dim + 1)
     scale = jnp.where(largest > 0, largest / (7 if qtype == "int4" else 1), 1)
     codes = _codes(blocks / jnp.expand_dims(scale, pos_dim + 1), qtype)
+    # Pack two codes into a byte.
     codes = pad_to_multiple(codes, 2, pos_dim + 1)
     num_codes = codes.shape[pos_dim + 1]
     low, high = (jax.lax.slice_in_dim(codes, i, num_codes, 2, axis=pos_dim + 1) for i in (0, 1))

@@ -255,6 +255,7 @@ class RoundedProduct(Product):
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         equation = layer.equation
+        # Replace "..." with unused subscripts, one per leading dim of the inputs.
         free = [letter for letter in string.ascii_letters if letter not in equation]
         num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
         rows = "".join(free[:num_leading])

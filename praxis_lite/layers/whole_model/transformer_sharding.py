@@ -214,6 +214,7 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
     for field, dims in row.items():
         if isinstance(dims, Mapping):
             continue  # The dims of a template.
+        # A setting other than a sharding, whose value the preset contains.
         if isinstance(dims, str):
             if preset.get(dims) is not None or getattr(config, field, None) is not None:
                 setattr(config, field, preset.get(dims))

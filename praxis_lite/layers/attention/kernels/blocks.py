@@ -111,6 +111,7 @@ def _attention(q, k, v, mask, sinks, options, block_size):
 def _forward(q, k, v, mask, sinks, options, block_size):
     """Returns attention outputs, and the residuals of each block."""
     parts, saved = [], []
+    # The loop is unrolled, because blocks of queries read different numbers of keys.
     for block in _blocks(q.shape[1], k.shape[1], mask, block_size):
         logits, visible = block.logits(q, k, mask, options)
         lowest = float(jnp.finfo(logits.dtype).min)

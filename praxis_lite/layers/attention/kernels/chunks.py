@@ -86,6 +86,7 @@ def apply_sinks(
     if sinks_N is not None:
         extra = sinks_N.astype(jnp.float32).reshape(1, G, R, 1)
     if extra is not None:
+        # The fraction of the softmax that remains for the keys.
         share = jnp.exp(log_sums - jnp.logaddexp(log_sums, extra))
         encoded = encoded * to_output_layout(share)
     if mean_BGK is not None:
@@ -170,6 +171,7 @@ class _Chunks:
             kv_segments_BS=self.columns(self.mask.kv_segments_BS, j),
             kv_visible_BS=self.columns(self.mask.kv_visible_BS, j),
         )
+        # Keys from S on are padding.
         visible = (index_S < self.S)[None, None, :]
         allowed = mask.visible_at(
             self.rows(self.q_index, i), index_S[None] if index_BS is None else index_BS

@@ -85,6 +85,8 @@ def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
         following = ring.shift(kv, 1)  # Overlaps with the attention.
         return following, add_step(step, kv, result)
 
+    # The loop excludes the first step, which uses this group's keys, and the last step, which sends
+    # nothing.
     following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
     result = block_attention.attend(q, k, v, mask, ring, 0)
     if num_steps > 1:
@@ -117,6 +119,7 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
         dq, *d_kv = block_attention.gradients(q, *kv, mask, ring, step, log_sums, inner, d_encoded)
         return dq, tuple(d_kv)
 
+    # The gradients of keys and values travel with them, and each group adds its part.
     def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
         arrived = ring.shift(d_kv, 1)
         dq_part, d_here = gradients(step, kv)

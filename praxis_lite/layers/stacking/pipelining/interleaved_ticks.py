@@ -73,6 +73,8 @@ class InterleavedTicks:
           weight.
         """
         carry = self.start()
+        # One scan per phase: the first ticks have no backward passes, and the last ticks no forward
+        # passes.
         for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
             carry, _ = jax.lax.scan(
                 functools.partial(self.tick, does_forward, does_inputs, does_weights),
@@ -128,6 +130,8 @@ class InterleavedTicks:
         """Returns the carry after tick t."""
         if does_forward:
             carry, y_S = self.forward(carry, t)
+            # The loss comes first, so that the backward pass of a microbatch starts in the same
+            # tick.
             if does_inputs:
                 carry = self.leave(carry, y_S, t)
             carry = carry._replace(x_S=self.constrain_activations(shift(y_S, 1)))

@@ -205,6 +205,7 @@ class InterleavedSchedule:
         slot = slot.clip(0, self.num_slots - 1)
         if self.circular_repeat == 1:
             return slot, 0 * slot, is_valid
+        # S microbatches at a time run through all repeats.
         group, rest = slot // (self.num_stages * self.circular_repeat), slot % self.num_stages
         repeat = slot // self.num_stages % self.circular_repeat
         microbatch = group * self.num_stages + rest

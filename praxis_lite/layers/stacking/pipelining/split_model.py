@@ -168,6 +168,7 @@ class SplitModel:
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
         if self._num_microbatches == 1:  # A single microbatch is not weighted.
             weight = jnp.ones_like(weight)
+        # Backpropagate the weight instead of 1, to multiply all gradients by it.
         grad_ends, grad_x, grad_values = pull(weight.astype(loss.dtype))
         return metrics, weight, grad_x, grad_ends, grad_values
 
@@ -201,6 +202,7 @@ class SplitModel:
             assign(pipeline.blocks, pipeline.off_stages(values))
             return cut(x)
 
+        # Inside, the pipeline calls `record` instead of running its blocks.
         with cutting(record):
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:

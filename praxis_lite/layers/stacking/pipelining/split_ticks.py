@@ -96,6 +96,8 @@ class _Ticks:
             return self.work.work(picked, key, stage, microbatch, repeat, x)
 
         def tick(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
+            # The carry contains the stages' next inputs, the handover's buffers, and the assigned
+            # values.
             x_S, stored, values = carry
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
             x_S, stored = self.handover.enter(x_S, stored, t)

@@ -170,6 +170,7 @@ class StageWork:
             grad_floats, grad_x = pull((grad_y, grad_values))
             return grad_x, grad_floats
 
+        # Trace with the shapes of one stage, and one repeat or microbatch.
         index = jax.ShapeDtypeStruct((), self.stages.dtype)
         grad_values = {
             path: a for path, a in values.items() if jnp.issubdtype(a.dtype, jnp.inexact)

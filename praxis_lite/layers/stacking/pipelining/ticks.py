@@ -90,6 +90,7 @@ class StageLayout:
         axis, mesh = self.axis, jax.sharding.get_abstract_mesh()
         if axis is None:
             return x
+        # The compiler chooses the sharding of the other dims.
         entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
         entries[dim] = axis
         if row_dim is not None and self.row_split is not None:
