@@ -123,6 +123,7 @@ def evaluate_jaxpr(
     """
     inner = open_jaxpr(jaxpr)
     known = dict(zip(inner.invars, arguments, strict=True))
+    # A Jaxpr, unlike a ClosedJaxpr, does not contain the values of its constants.
     consts = getattr(jaxpr, "consts", (None,) * len(inner.constvars))
     for var, value in zip(inner.constvars, consts, strict=True):
         known[var] = constant(value, var.aval)

@@ -207,6 +207,7 @@ class Task(abc.ABC):
         check_takes(name, method, "model", "inputs", "key")
         with collect_shared_outputs() as shared:
             scalars = method(model, inputs, key)
+        # The method returns metrics, or a pair of metrics and per-example outputs.
         examples: Mapping[str, jax.Array] = {}
         if isinstance(scalars, tuple) and [isinstance(x, Mapping) for x in scalars] == [True, True]:
             scalars, examples = scalars

@@ -246,6 +246,7 @@ class _OnMesh:
             blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
+            # Devices have different rows, so they draw different random numbers.
             key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
             metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
             metrics = {name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()}
@@ -259,6 +260,7 @@ class _OnMesh:
             (jax.random.key(0) if key is None else key, REPLICATED),
             out=(REPLICATED, PartitionSpec(self.data_axes)),
         )
+        # Remove the padding rows.
         num_rows = num_rows_of(inputs)
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 

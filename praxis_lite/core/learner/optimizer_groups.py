@@ -96,6 +96,7 @@ def optimizer_names(
         only frozen weights, or two auxiliary optimizers match the same weight. The message lists
         the weights.
     """
+    # A weight is frozen if it is excluded or, given patterns for inclusion, if it is not included.
     frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:
         setting = "Learner.bprop_variable_inclusion"

@@ -84,10 +84,12 @@ def _extended(
     candidates = []
     for dim, size in enumerate(weight.shape):
         axes = entries[dim] + added
+        # With fewer elements than shards, some shards would contain only padding.
         if size < math.prod(axis_sizes[axis] for axis in axes):
             continue
         candidate = PartitionSpec(*spec[:dim], entry_of(axes), *spec[dim + 1 :])
         padded_size = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
+        # Prefer dims that are not stacked, then little padding, then large dims.
         candidates.append(((dim < stack_rank, padded_size, -size, dim), candidate))
     return min(candidates)[1] if candidates else spec
 
@@ -119,6 +121,7 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 
     def kind(keys: tuple[Any, ...], slot: jax.ShapeDtypeStruct) -> str:
         path = _names(keys)
+        # The path of a slot ends with the path of its weight.
         is_listed = any(path[start:] in paths for start in range(len(path)))
         return HOST if is_listed else DEVICE
 

@@ -137,6 +137,7 @@ def grouped(
       whole_tree: Names of optimizers whose update for a weight depends on other weights. Each of
         these optimizers gets a single group, "whole".
     """
+    # An optimizer has one group per stack shape, or a single group if it needs the whole tree.
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     groups, stack_ranks = {}, {name: dict[Path, int]() for name in whole_tree}
     for path, spec in spec_items(weight_specs):

@@ -66,6 +66,7 @@ def over_whole_tree(
         return _stacked(optimizer.init(_unstacked(weights, stack_ranks)))
 
     def update(grads: PyTree, slots: PyTree, weights: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
+        # Slots are stored as stacks. The shapes specify how to unstack each of them.
         shapes = jax.eval_shape(optimizer.init, _unstacked(weights, stack_ranks))
         grads, weights = (_unstacked(tree, stack_ranks) for tree in (grads, weights))
         updates, new = optimizer.update(grads, _unstacked_as(shapes, slots), weights, **more)
@@ -246,6 +247,7 @@ class _DependencyTracker:
         is_call = eqn.primitive.name not in ("scan", "while") and len(inner) == 1
         if is_call and len(inner[0].invars) == len(read):
             return self.trace(inner[0], read)
+        # For other operations, assume that every result depends on every operand.
         is_random = any(inner.primitive.name.startswith(_RANDOM) for inner in all_eqns([eqn]))
         self.draws |= is_random and any(read)
         return [_union(*read)] * len(eqn.outvars)

@@ -79,6 +79,7 @@ class NnxModel(Model):
 
         def state() -> nnx.State[Any, Any]:
             module = self._built(0)
+            # The graph definition contains the mode, so training and evaluation have separate ones.
             for is_training in (True, False):
                 graphdef, state = nnx.compat.split(_set_training(module, is_training))
                 graphdefs.append(graphdef)
@@ -108,6 +109,7 @@ class NnxModel(Model):
         stored = traverse_util.flatten_dict(mdl_vars)
 
         def value(path: Path, leaf: Leaf) -> Any:
+            # Variables outside of mdl_vars, such as random streams, get a new value in each call.
             if collection(leaf) is None:
                 return fresh_value(path, leaf, streams)
             return stored[stored_at(path, leaf)]
@@ -148,6 +150,7 @@ class NnxModel(Model):
         flat = traverse_util.flatten_dict(params)
         for path, leaf in self._split.leaves:
             if isinstance(leaf, Tally):
+                # A Tally changes a weight of the same layer, which it refers to by name.
                 weight = tuple(path_text((part,)) for part in (*path[:-1], leaf.moves))
                 flat[weight] = leaf.rule(flat[weight], sums[path_text(path)])
         new: dict[str, Any] = traverse_util.unflatten_dict(flat)

@@ -110,6 +110,7 @@ class DecodingWeights:
                 return x
             leaves, treedef = jax.tree.flatten(shardings)
             new = _in_form(form, treedef, *leaves)(x)
+            # Free each array before the next one is converted.
             if donates:
                 jax.block_until_ready(new)
                 x.delete()

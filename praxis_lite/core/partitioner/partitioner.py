@@ -296,6 +296,7 @@ class Partitioner:
         lay_out: Callable[[PyTree], PyTree] = (lambda tree: tree) if has_splits else evenly
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
+            # Weights may have the training format or the decoding format.
             layout = self._mdl_layout
             if not layout.is_of(mdl_vars) and self.decoding_weights.layout.is_of(mdl_vars):
                 layout = self.decoding_weights.layout

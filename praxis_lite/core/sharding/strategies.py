@@ -173,5 +173,6 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
             notes.append(f"{text}: {outcome.note}")
         if outcome.skipped:
             skipped.append(f"{text}: replicated, {outcome.skipped}")
+    # Skipped rules are reported only if no rule has split the array.
     notes += skipped if all(entry is None for entry in spec) else []
     return RuledSplit(spec, "|".join(deciding), tuple(notes))

@@ -185,6 +185,7 @@ def _leaf(
     num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
     if names is not None:
         ruled = {*dict(declared.rules_in_use), *dict(spec.logical_axis_rules), *axis_sizes}
+        # The leading dims with names in `stack_axis_names` are stacked.
         is_stack = [name in declared.stack_axis_names for name in names]
         num_named = is_stack.index(False) if False in is_stack else len(is_stack)
         # The stack's split takes precedence, and names of stacked dims need no rule.

@@ -51,6 +51,8 @@ def _with_narrow_outputs(
     body, narrow = _narrow_outputs(open_jaxpr(closed), indices)
     if not narrow:
         return None
+    # The equation gets new variables for its narrow outputs. The casts compute the old variables,
+    # so later equations do not change.
     outvars, casts = list(eqn.outvars), []
     for index in narrow:
         old = outvars[index]

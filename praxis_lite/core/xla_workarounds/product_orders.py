@@ -138,6 +138,8 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
       ir.MLIRError: Shardy rejects the module.
       ValueError: Shardy rejects the module.
     """
+    # Number the matmuls in a clone, propagate shardings in the clone, and group the copies of each
+    # matmul by its number.
     clone = module.operation.clone()
     for number, op in enumerate(ops(clone, PRODUCT)):
         op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
@@ -174,6 +176,8 @@ def _subsets(dims: list[int]) -> Iterator[tuple[int, ...]]:
 
 def _sharding(value: Any) -> Any:
     """Returns the sharding of a value after propagation, or None if it is replicated."""
+    # The sharding of a block's argument is an attribute of the operation that contains the block.
+    # The sharding of any other value is an attribute of the operation that computes it.
     if isinstance(value.owner, ir.Block):
         number, op = ir.BlockArgument(value).arg_number, value.owner.owner.operation
         name = {"sdy.manual_computation": "in_shardings"}.get(op.name, "sdy.sharding")

@@ -88,6 +88,7 @@ def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         check_even_split(x.shape, spec, "An activation", mesh, explicit)
         with jax.named_scope(RESHARD_SCOPE):
             x = jax.sharding.reshard(x, _keep_reduced(x, only_axes(spec, explicit)))
+        # The type contains the Explicit axes now. The constraint below covers the other axes.
         remaining = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
         if not any(remaining):
             return x
@@ -180,6 +181,7 @@ def untyped(
         return function(*args)
     auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
+        # This removes the Explicit axes from the types of the arguments.
         args = jax.sharding.reshard(args, jax.tree.map(lambda x: PartitionSpec(), args))
         results = function(*args)
     specs = out(results) if callable(out) else jax.tree.map(lambda _: out, results)

@@ -61,6 +61,7 @@ def mismatch() -> str | None:
         requirements = importlib.metadata.requires("jax") or ()
     except importlib.metadata.PackageNotFoundError:
         return None
+    # Matches a requirement such as `libtpu==0.0.17.*; extra == "tpu"`.
     pattern = r"libtpu\s*==\s*([\d.]+?)(?:\.\*)?\s*;\s*extra == .tpu."
     matches = [actual for item in requirements if (actual := re.fullmatch(pattern, item))]
     if not matches or f"{installed}.".startswith(f"{(expected := matches[0][1])}."):
