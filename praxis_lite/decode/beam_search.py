@@ -184,6 +184,7 @@ class BeamSearch(Decoder):
         t, open_hyps = carry["step"], carry["open"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
+        # A hypothesis ends with its most probable end-of-text token.
         eos_logprobs_BKE = logprobs_BKV[..., eos_ids]
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
@@ -200,6 +201,7 @@ class BeamSearch(Decoder):
         for name in ("output_ids", "logprobs", "decode_lengths"):
             is_zero = is_empty[..., None] if new[name].ndim == 3 else is_empty
             new[name] = jnp.where(is_zero, 0, new[name]).astype(new[name].dtype)
+        # Keep the best of the previous and the new hypotheses.
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), carry["ended"], new)
         return _take(both, jax.lax.top_k(both["scores"], self.beam_size)[1])
 

@@ -318,6 +318,7 @@ class ContinuousBatching:
             assert self._block_size is not None
             prefilled = prefill_after(self._decoder, model, batch, *prefix, self._block_size)
         new, _ = start(self._decoder, model, batch, prefilled)
+        # Rows are the first dim of every array except those in the cache.
         dims = jax.tree.map(lambda x: 0, dataclasses.replace(state, cache=None))
         dims = dataclasses.replace(dims, cache=batch_dims(model.init_cache))
         return put_rows(state, dims, new, rows)

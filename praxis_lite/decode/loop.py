@@ -243,6 +243,7 @@ def append_tokens(
         has_ended |= ends_with_any(decoder.stop_sequences, output_ids, decode_lengths)
     in_output, history = state.in_output, state.history
     if in_output is not None:
+        # Inactive rows have id 0, which must not count as an output.
         in_output = in_output.at[index, new_ids].max(is_active)
     if history is not None:
         position = jnp.where(is_active, state.positions, history.shape[1])

@@ -53,6 +53,7 @@ def prefill_shared(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     size = block_size(decoder, prompt_length)
     num_shared = common_prefix_length(ids, lengths) // size * size
     cache = model.init_cache(1, cache_length(decoder, prompt_length))
+    # Read complete blocks of the prefix in one row, and copy this row of the cache to all rows.
     row = ids[jnp.argmax(lengths > 0)][None, :]
     cache = read_blocks(model, row, num_shared[None], cache, 0, size)[1]
     cache = repeat_rows(cache, batch_dims(model.init_cache), num_rows)

@@ -211,6 +211,7 @@ class Rows:
             if self._prefixes is not None:
                 num_read = self._prefixes.num_read
                 prefix = self._prefixes.longest(new_prompts[0].ids, int(new_prompts[0].length))
+                # Tokens of the prefix count only if the cache did not contain them.
                 self.num_read_tokens += self._prefixes.num_read - num_read - prefix[1]
             self._state = self._batching.insert(
                 self._mdl_vars, self._state, group, new_prompts, prefix
@@ -225,6 +226,7 @@ def _new_tokens(report: dict[str, Any], row: int, index: int, seen: int, length:
     new, stored = slice(seen, length), report["likeliest"]
     likeliest: tuple[np.ndarray, ...] = ()
     if stored is not None and stored.is_wanted[row]:
+        # The likeliest tokens are stored in a ring buffer.
         slots = np.arange(seen, length) % stored.ids.shape[1]
         assert len(slots) <= stored.ids.shape[1], "more steps than the ring buffer has slots"
         likeliest = (stored.ids[row, slots], stored.logprobs[row, slots])

@@ -73,6 +73,7 @@ class SampleByRow(Greedy):
         is_sampled_R = ~state.done & (state.temperature > 0)
         is_filtered_R = is_sampled_R & ((top_k_R > 0) | (top_p_R < 1.0))
 
+        # Random numbers and the thresholds for top-k and top-p are skipped if no row needs them.
         def add_noise() -> jax.Array:
             logits_RV = jax.lax.cond(
                 on_any_device(jnp.any(is_filtered_R)),
@@ -107,6 +108,7 @@ class SampleByRow(Greedy):
         ids_RN, logprobs_RN = jax.lax.cond(
             on_any_device(jnp.any(is_active_R & likeliest.is_wanted)),
             top_tokens,
+            # No active row requests the likeliest tokens, so any values may be written.
             lambda: (likeliest.ids[:, 0], likeliest.logprobs[:, 0]),
         )
         # Rows that have ended write out of bounds, which the scatter drops.

@@ -135,6 +135,7 @@ class ContinuationText:
         """Searches new text for stop strings, and the end of the text for partial stop strings."""
         if not new:
             return
+        # The first position of a stop string that may end in the new text.
         first = max(0, len(self._compared) - self._longest + 1)
         self._compared += new
         starts = [self._compared.find(stop, first) for stop in self._stop_strings]
