@@ -245,6 +245,8 @@ def _normalized(
     if dims is None:
         v = updated_average(slots.v, squared)
         return grad / jnp.sqrt(v), slots._replace(v=v)
+    # Factored: the second moment is approximated by the outer product of vr and vc, divided by the
+    # mean of vr.
     row_dim, column_dim = dims
     vr = updated_average(slots.vr, jnp.mean(squared, row_dim))
     vc = updated_average(slots.vc, jnp.mean(squared, column_dim))

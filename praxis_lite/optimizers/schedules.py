@@ -222,6 +222,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
     def schedule(count: Count) -> jax.Array:
         step_in_cycle = jnp.asarray(count) % ends[-1]
         rate = jnp.asarray(schedules[-1](count), jnp.float32)
+        # From the last piece to the first, so that the first piece that has not ended applies.
         for end, piece in zip(ends[-2::-1], schedules[-2::-1], strict=True):
             rate = jnp.where(step_in_cycle < end, piece(count), rate)
         return rate

@@ -241,6 +241,7 @@ def _next_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
             if not _is_basis(covariance):
                 continue
             basis = bases[i][dim]
+            # A step of power iteration. The projection onto the basis estimates the eigenvalues.
             power = _tensordot(covariance, basis, axes=1)
             eigenvalues = jnp.sum(basis * power, axis=0)
             # Keep directions without gradients, which QR would replace with arbitrary directions.
