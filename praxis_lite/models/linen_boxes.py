@@ -29,6 +29,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     value = unbox(leaf)
     spec = WeightSpec(tuple(value.shape), value.dtype)
     num_stacked = 0
+    # Dims before the shape that the layer declares are stacked.
     if own_shape is not None and spec.shape[value.ndim - len(own_shape) :] == own_shape:
         num_stacked = value.ndim - len(own_shape)
     if not isinstance(leaf, meta.Partitioned):
