@@ -201,6 +201,7 @@ def _distinct_above(shape: Shape) -> Shape:
     """Increases sizes minimally until they differ and exceed 1, keeping their order."""
     sizes, floor = list(shape), 2
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d)):
+        # `floor` is the smallest size above 1 and above all sizes assigned so far.
         sizes[dim] = max(shape[dim], floor)
         floor = sizes[dim] + 1
     return tuple(sizes)
@@ -210,6 +211,7 @@ def _distinct_below(shape: Shape) -> Shape:
     """Decreases sizes minimally until they differ, keeping their order."""
     sizes, ceiling = list(shape), max(shape, default=0)
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d), reverse=True):
+        # `ceiling` is the largest size below all sizes assigned so far.
         sizes[dim] = min(shape[dim], ceiling)
         ceiling = sizes[dim] - 1
     return tuple(sizes) if min(sizes, default=2) > 1 else _distinct_above(shape)

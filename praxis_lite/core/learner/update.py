@@ -209,6 +209,7 @@ class BoundLearner:
         _, frozen = self.groups.split(params)
         if use_ema:
             return merged(read["ema"], frozen)
+        # A schedule-free optimizer computes its averages from slots and weights.
         for name, group in self.groups.by_name.items():
             averages = evaluation_params(read["slots"][name], group.select(params))
             frozen = merged(frozen, averages)

@@ -295,6 +295,7 @@ def _gathered_when_read(kind: type[nnx.Param[Any]]) -> type[nnx.Param[Any]]:
 
 def _with_value(leaf: Leaf, value: Any) -> Leaf:
     if isinstance(value, ShardedWeight):
+        # A Param gathers its blocks when a layer reads it. Other variables are gathered here.
         if isinstance(leaf, nnx.Param):
             metadata = {**leaf.get_metadata(), "gather": value.gather}
             return _gathered_when_read(type(leaf)).from_metadata(value.block, metadata)

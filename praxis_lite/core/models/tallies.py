@@ -32,6 +32,7 @@ def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, j
 def pop_tallies(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Splits a step's metrics into the task's metrics and the tallies' sums (keyed by path)."""
     others = {name: pair for name, pair in metrics.items() if not name.startswith(TALLY)}
+    # Metrics are means, but counts are integers, so rounding restores their exact sum.
     sums = {
         name.removeprefix(TALLY): jnp.round(value * weight)
         for name, (value, weight) in metrics.items()

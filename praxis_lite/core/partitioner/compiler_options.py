@@ -97,6 +97,7 @@ def _rejection(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
         constant = jax.jit(lambda: 0, out_shardings=replicated, compiler_options=dict(options))
         constant.lower().compile()
     except jax.errors.JaxRuntimeError as error:
+        # Remove the status code before the message.
         text = str(error).partition(": ")[2] or str(error)
         return text.strip().rstrip(".:")
     return None

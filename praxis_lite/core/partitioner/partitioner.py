@@ -75,6 +75,7 @@ class Partitioner:
         gradients: GradientStrategy | None = None,
         compiler_options: CompilerOptions | None = None,
     ):
+        # Arrays are stored on a mesh of Auto axes. Axes are Explicit only while a step is traced.
         explicit_axes, mesh = explicit_axes_of(mesh), with_auto_axes(mesh)
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())

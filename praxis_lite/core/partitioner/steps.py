@@ -65,6 +65,7 @@ def train_step(
     bound = learner or _bound_learner(task)
     settings, groups = bound.settings, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
+    # Gradients are computed only for the trainable weights.
     trainable, frozen = groups.split(params)
     if settings.variational_noise is not None:  # Add noise only to trainable weights.
         trainable = settings.variational_noise.apply(trainable, key, state.step)
@@ -83,6 +84,7 @@ def train_step(
         metrics = {**metrics, **tallies.as_metrics(task.model.tallies(module))}
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
+    # The strategy may divide the batch into micro-batches, or use explicit collectives.
     metrics, new_non_trainable, grads = value_and_grad(
         loss_fn,
         {"frozen": frozen, "loss_scale": scale},
@@ -97,6 +99,7 @@ def train_step(
     metrics, sums = tallies.pop_tallies(metrics)
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, to_device(grads))
+    # The update applies to the weights without noise.
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )

@@ -141,6 +141,7 @@ class StateLayout:
         leaves, structure = jax.tree.flatten(tree)
         specs, kinds = jax.tree.leaves(self.specs), self._kinds
         chosen = [kind == HOST or not only_on_host for kind in kinds]
+        # An empty spec adds no padding.
         specs = [spec if x else PartitionSpec() for spec, x in zip(specs, chosen, strict=True)]
         padded = zip(pad_tree(leaves, specs, self.axis_sizes), kinds, strict=True)
         return jax.tree.unflatten(structure, [to_host(x) if k == HOST else x for x, k in padded])

@@ -149,6 +149,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"{config} uses {num_needed} of {len(devices)} {platform} devices; the others would be "
             "idle. Enlarge mesh.ici_mesh_shape, or set mesh.allow_unused_devices=true."
         )
+    # With simulated devices, each process contributes the same number of devices.
     num_processes = len({device.process_index for device in devices})
     if platform == "cpu" and num_processes > 1:
         devices = devices_per_process(config, devices, num_processes)

@@ -64,6 +64,7 @@ def without_xla_errors(
     def corrected(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, static_argnums, return_shape=True)(*args)
         closed = rewrite_jaxpr(also(closed), _corrected_equation)
+        # Static arguments are constants in the jaxpr.
         arrays = [x for i, x in enumerate(args) if i not in np.atleast_1d(static_argnums)]
         outputs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)

@@ -90,5 +90,6 @@ def simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndar
     dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))
     num_axes = len(ici_mesh_shape)
     grid = np.array(devices).reshape(dcn_mesh_shape + ici_mesh_shape)
+    # Each axis of the mesh merges its slices with its devices in a slice.
     interleaved = [dim for axis in range(num_axes) for dim in (axis, num_axes + axis)]
     return grid.transpose(interleaved).reshape(config.shape)
