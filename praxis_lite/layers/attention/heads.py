@@ -196,6 +196,7 @@ class AttentionHeads(BaseLayer):
         if self.kv_split_dims_mapping is None:
             return None
         B, S, G, K = (*self.kv_split_dims_mapping, None, None, None, None)[:4]
+        # With too few heads, time is sharded over their axes.
         if (axes := self.split_of_time()) is not None:
             S, G = axes, None
         return B, G, S, K

@@ -79,6 +79,7 @@ def without_vma(
         num = len(specs)
 
         def grads(grad: PyTree, *args: jax.Array) -> tuple[jax.Array, ...]:
+            # This recomputes the forward pass, on each device.
             _, vjp = jax.vjp(lambda *inputs: function(*inputs, *args[num:]), *args[:num])
             return tuple(map(sum_over_replicas, vjp(grad), specs))
 

@@ -145,6 +145,7 @@ def route_expert_choice(
     x_GND = jnp.take_along_axis(x_GSD, tokens_GN[..., None], axis=1)
     y_GND = apply_experts(x_GND.reshape(*tokens_GEC.shape, -1)).reshape(x_GND.shape)
 
+    # A token that several experts chose receives the sum of their outputs.
     def scatter_add(y_ND: jax.Array, tokens_N: jax.Array) -> jax.Array:
         return jnp.zeros(x_GSD.shape[1:], y_ND.dtype).at[tokens_N].add(y_ND)
 

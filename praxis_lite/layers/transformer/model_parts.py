@@ -56,6 +56,7 @@ def positions_in_segments(
         return positions
     index_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
     begins_BT = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    # Subtract the index at which each token's segment begins.
     return index_BT - jax.lax.cummax(jnp.where(begins_BT, index_BT, 0), axis=1)
 
 

@@ -253,6 +253,8 @@ def _prefix_mask(
 ) -> jax.Array:
     """Returns an atten_mask [B, 1, T, T] that allows the past and the prefix in each segment."""
     after_prefix = convert_paddings_to_mask((inputs_indicator <= 0).astype(jnp.float32))
+    # Visible keys have the larger value: a maximum allows keys that either mask allows, and a
+    # minimum allows keys that both allow.
     mask = jnp.maximum(causal_mask(inputs_indicator.shape[1]), after_prefix)
     if segment_ids is None and paddings is not None:
         segment_ids = paddings < 0.5

@@ -298,6 +298,7 @@ class Transformer(BaseLayer):
     def _crosses(self, encoded: jax.Array | None, caches: dict[str, Any]) -> bool:
         if self.cross_attention is None:
             return False
+        # In decoding, the cache may contain `encoded`.
         if encoded is not None or "cross_attention" in caches:
             return True
         if not self.allow_skip_cross_attention:

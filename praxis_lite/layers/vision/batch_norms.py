@@ -234,6 +234,7 @@ class GroupNorm(_PaddedNorm):
                 f"input_rank={x.ndim}."
             )
         grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
+        # All dims except the batch, the groups and, if cumulative, time.
         dims = (*range(2 if self.cumulative else 1, x.ndim - 1), x.ndim)
         is_true = None if is_true is None else is_true[..., None]
         moments = _moments(grouped, is_true, dims, cumulative_dim=1 if self.cumulative else None)

@@ -112,6 +112,7 @@ class Conv2D(BaseLayer):
         sizes = zip(self.dilations, self.filter_shape[:2], strict=True)
         totals = [dilation * (size - 1) for dilation, size in sizes]
         pads = [(total // 2, total - total // 2) for total in totals]
+        # A causal output sees no later rows, so all padding along the height comes first.
         return [(totals[0], 0), pads[1]] if self.is_causal else pads
 
     def __call__(self, inputs: jax.Array) -> jax.Array:

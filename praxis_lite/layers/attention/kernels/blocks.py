@@ -95,6 +95,7 @@ class _Block(NamedTuple):
 
 def _blocks(num_queries: int, num_keys: int, mask: AttentionMask, size: int) -> Iterator[_Block]:
     for start in range(0, num_queries, size):
+        # A block reads at least one key, even if all of its queries are fully masked.
         stop, first, end = min(start + size, num_queries), 0, num_keys
         if mask.left_context is not None:
             first = min(max(start - mask.left_context + 1, 0), num_keys - 1)

@@ -62,6 +62,7 @@ class Ring(NamedTuple):
 
     def shift(self, tree: Any, step: int) -> Any:
         """Receives the arrays from the group `step` positions earlier in the ring."""
+        # A device sends to the device with the same rank in another group.
         pairs = [
             (device, self.groups[(i + step) % self.num_groups][rank])
             for i, group in enumerate(self.groups)

@@ -137,6 +137,8 @@ def _needed_eqns(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[co
     """Returns the equations needed to compute `atoms`, in their original order."""
     needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
     used = []
+    # An equation is needed if one of its results is in `atoms` or is read by a later needed
+    # equation.
     for eqn in reversed(eqns):
         if needed.intersection(eqn.outvars):
             needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}

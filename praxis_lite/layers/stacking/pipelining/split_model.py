@@ -218,6 +218,7 @@ class SplitModel:
 
     def _pipeline_args(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
         """Returns the arguments (x, inputs, key) that the model passes to the pipeline."""
+        # Only the arguments matter, so the pipeline may return its input.
         _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
         arrays, others = arrays_of(inputs, x.shape[0])
         scalars = {name: value for name, value in others.items() if isinstance(value, jax.Array)}

@@ -166,6 +166,7 @@ class StageWork:
                 y, assigned = self.work(list(given.values()), key, stage, microbatch, repeat, x)
                 return y, {path: assigned[path] for path in grad_values}
 
+            # Differentiate with respect to x and the float arrays, with separate arrays per layer.
             _, pull = jax.vjp(work, [self.unstack_layers(i, arrays[i], 0) for i in floats], x)
             grad_floats, grad_x = pull((grad_y, grad_values))
             return grad_x, grad_floats

@@ -342,6 +342,8 @@ def _accumulate(
 ) -> jax.Array:
     """Returns the running `mean_update` of one variable."""
     is_updated = is_updated_RS.reshape(*is_updated_RS.shape, *[1] * (value_RSP.ndim - 2))
+    # With several microbatches, floats change by the mean over microbatches. Other values are
+    # replaced.
     if num_microbatches == 1 or not jnp.issubdtype(value_RSP.dtype, jnp.inexact):
         return jnp.where(is_updated, new_SP[None], value_RSP)
     change = (new_SP[None] - old_RSP) / num_microbatches
