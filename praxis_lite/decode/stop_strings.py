@@ -95,6 +95,8 @@ class ContinuationText:
         if token not in self._tokenizer.special_ids:
             return self._add(self._decoder.push(token))
         new = self._add(self._decoder.flush() + self._decoder.push(token))
+        # The text of a special token may contain a stop string, but is not part of the
+        # continuation.
         if not self.is_stopped and (special := self._tokenizer.decode([token])):
             start = len(self._compared)
             self._special.append((start, start + len(special)))

@@ -294,6 +294,7 @@ def zero_slots(
         is not factored; see `factored_dims`.
       momentum_dtype: Dtype of the stored momentum, or None for no momentum.
     """
+    # Every weight has all slots. Unused slots have a single element.
     absent = jnp.zeros((1,), jnp.float32)
     if momentum_dtype is None:
         m, m_scale = absent, absent
@@ -335,6 +336,7 @@ def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     if not m.ndim:
         return m, jnp.zeros((1,), jnp.float32)
     scale = jnp.max(jnp.abs(m), axis=0) / jnp.iinfo(dtype).max
+    # A column of zeros has a scale of 0.
     rounded = jnp.round(m / jnp.where(scale > 0, scale, 1.0)[None])
     return rounded.astype(dtype), scale
 
