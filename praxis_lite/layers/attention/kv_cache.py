@@ -277,6 +277,7 @@ def _update_ring(
     """
     length = cache["key"].shape[2]
     updated = cache
+    # At most SPARE_PLACES + 1 tokens, each of which may be at a different position in each row.
     for t in range(positions.shape[1]):
         index_B = positions[:, t] % length
         row = {name: x[..., t : t + 1, :] for name, x in new.items()}

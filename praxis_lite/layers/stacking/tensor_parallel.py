@@ -98,6 +98,7 @@ class WeightShard(NamedTuple):
             if axes and not (keeps_features and axis in axes):
                 block = jax.lax.all_gather(block, axes, axis=dim, tiled=True)
                 block = jax.lax.slice_in_dim(block, 0, self.shape[dim], axis=dim)
+        # Outputs are summed over the devices, so only one of them adds the bias.
         if keeps_features and self.path[0] == sharded.output and self.path[-1] == "b":
             return jnp.where(jax.lax.axis_index(axis) == 0, block, 0)
         return block
@@ -278,6 +279,7 @@ def run_tensor_parallel(
         )
         for name, row in row_arrays.items()
     }
+    # Per-row arrays are padded like x, except for dims that are broadcast.
     expected = x.shape[: sharded.num_row_dims]
     padded = {
         name: pad_to_shape(
@@ -295,6 +297,7 @@ def run_tensor_parallel(
         def term(x: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
             return sharded.function(layer, x, rows)
 
+        # All weights have been gathered, so no sum over devices remains.
         if method == "weights":
             return term(x, rows)
         if method == "gather":

@@ -244,6 +244,7 @@ class TransformerEncoderDecoder(BaseLayer):
         lookup = self.decoder_embedding_lookup
         x = embed(self.softmax if lookup is None else lookup, targets)
         position_emb = self.position_emb or self.decoder_position_emb
+        # With a cache, each row is one segment.
         segments = {}
         if cache is None:
             segments = {

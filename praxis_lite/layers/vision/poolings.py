@@ -214,6 +214,7 @@ class Pooling1D(BaseLayer):
           inputs: [B, T, ...].
           paddings: [B, T], 1.0 for times to ignore.
         """
+        # An output is padding if the input at its position is padding.
         strided = None if paddings is None else paddings[:, :: self.stride]
         if self.window == 1:
             return inputs[:, :: self.stride], strided

@@ -210,6 +210,7 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
             for local, factor in ((x_letters, x), (y_letters, y))
         )
         settings["out_sharding"] = PartitionSpec(*(entries[letter] for letter in order))
+    # For dot_general: ((summed dims of y, of x), (batch dims of y, of x)).
     dims = tuple(
         tuple(tuple(map(local.index, group)) for local in (y_letters, x_letters))
         for group in (summed, batch)

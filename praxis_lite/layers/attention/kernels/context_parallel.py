@@ -249,6 +249,7 @@ def context_parallel_attention(
             encoded, log_sums = ring_attention(
                 q, k, v, local_mask, ring, block_attention, residual_name
             )
+        # Both results get the layout of the queries, so that they can be sent back in the same way.
         results = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
         return tuple(ring.by_time(ring.from_zigzag(x)) for x in results[: 1 + gives_sums])
 

@@ -150,6 +150,7 @@ class InterleavedTicks:
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
         x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
         x_S = self.constrain_activations(x_S)
+        # Slot t % K stores the inputs of tick t until their backward pass.
         saved_SK = jax.lax.dynamic_update_index_in_dim(
             carry.saved_SK, x_S, t % self.schedule.num_saved_inputs, axis=1
         )

@@ -66,6 +66,7 @@ def run_split_ticks(
     )
     ticks = _Ticks(work, schedule, Handover(schedule, layout, stream_io))
 
+    # x_TS, the input of each stage in each tick, is the only activation that is saved.
     @jax.custom_vjp
     def run(leaves: list, inputs: list, x_M: jax.Array, key: Any) -> tuple:
         return ticks.forward(leaves, inputs, x_M, key)[0]
@@ -182,6 +183,7 @@ class _Ticks:
             carry, _ = input_gradients_tick(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
+            # carry[-1] contains the residuals, including those that this tick has just stored.
             new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )

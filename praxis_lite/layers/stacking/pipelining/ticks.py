@@ -227,6 +227,8 @@ def run_ticks(
 
     carry = varying_alike((*handover.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)
+    # The stage dim is the second dim of blocks and cache, [R, S, P, ...], and the first of other
+    # arrays.
     with rematerialized(work) as work:
         work_S = vmap_over(
             layout.vmapped_axes(num_stages),
