@@ -137,6 +137,7 @@ def start(
         top_k = setting(prompts.top_k, decoder.top_k, jnp.int32)
     if decoder.top_p is not None:
         top_p = setting(prompts.top_p, decoder.top_p, jnp.float32)
+    # A row without a prompt has 0 steps, so it is done from the start.
     max_steps = repeat(prefix.max_steps)
     shape = (num_rows, decoder.max_decode_steps)
     state = DecodeState(

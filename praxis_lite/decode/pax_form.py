@@ -71,12 +71,15 @@ def pax_outputs(
             new = slice(length, length + num_new)
             output_ids[b, s, new] = new_ids[b, s, :num_new]
             logprobs[b, s, new] = new_logprobs[b, s, :num_new]
+            # Without fprop_for_prefix, a row that neither ended nor has M new tokens has the length
+            # T.
             ended = num_new and output_ids[b, s, new][-1] in decoder.eos_ids
             if not (decoder.fprop_for_prefix or ended or num_new == M):
                 decode_lengths[b, s] = T
     is_prefix = np.arange(P) < lengths_B[:, None]
     prefix_ids = np.where(is_prefix, ids, 0)[:, None]
     beam_outputs = {}
+    # Beam search only.
     if "hyp_ids" in outputs:
         end_logprobs = np.ones((B, S, P + M), np.float32)
         is_new = np.arange(M) < new_lengths_BS[..., None]

@@ -55,6 +55,7 @@ class BoundLearner:
           ConfigError: A pattern in a mask matches no weight.
         """
         learner = self.settings
+        # Creating the slots applies all masks, whose patterns must each match a weight.
         with collected_patterns() as patterns:
             slots = {
                 name: group.per_layer(group.optimizer.init)(group.select(params))

@@ -106,6 +106,7 @@ class TaskOnMesh:
                 jax.tree.map(lambda _: PartitionSpec(), key),
             )
             explicit = jax.sharding.explicit_axes(pure, axes=self.explicit_axes, in_sharding=types)
+            # A new trace replaces the notes of the previous trace.
             notes.clear()
             try:
                 with collect_untyped_notes(notes):

@@ -135,6 +135,7 @@ def decide_shardings(
     paths = sorted("/".join(path) for path, _ in spec_items(weight_specs.get("params", {})))
     _check_patterns(declared.pairs, paths)
     has_rules = bool(declared.pairs or declared.rules_in_use)
+    # Indices of the patterns that determine the sharding of at least one weight.
     used: set[int] = set()
     notes: dict[str, list[str]] = {}  # Maps a note to the weights that it applies to.
 
