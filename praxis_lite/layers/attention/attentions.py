@@ -295,6 +295,7 @@ class DotProductAttention(AttentionHeads):
         # they were inputs of a scan, it would recompute them for each head of each layer.
         positions = _positions(positions, inputs)
         assert positions is not None
+        # First choose the keys' source and the mask: `encoded`, or the inputs themselves.
         is_cross = self.is_cross_attention or encoded is not None
         if is_cross:
             kv_positions = _positions(rows.get("encoded_positions"), encoded)
@@ -303,6 +304,7 @@ class DotProductAttention(AttentionHeads):
             )
         else:
             encoded, kv_positions = inputs, positions
+            # As in Pax, an atten_mask replaces the causal mask unless is_causal or window is set.
             replaces_causal = atten_mask is not None and self.mask_is_all
             mask = AttentionMask(
                 self.left_context,
@@ -314,6 +316,7 @@ class DotProductAttention(AttentionHeads):
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
+            # The new keys are written to the cache, and the queries attend to all of its entries.
             kv = None if kv is None else round_to_cache(kv, inputs.dtype)
             cache, kv, kv_positions, mask = update_cache(
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
