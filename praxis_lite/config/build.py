@@ -71,9 +71,9 @@ _PACKAGES_OF_SETTINGS = {
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
     """Adds details from the config to any ConfigError that is raised in the context.
 
-    An error about a file is extended with the paths of the settings that contain the file, an error
-    about a missing package with the other missing packages that the config requires, and an error
-    about a setting with the file from which the setting was read.
+    For an error about a file, these are the paths of the settings that contain the file. For a
+    missing package, these are the other missing packages that the config requires. For a setting,
+    this is the file from which the setting was read.
 
     Args:
       config: The config.

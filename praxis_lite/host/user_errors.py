@@ -49,7 +49,8 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
 
     Args:
       error: The exception.
-      path: The file for the traceback. If None, or if it cannot be written, a temporary file.
+      path: The file for the traceback. If None, or if the file cannot be written, a temporary file
+        is used.
 
     Returns:
       The message and exit status, or None for any other exception or if no file can be written.
