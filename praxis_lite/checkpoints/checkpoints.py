@@ -59,7 +59,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a job, and a context manager whose exit waits for the save in progress.
+    """The checkpoints of a job. As a context manager, waits for the save in progress on exit.
 
     A KeyboardInterrupt, raised by a second Ctrl-C, cancels the save in progress.
 

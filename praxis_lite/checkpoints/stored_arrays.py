@@ -209,7 +209,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
         if num_chunks[name] != expected:
             raise ConfigError(
                 f"The checkpoint {folder}: {name} has {num_chunks[name]} chunks instead of "
-                f"{expected}. It is damaged. Use a different step, or a copy of this one."
+                f"{expected}. The array is damaged. Use a different step, or a copy of this step."
             )
     return arrays
 
@@ -218,6 +218,6 @@ def _unreadable(folder: Path, name: str, error: ValueError) -> ConfigError:
     # Cut off TensorStore's specs and source locations.
     reason = " ".join(str(error).split()).partition(" [")[0]
     return ConfigError(
-        f"The checkpoint {folder}: {name} cannot be read ({reason[:500]}). It is damaged. Use "
-        "a different step, or a copy of this one."
+        f"The checkpoint {folder}: {name} cannot be read ({reason[:500]}). The array is "
+        "damaged. Use a different step, or a copy of this step."
     )

@@ -55,8 +55,8 @@ def build(config: fdl.Config) -> Any:
         ) from error
 
 
-# Optional packages that settings require, by (last component of the path, value). The value ""
-# matches any value. Classes specify their packages as subclasses of NeedsPackage.
+# Optional packages that settings require, keyed by (last component of the path, value). The value
+# "" matches any value. Classes specify their packages as subclasses of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix",
     ("quantization", "float8"): "qwix",

@@ -27,7 +27,7 @@ HOME = "praxis_lite.experiments"
 # The module in which notebook cells and scripts run.
 _MAIN = "__main__"
 
-# Registered classes by full name.
+# Registered classes, keyed by full name.
 registered: dict[str, type] = {}
 
 

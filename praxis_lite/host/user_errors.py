@@ -94,6 +94,6 @@ def describe_error(error: BaseException) -> str | None:
     text = shortened(first_paragraph(error), 1000).rstrip(".")
     message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
-        # The syntax of Pax.
+        # Pax's syntax.
         message += " In praxis_lite a split-dims mapping has no fields: assign a sequence to it."
     return message

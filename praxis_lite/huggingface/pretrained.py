@@ -30,7 +30,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 
-# File in a job's directory with the path of the model from which the job started.
+# File in the job directory that contains the path of the model that the job started from.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"
 

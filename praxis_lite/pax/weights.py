@@ -183,7 +183,7 @@ def _matches_any(path: str, patterns: Sequence[str]) -> bool:
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
     specs = spec_leaves(model.weight_specs())
     module = model.abstract_module()
-    # In the graph of the module, indices of lists are ints.
+    # In the module's graph, list indices are ints.
     own_paths = {
         path: tuple(int(name) if name.isdigit() else name for name in path.split("/")[1:])
         for path, _ in specs

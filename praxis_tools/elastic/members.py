@@ -212,7 +212,7 @@ class Rendezvous:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{path} is damaged or cannot be read ({error}). End all processes of the job, "
-                "delete the file, and start them again. Checkpoints are not affected."
+                "delete the file, and restart the processes. Checkpoints are not affected."
             ) from None
 
     def create_generation(self, generation: Generation) -> bool:

@@ -136,7 +136,7 @@ def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of,
     assert len(reports) == len(case.hows)
     for how, report in zip(case.hows, reports, strict=True):
         assert re.search(r"stuck: process 1 \(.+\) is stuck: ", report), report
-        assert "It is killed and replaced." in report
+        assert "The worker is killed and replaced." in report
         assert report.splitlines()[0][20:] in seen.texts[1]
         if how == "is stopped":
             assert "stopped by a signal (state T)" in report

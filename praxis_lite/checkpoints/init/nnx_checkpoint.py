@@ -144,7 +144,7 @@ class NnxCheckpoint:
             raise ConfigError(
                 f"{self.directory} has no step {step!r}; it has "
                 f"{first_few([*map(str, self._steps)])}. Change CheckpointLoadingRules.step, or "
-                "omit it for the latest step."
+                "omit the setting for the latest step."
             )
         return _folder_of_arrays(self._steps[step])
 

@@ -82,7 +82,7 @@ class VerifiedSteps:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
                     f"{'is' if len(damaged) == 1 else 'are'} damaged. Restore an undamaged copy, "
-                    "or, to start over, remove them or choose a different directory."
+                    "or, to start over, remove the damaged steps or choose a different directory."
                 )
         return step
 
