@@ -84,7 +84,7 @@ def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
                 text,
             ), text
             # It says so every two seconds, in which it may have made all of its steps.
-            last = r"last report, it has ended (no step yet|step \d+) and (is in|waits)"
+            last = r"last report, it has completed (no step yet|step \d+) and (is in|waits)"
             assert re.search(last, text), text
 
 
