@@ -59,7 +59,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a job, and a context manager whose exit waits for the save in progress.
+    """The checkpoints of a job. As a context manager, waits for the save in progress on exit.
 
     A KeyboardInterrupt, raised by a second Ctrl-C, cancels the save in progress.
 
@@ -83,8 +83,8 @@ class Checkpoints:
       note: Called with a message about each damaged step and how it is handled.
       config_json: Content of the job's config.json, whose digest is stored in the manifests; "" if
         unknown.
-      evaluated: Function that returns metrics by step, from evaluations made after the save. These
-        metrics are used to find the best step.
+      evaluated: Function that returns metrics keyed by step, from evaluations run after the save.
+        These metrics are used to find the best step.
       saved: Called with the newest step when it changes, in every process and from any thread.
     """
 
@@ -181,7 +181,7 @@ class Checkpoints:
           step: The step, "best", or None for the newest step.
 
         Returns:
-          Shapes by path, such as "mdl_vars/params/softmax/..." or "opt_states/slots/...".
+          Shapes keyed by path, such as "mdl_vars/params/softmax/..." or "opt_states/slots/...".
         """
         leaves = self._choose(step)[1]["leaves"]
         return {p: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for p, x in leaves.items()}
@@ -294,12 +294,12 @@ class Checkpoints:
         """Restores some arrays from a checkpoint into their shards.
 
         Args:
-          leaves: The layout of each array to read, by path in the checkpoint.
+          leaves: The layout of each array to read, keyed by its path in the checkpoint.
           mesh: The mesh.
           step: The step, "best", or None for the newest step.
 
         Returns:
-          The arrays by path.
+          The arrays, keyed by path.
 
         Raises:
           ConfigError: An array does not exist, or its logical shape or dtype differs.

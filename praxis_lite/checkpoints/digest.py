@@ -21,7 +21,7 @@ def digest_of(step_dir: Path) -> str:
 
 
 def leaf_digests(step_dir: Path) -> dict[str, str]:
-    """Returns a digest of each leaf's dtype, logical shape and values, by path.
+    """Returns a digest of each leaf's dtype, logical shape and values, keyed by path.
 
     Values are compared bitwise: 0.0 and -0.0 differ, as do NaNs with different bits.
     """

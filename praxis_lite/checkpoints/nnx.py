@@ -1,4 +1,4 @@
-"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as saved in Flax's guide.
+"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as in Flax's checkpointing guide.
 
 To start a job from such weights, set the folder in `run.init_from_checkpoint_rules`.
 """
@@ -27,7 +27,7 @@ def mdl_vars_from_nnx(
     not in the model, such as a step, are ignored with a warning.
 
     Args:
-      model: The model whose variables to read.
+      model: The model whose variables are read.
       directory: The folder to which Orbax saved `nnx.state(model)` or
         `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`, or the
         folder with the steps of a `training.Checkpointer` or a CheckpointManager.
@@ -37,8 +37,8 @@ def mdl_vars_from_nnx(
       `{"params": ..., "non_trainable": ...}`, nested dicts of NumPy arrays without padding.
 
     Raises:
-      ConfigError: The checkpoint does not exist, is damaged, or contains several trees of arrays,
-        or its variables do not match the model in their names, shapes or dtypes.
+      ConfigError: The checkpoint does not exist, is damaged, or contains several trees of arrays;
+        or the names, shapes or dtypes of its variables do not match the model.
     """
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)

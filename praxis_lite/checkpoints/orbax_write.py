@@ -83,7 +83,7 @@ asyncio_utils.cancellable = _cancellable_except_commits
 
 
 class _MonotonicTime:
-    """A replacement for the module `time` whose `time()` is monotonic."""
+    """A replacement for the `time` module with a monotonic `time()`."""
 
     time = staticmethod(time.monotonic)
 

@@ -75,10 +75,10 @@ def check_finite(step: int, state: TrainState, newest: str) -> None:
 
 
 def non_finite_leaves(state: TrainState) -> list[str]:
-    """Returns the paths of leaves with numbers that must not be saved, in the state's order.
+    """Returns the paths of leaves with values that must not be saved, in the state's order.
 
     Weights, other variables and averaged weights must be finite. Optimizer slots must not be NaN,
-    but may be infinite, because a minimum may be initialized to infinity.
+    but may be infinite, because a slot that tracks a minimum may be initialized to infinity.
     """
     tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
     paths, leaves, is_weight = [], [], []

@@ -41,7 +41,8 @@ def read_state(
     Args:
       step_dir: The step's folder, whose name is the step's number.
       saved: The manifest entries of the stored arrays.
-      arrays: Function that returns the stored arrays by path; called after `saved` is checked.
+      arrays: Function that returns the stored arrays, keyed by path. It is called after `saved` is
+        checked.
       layout: Layout of the complete TrainState.
       opt_states_keys: Keys of the opt_states to check and read, or None for all.
 
@@ -69,13 +70,13 @@ def read_arrays(
     """Reads arrays into their shards, padded for the mesh.
 
     Args:
-      arrays: The stored arrays by path, which may include arrays that are not read.
-      leaves: The layout of each array to read, by path. Unpadded shapes and dtypes must match the
-        stored arrays.
+      arrays: The stored arrays, keyed by path. They may include arrays that are not read.
+      leaves: The layout of each array to read, keyed by path. Unpadded shapes and dtypes must match
+        the stored arrays.
       mesh: The mesh.
 
     Returns:
-      The padded arrays by path, in the order of `leaves`.
+      The padded arrays, keyed by path, in the order of `leaves`.
 
     Raises:
       ConfigError: An array cannot be decoded, or does not fit into host memory.

@@ -106,7 +106,7 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
       manifest: The step's manifest.
 
     Returns:
-      The arrays by path, sorted.
+      The arrays, keyed and sorted by path.
 
     Raises:
       ConfigError: An array or a chunk is missing, or a shape or dtype differs from the manifest.
@@ -144,7 +144,7 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
       prefix: Name prefix of the arrays to open, which is removed from the paths.
 
     Returns:
-      The arrays by path.
+      The arrays, keyed by path.
 
     Raises:
       ConfigError: An array cannot be opened, or a chunk is missing. The message includes the
@@ -158,7 +158,7 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
 
 
 def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
-    """Opens the padded arrays in a folder, by their names in Orbax."""
+    """Opens the padded arrays in a folder, keyed by their Orbax names."""
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
         kvstore = {"driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"}
@@ -209,7 +209,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
         if num_chunks[name] != expected:
             raise ConfigError(
                 f"The checkpoint {folder}: {name} has {num_chunks[name]} chunks instead of "
-                f"{expected}. It is damaged. Use a different step, or a copy of this one."
+                f"{expected}. The array is damaged. Use a different step, or a copy of this step."
             )
     return arrays
 
@@ -218,6 +218,6 @@ def _unreadable(folder: Path, name: str, error: ValueError) -> ConfigError:
     # Cut off TensorStore's specs and source locations.
     reason = " ".join(str(error).split()).partition(" [")[0]
     return ConfigError(
-        f"The checkpoint {folder}: {name} cannot be read ({reason[:500]}). It is damaged. Use "
-        "a different step, or a copy of this one."
+        f"The checkpoint {folder}: {name} cannot be read ({reason[:500]}). The array is "
+        "damaged. Use a different step, or a copy of this step."
     )

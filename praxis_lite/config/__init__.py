@@ -1,1 +1,1 @@
-"""Configs of experiments: access to fields by path, `--set`, config.json and config.txt."""
+"""Experiment configs: access to fields by path, `--set`, config.json and config.txt."""

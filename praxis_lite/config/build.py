@@ -55,8 +55,8 @@ def build(config: fdl.Config) -> Any:
         ) from error
 
 
-# Optional packages that settings require, by (last component of the path, value). The value ""
-# matches any value. Classes specify their packages as subclasses of NeedsPackage.
+# Optional packages that settings require, keyed by (last component of the path, value). The value
+# "" matches any value. Classes specify their packages as subclasses of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix",
     ("quantization", "float8"): "qwix",
@@ -71,9 +71,9 @@ _PACKAGES_OF_SETTINGS = {
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
     """Adds details from the config to any ConfigError that is raised in the context.
 
-    An error about a file is extended with the paths of the settings that contain the file, an error
-    about a missing package with the other missing packages that the config requires, and an error
-    about a setting with the file from which the setting was read.
+    For an error about a file, these are the paths of the settings that contain the file. For a
+    missing package, these are the other missing packages that the config requires. For a setting,
+    this is the file from which the setting was read.
 
     Args:
       config: The config.

@@ -1,4 +1,4 @@
-"""Converts field values to text and back, including functions and classes by name.
+"""Converts field values to text and back. Functions and classes are written as names.
 
 A name such as `optax.lion` refers to the function or class itself, for example a template or an
 optimizer; the fields below its path are its settings. A name with `()`, such as

@@ -118,7 +118,7 @@ def config_lines(config: fdl.Config) -> list[str]:
 
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
-    """Returns the values of all fields by path. All values except numbers and booleans are text."""
+    """Returns all field values, keyed by path. All values except numbers and booleans are text."""
     values = {field.path: field.value for field in iterate_fields(config)}
     return {
         path: values[path] if isinstance(values[path], bool | int | float) else text

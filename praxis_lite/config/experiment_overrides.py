@@ -54,7 +54,7 @@ def experiment_and_config(
             raise
         raise ConfigError(
             f"{callable_name(experiment)} must be constructible without arguments: {error}. Add "
-            "defaults to the arguments of __init__, or remove it."
+            "defaults to the arguments of __init__, or remove the arguments."
         ) from error
     known = _attributes(experiment)
     of_class = [setting for setting in settings if _first_key(setting) in known]

@@ -66,7 +66,7 @@ def imported(module: str, name: str) -> Any:
 
 
 def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> Any:
-    """Returns the object for a name after `--set`, or None if the name is unknown or not allowed.
+    """Returns the object that a name in `--set` refers to; None if it is unknown or not allowed.
 
     Args:
         text: A full name such as `optax.lion`, or a bare name such as `lion`, which is looked up in

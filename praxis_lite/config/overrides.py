@@ -209,7 +209,7 @@ def _checked_value(
             return value
     try:
         if is_config and (annotation in (UNKNOWN, Any) or not _is_single(current)):
-            raise WrongType("a function, a class or a config, by its name")
+            raise WrongType("the name of a function, a class or a config")
         return parse_value(text, annotation, None if isinstance(current, Unknown) else current)
     except WrongType as wrong:
         value = parse_callable(text, current, annotation, packages) if may_be_named else None

@@ -174,7 +174,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns annotations by parameter name, by position if positional-only, and by "**"."""
+    """Returns annotations keyed by parameter name, by position if positional-only, or by "**"."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     hints: dict[str | int, Any] = {}
@@ -193,7 +193,7 @@ def _parameter_types(config: fdl.Buildable) -> dict[str | int, Any]:
 
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
-    """Returns a callable's annotations by parameter, or `UNKNOWN` where evaluation fails."""
+    """Returns a callable's annotations, keyed by parameter; `UNKNOWN` if evaluation fails."""
     # typing.get_type_hints would fail for all parameters if one annotation uses a name that is
     # imported under TYPE_CHECKING.
     if isinstance(function, type):

@@ -1,4 +1,4 @@
-"""Converts settings that are passed in Python (values by path) to strings for `--set`."""
+"""Converts settings that are passed in Python (values keyed by path) to strings for `--set`."""
 
 import dataclasses
 import enum
@@ -21,9 +21,9 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     """Converts settings to strings "path=value", as for `--set`.
 
     Args:
-      settings: A list of such strings, or a mapping of values by path. A value may be a number,
-        string, dtype, enum member or None; a list, tuple, set or dict of these; a function or class
-        that is allowed in configs; an `fdl.Config`; or a dataclass instance.
+      settings: A list of such strings, or a mapping with values keyed by path. A value may be a
+        number, string, dtype, enum member or None; a list, tuple, set or dict of these; a function
+        or class that is allowed in configs; an `fdl.Config`; or a dataclass instance.
 
     Raises:
       ConfigError: A value cannot be converted, or `settings` has the wrong type.
@@ -33,8 +33,8 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     is_texts = isinstance(settings, Sequence) and not isinstance(settings, str | bytes)
     if not is_texts or not all(isinstance(text, str) for text in settings):
         raise ConfigError(
-            f"settings is {shortened(repr(settings))}; expected a dict of values by path, such as "
-            "{'run.num_train_steps': 200}, or a list such as ['run.num_train_steps=200']."
+            f"settings is {shortened(repr(settings))}; expected a dict of values keyed by path, "
+            "such as {'run.num_train_steps': 200}, or a list such as ['run.num_train_steps=200']."
         )
     return tuple(settings)
 
@@ -95,6 +95,6 @@ def _refused(value: Any) -> str:
     return (
         f"{shortened(repr(value), 200)} cannot be stored in config.json; expected numbers, "
         "strings, None, lists and dicts of these, or functions and classes with a name, such as "
-        "optax.lion, and their arguments by path. Define it at the top level of a module or "
+        "optax.lion, and their arguments, keyed by path. Define it at the top level of a module or "
         "notebook, or return it from a method of the experiment."
     )

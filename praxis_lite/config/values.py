@@ -259,7 +259,7 @@ def _parse_dtype(text: str, annotation: Any, current: Any) -> Any:
     optional = types.NoneType in union_parts(annotation) or annotation is UNKNOWN
     if name.lower() == "none" and (optional or current is None):
         return None
-    expected = "a dtype by name, such as float32 or bfloat16"
+    expected = "the name of a dtype, such as float32 or bfloat16"
     scalar = getattr(sys.modules.get("jax.numpy", np), name, None)
     if not is_dtype(scalar):
         raise WrongType(expected)

@@ -17,7 +17,7 @@ __all__ = ("Decoder", "Prompts")
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 
-# Arrays by name; see `Decoder.__call__`.
+# Arrays keyed by name; see `Decoder.__call__`.
 Outputs = dict[str, jax.Array]
 
 

@@ -86,7 +86,7 @@ class Rows:
         self._state = batching.empty(mdl_vars)
         # Maps a row to the index of its prompt and to the number of tokens reported so far.
         self._taken: dict[int, tuple[int, int]] = {}
-        self._entering: dict[int, Prompt] = {}  # Submitted prompts to prefill, by row.
+        self._entering: dict[int, Prompt] = {}  # Submitted prompts to prefill, keyed by row.
         self._reset()
 
     def _reset(self) -> None:

@@ -31,7 +31,7 @@ class Greedy(Decoder):
         together with all text after it. Requires a task with a tokenizer, which encodes the stop
         strings as stop sequences. The text also ends at a stop string that the model generates in a
         different tokenization.
-      num_cache_slots: If positive, datasets of prompts are decoded by continuous batching with this
+      num_cache_slots: If positive, prompt datasets are decoded by continuous batching with this
         number of rows: as soon as a row is free, it is assigned to the next prompt. If 0, datasets
         are decoded batch by batch, and each batch takes as long as its longest row. (The name is
         from Pax.)

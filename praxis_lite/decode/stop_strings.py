@@ -180,7 +180,7 @@ def continuation_text(
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yields the decoded form of a stop string, if encoding and decoding it adds spaces."""
+    """Yields the decoded form of a stop string if encoding and decoding the string adds spaces."""
     decoded = tokenizer.decode(tokenizer.encode(text, False))
     if len(decoded) > len(text) and _without_spaces(decoded) == _without_spaces(text):
         yield decoded

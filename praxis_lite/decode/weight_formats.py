@@ -92,7 +92,7 @@ class Transpose:
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
-    """Returns the functions that convert weights for decoding, by the path of the weight.
+    """Returns the functions that convert weights for decoding, keyed by the weight's path.
 
     If `weights_dtype` is "activations", a weight that is only used after a cast to one narrower
     dtype is stored in that dtype, which does not change the results. If `weights_dtype` is "int8",
@@ -132,8 +132,8 @@ def _casts(task: Task) -> dict[str, Cast]:
             raise ConfigError(
                 f"{type(task.decoder).__name__}.weights_dtype {task.decoder.weights_dtype!r} "
                 f"supports only the inputs {', '.join(_ROW)}, but {type(task).__name__} also "
-                f"decodes {name!r}. Omit weights_dtype, or override stored_for_decoding of the "
-                "task."
+                f"decodes {name!r}. Omit weights_dtype, or override the task's "
+                "stored_for_decoding."
             )
     # Trace a decoding step to find out how it uses each weight.
     inputs = {name: _ROW[name] for name in task.required_decode_inputs}
@@ -228,7 +228,7 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
 
 
 def _dense_layers(task: Task, setting: str, value: Any) -> dict[str, tuple[Dense, tuple[int, ...]]]:
-    """Returns each weight's dense layer and the dims that its matmul contracts, by path."""
+    """Returns (dense layer, dims contracted by the layer's matmul), keyed by weight path."""
     dense_layers = {
         f"params/{path}/w".replace("//", "/"): (node, dims)
         for path, node in _nodes(task)

@@ -43,7 +43,7 @@ class EarlyStopping:
         """Returns the value of the metric in an evaluation.
 
         Args:
-          values: Metrics of the evaluation by name.
+          values: Metrics of the evaluation, keyed by name.
           step: The evaluated step, for the error message.
 
         Raises:
@@ -62,7 +62,7 @@ class EarlyStopping:
         """Returns the reason why training must end now, or None if training continues.
 
         Args:
-          values: Values of the metric in all evaluations so far, by step. NaN is not an
+          values: Values of the metric in all evaluations so far, keyed by step. NaN is not an
             improvement.
         """
         sign = 1.0 if self.mode == "min" else -1.0

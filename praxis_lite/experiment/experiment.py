@@ -31,11 +31,11 @@ class Job:
     Attributes:
         mesh: Shape and axes of the device mesh.
         task: The model, its loss and its learner.
-        datasets: Pipelines by name: `train` and the evaluation datasets.
-        decode_datasets: Pipelines of prompts by name.
+        datasets: Pipelines keyed by name: `train` and the evaluation datasets.
+        decode_datasets: Prompt pipelines, keyed by name.
         run: Settings for the length of the run, and for how it saves, evaluates and reports.
-        partitioner: Function of the task and the mesh that returns a partitioner, or None for
-            `Partitioner`.
+        partitioner: Function that takes the task and the mesh and returns a partitioner, or None
+            for `Partitioner`.
         hooks: Hooks, in the order in which they are called.
     """
 
@@ -64,7 +64,7 @@ _DATA_HINT = (
 
 
 class Experiment:
-    """Base class of experiments. Subclass it, add `@register`, and launch it by name.
+    """Base class of experiments. Subclass it, add `@register`, and launch the subclass by name.
 
     Every method returns configs (`fdl.Config`), never built objects. To create a variant, subclass
     an experiment, override a method, and modify the result of `super()`.
@@ -89,8 +89,8 @@ class Experiment:
         """Returns the config of the mesh for an elastic job with `num_devices` remaining devices.
 
         This is called if `mesh()` has a different number of devices. The mesh axes must be the same
-        as in `mesh()`. If the result is None, which is the default, the fastest valid mesh that
-        fits in memory according to --mode=plan is used.
+        as in `mesh()`. If the result is None, which is the default, the job uses the fastest valid
+        mesh that --mode=plan expects to fit in memory.
         """
         return None
 
@@ -99,11 +99,11 @@ class Experiment:
         raise self._missing("task")
 
     def datasets(self) -> dict[str, fdl.Config]:
-        """Returns configs of pipelines by name: `train`, and evaluation datasets."""
+        """Returns pipeline configs keyed by name: `train` and the evaluation datasets."""
         raise self._missing("datasets")
 
     def decode_datasets(self) -> dict[str, fdl.Config]:
-        """Returns configs of prompt pipelines by name. The default is {}."""
+        """Returns prompt pipeline configs keyed by name. The default is {}."""
         return {}
 
     def run(self) -> fdl.Config:
@@ -200,8 +200,8 @@ class Experiment:
     def _checked_datasets(self, method: str, datasets: Any) -> dict[str, fdl.Config]:
         if not isinstance(datasets, Mapping):
             raise ConfigError(
-                f"{self._name()}.{method}() returns {type(datasets).__name__}; expected configs of "
-                f"pipelines by name{_DATA_HINT}"
+                f"{self._name()}.{method}() returns {type(datasets).__name__}; expected pipeline "
+                f"configs keyed by name{_DATA_HINT}"
             )
         for name in datasets:
             check_dataset_name(name, f"{self._name()}.{method}()")

@@ -27,7 +27,7 @@ HOME = "praxis_lite.experiments"
 # The module in which notebook cells and scripts run.
 _MAIN = "__main__"
 
-# Registered classes by full name.
+# Registered classes, keyed by full name.
 registered: dict[str, type] = {}
 
 
@@ -124,7 +124,7 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
 
 
 def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the first line of each experiment's docstring, by the name for `--exp`.
+    """Returns the first line of each experiment's docstring, keyed by the name for `--exp`.
 
     Imports all modules of `praxis_lite.experiments` and `packages`; logs a warning for modules that
     cannot be imported.
@@ -137,7 +137,7 @@ def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _found(names: Sequence[str], allowed: Sequence[str]) -> "dict[str, type[Experiment]]":
-    """Returns the registered classes among full names in the allowed packages, by name."""
+    """Returns the registered classes among the full names, keyed by name, in allowed packages."""
     prefixes = tuple(f"{package}." for package in allowed)
     classes = {full: _imported(full) for full in names if full.startswith(prefixes)}
     return {full: cls for full, cls in classes.items() if cls is not None}

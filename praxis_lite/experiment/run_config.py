@@ -33,8 +33,8 @@ class RunConfig:
         stopping: Conditions that end training before its last step.
         loss_spikes: Size of a loss spike, and the action that follows.
         profile: Steps to profile, and the processes that record profiles.
-        trackers: Trackers by name, which record the run in addition to the job's files. The value
-            None removes a tracker, as in `--set run.trackers.tensorboard=None`.
+        trackers: Trackers, keyed by name, that record the run in addition to the job's files. The
+            value None removes a tracker, as in `--set run.trackers.tensorboard=None`.
         log_every_steps: Number of steps between printed lines if the output is not a terminal. None
             for about 20 lines per run. `metrics.jsonl` always contains every step.
         accept_changed_data: Names in the fingerprint of the training data, such as "seed" or
@@ -49,8 +49,8 @@ class RunConfig:
             500 costs about 1.1 %. None for no certificates.
         certify_action: Action after a difference is found: "stop" saves and ends the job with an
             error, "report" saves, prints a line and continues.
-        init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by job
-            directory. If several rules match a weight, the first rule is used.
+        init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, keyed by
+            job directory. If several rules match a weight, the first rule is used.
         init_from_huggingface: Directory of a Hugging Face model from which to load all weights
             except adapters.
         frozen_may_be_new: Whether a new job may freeze weights that were never trained, such as

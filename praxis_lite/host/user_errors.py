@@ -49,7 +49,8 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
 
     Args:
       error: The exception.
-      path: The file for the traceback. If None, or if it cannot be written, a temporary file.
+      path: The file for the traceback. If None, or if the file cannot be written, a temporary file
+        is used.
 
     Returns:
       The message and exit status, or None for any other exception or if no file can be written.
@@ -93,6 +94,6 @@ def describe_error(error: BaseException) -> str | None:
     text = shortened(first_paragraph(error), 1000).rstrip(".")
     message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
-        # The syntax of Pax.
+        # Pax's syntax.
         message += " In praxis_lite a split-dims mapping has no fields: assign a sequence to it."
     return message

@@ -17,14 +17,14 @@ from praxis_lite.huggingface.weights import Part
 from praxis_lite.layers.base.dims import Matrix, matrix_of
 from praxis_lite.layers.whole_model.adapted_products import DecomposedProduct, form_of
 
-# Layers with adapters by path in the model; the result of `praxis_lite.layers.adapted_layers`.
+# Layers with adapters, keyed by path in the model, as from `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]
 
 
 def merged_weights(
     arrays: Mapping[str, jax.Array], leaves: Sequence[LeafLayout], layers: Layers
 ) -> dict[str, jax.Array]:
-    """Returns the weights by path with adapters merged; padding and sharding stay the same."""
+    """Returns weights with merged adapters, keyed by path; padding and sharding do not change."""
     layout_by_path, merged = {leaf.path: leaf for leaf in leaves}, dict(arrays)
     for path, layer in layers.items():
         weight_paths = [f"params/{path}/{name}" for name in ("w", *layer.product.weights)]
@@ -62,7 +62,7 @@ def write_peft(
     Args:
       directory: Existing directory to write to.
       parts: Tensors of the model; see `Pretrained.parts`.
-      arrays: Weights and adapters by path, padded and sharded.
+      arrays: Weights and adapters, keyed by path, padded and sharded.
       layers: Layers with adapters.
       mesh: Mesh of the arrays.
       dtype: Dtype of the written tensors.

@@ -65,7 +65,7 @@ class Family:
       only: Supported values per field, none of which changes the results. An empty list allows any
         value.
       reasons: Reasons why other values of a field in `only` are not supported.
-      read_as: Synonyms for values, by field.
+      read_as: Synonyms for values, keyed by field.
       constants: Settings that are fixed for the family.
       defaults: Settings for fields that config.json omits, as in the class in transformers.
       tensors: The weights that each tensor in a checkpoint contains.
@@ -133,7 +133,8 @@ class Family:
                 raise ConfigError(
                     f"config.json of {self.name} has the unknown field {shortened(field)!r} = "
                     f"{shortened(repr(value))}, which might affect the results."
-                    f"{did_you_mean(field[:80], known)} If it does not, remove it from config.json."
+                    f"{did_you_mean(field[:80], known)} If the field has no effect, remove it from "
+                    "config.json."
                 )
             allowed = self.only.get(field)
             if allowed and value is not None:
@@ -146,7 +147,7 @@ class Family:
                 )
 
     def _values_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings that a config.json sets, by name."""
+        """Returns the settings that a config.json sets, keyed by name."""
         values: dict[str, Any] = {}
         field_of: dict[str, str] = {}
         for field, names in self.settings.items():

@@ -103,7 +103,7 @@ class HuggingFaceModel:
 
     Attributes:
       partitioner: Partitioner of the task and the mesh.
-      arrays: Weights by path, padded and sharded.
+      arrays: Weights, keyed by path, padded and sharded.
       mdl_vars: The same weights as a tree, as the compiled steps expect them.
       experiment: Config of the experiment huggingface.CausalLm, for training the model.
       pretrained: The files from which the model was loaded.

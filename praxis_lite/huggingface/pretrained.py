@@ -30,7 +30,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 
-# File in a job's directory with the path of the model from which the job started.
+# File in the job directory that contains the path of the model that the job started from.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"
 
@@ -110,7 +110,7 @@ class Pretrained:
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
-        """Reads the weights, and returns them by path, padded and sharded.
+        """Reads the weights. Returns padded and sharded arrays, keyed by path.
 
         If the layout stores a weight in a different format, the weight is converted before the next
         weight is read, to limit the peak memory.
@@ -146,7 +146,8 @@ class Pretrained:
 
         Args:
           directory: New or empty directory.
-          arrays: Logical weights by path, padded and sharded as in `self.layout`.
+          arrays: Weights in their declared layout, keyed by path, padded and sharded as in
+            `self.layout`.
           mesh: Mesh of the arrays.
           task: Task whose tokenizer, chat template and end-of-sequence ids are written.
           dtype: "float32", "bfloat16" or "float16". If None, each tensor keeps its original dtype.
@@ -188,7 +189,7 @@ class Pretrained:
 
         Args:
           directory: New or empty directory.
-          arrays: Weights and adapters by path, padded and sharded.
+          arrays: Weights and adapters, keyed by path, padded and sharded.
           layers: Layers with adapters.
           mesh: Mesh of the arrays.
           task: See `write`.
@@ -235,7 +236,7 @@ class FromHuggingFace:
             write_description(self.directory, files.huggingface)
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
-        """Returns the weights by path in the TrainState, padded and sharded."""
+        """Returns padded and sharded weights, keyed by their paths in the TrainState."""
         arrays = self._pretrained.read(mesh, note)
         arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
         new = random_weights(self.layout, arrays)

@@ -100,7 +100,7 @@ def as_tensor(tensor_parts: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.
 
 
 def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
-    """Returns the shapes and dims of a model's weights by path, without creating arrays."""
+    """Returns the shapes and dims of a model's weights, keyed by path, without creating arrays."""
     model = NnxModel(fdl.build(lm_config(settings))).abstract_module()
     weights = {}
     for path, variable in nnx.to_flat_state(nnx.compat.state(model, nnx.Param)):
@@ -122,7 +122,7 @@ def map_tensors(
     Args:
       family: Table of the model's family.
       settings: Settings of the model.
-      weights: Our weights by path; see `weights_of`.
+      weights: Our weights, keyed by path; see `weights_of`.
 
     Raises:
       ConfigError: The table of the family contains no tensor or two tensors for a weight, or an

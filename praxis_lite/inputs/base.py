@@ -93,11 +93,11 @@ class InputPipeline(abc.ABC):
         return first_difference(first, second)
 
     def baselines(self) -> dict[str, float]:
-        """Returns reference values for evaluation metrics, by name; {} by default."""
+        """Returns reference values for evaluation metrics, keyed by name; {} by default."""
         return {}
 
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the class names of each label, by the label's name; {} if unknown.
+        """Returns the class names of each label, keyed by the label's name; {} if unknown.
 
         A class must have the same index in all datasets of a job and all sources of a mixture.
         """

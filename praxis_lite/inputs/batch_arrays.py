@@ -114,7 +114,7 @@ def stack_examples(
             raise ConfigError(
                 f"{owner}: an element of {where} is {kind}; expected dicts of arrays or numbers "
                 "that all have the same keys, such as {'ids': ..., 'labels': ...}. Add a map that "
-                "returns one."
+                "returns such dicts."
             )
     leaves = {}
     for name in elements[0]:

@@ -223,7 +223,7 @@ class FromDataset(SequentialPipeline):
             raise ConfigError(
                 f"FromDataset: the elements of {self._name} are {spec}; expected a dict of dense "
                 "tensors, such as {'ids': ..., 'labels': ...}. End the dataset with a map that "
-                "returns one."
+                "returns such dicts."
             )
         return {
             name: (tuple(tensor.shape.as_list()), tensor.dtype.as_numpy_dtype)

@@ -140,8 +140,8 @@ class InMemory(ExamplePipeline):
     row if there are no `labels`. 64-bit numbers are converted to 32 bits, as JAX does by default.
 
     Args:
-        arrays: Arrays by name with the same first dimension, or a callable that returns them and is
-            called on first use.
+        arrays: Arrays with the same first dimension, keyed by name, or a callable that returns such
+            arrays. The callable is called on first use.
         batch_size: Number of rows in the global batch.
         seed: Seed of the shuffled order.
         shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
@@ -165,7 +165,7 @@ class InMemory(ExamplePipeline):
             isinstance(arrays, Mapping) and all(isinstance(name, str) for name in arrays),
             "InMemory.arrays",
             list(arrays) if isinstance(arrays, Mapping) else type(arrays),
-            "a dict of arrays by name, such as {'ids': ..., 'labels': ...}",
+            "a dict of arrays keyed by name, such as {'ids': ..., 'labels': ...}",
         )
         leaves = {}
         for name, leaf in arrays.items():

@@ -37,7 +37,7 @@ class WithWorkers(IndexedPipeline):
         pipeline: Pipeline to prefetch. With processes, it must be picklable and thus contain no
             lambdas.
         num_workers: Number of workers.
-        num_prefetched: Maximum number of finished batches that wait in each worker's queue.
+        num_prefetched: Maximum number of finished batches waiting in each worker's queue.
         kind: "processes" or "threads".
     """
 

@@ -89,7 +89,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
 
 
 def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCheckpoint:
-    """Opens a Pax checkpoint, and returns its model variables (without slots) by path.
+    """Opens a Pax checkpoint. Returns its model variables (without slots), keyed by path.
 
     Args:
       directory: Local path of a Pax job_log_dir, of its `checkpoints` directory, or of a step.
@@ -126,7 +126,7 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
 
 
 def _shapes(directory: Path) -> Shapes:
-    """Returns the unpadded shapes by path, or {} for versions before 1.1."""
+    """Returns the unpadded shapes, keyed by path, or {} for versions before 1.1."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
         return {}
@@ -145,7 +145,7 @@ def _shapes(directory: Path) -> Shapes:
 
 
 def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    """Reads the arrays of a msgpack file, whose paths are the keys of `shapes`."""
+    """Reads the arrays in a msgpack file. The keys of `shapes` are their paths."""
     if not shapes:
         raise ConfigError(
             f"The arrays in {file} have no names, and there is no metadata (version 1.1 or later) "

@@ -66,9 +66,9 @@ def mdl_vars_from_pax(
 
     Args:
       model: Model that receives the weights.
-      pax_vars: Arrays by Pax path, for example from `read_pax_checkpoint`. Mappings may be nested,
-        or have keys such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common
-        prefix that does not occur in the model, such as "lm", is removed.
+      pax_vars: Arrays keyed by Pax path, for example from `read_pax_checkpoint`. Mappings may be
+        nested, or have keys such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A
+        common prefix that does not occur in the model, such as "lm", is removed.
       ignore: Patterns of Pax paths (without the collection) to ignore; `*` matches any string.
       new: Patterns of paths (without the collection) of model weights that are not in the Pax
         variables, such as "*/lora_?". The model's `init` initializes these weights.
@@ -124,7 +124,7 @@ class FromPax:
         model = partitioner.task.model
         if not isinstance(model, NnxModel):
             raise ConfigError(
-                f"task.model is a {type(model).__name__}; expected an NNX module. Weights of Pax "
+                f"task.model is a {type(model).__name__}; expected an NNX module. Pax weights "
                 "can only be loaded into models that consist of NNX modules."
             )
         self._variables, self._model = variables, model
@@ -136,7 +136,7 @@ class FromPax:
         """Does nothing, because later launches of the job do not read the Pax checkpoint."""
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
-        """Returns the weights by path, padded and sharded.
+        """Returns the padded and sharded weights, keyed by path.
 
         Raises:
           ConfigError: The variables do not fit the model.
@@ -149,7 +149,7 @@ class FromPax:
 
 
 def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.ndarray]:
-    """Converts a model's variables to arrays by Pax path, such as "params/softmax/...".
+    """Converts a model's variables to arrays keyed by Pax path, such as "params/softmax/...".
 
     Unrolled layers become `x_layers_i`. Stacked layers become `repeat/sub/x_layers_j` with one
     leading dim.
@@ -183,7 +183,7 @@ def _matches_any(path: str, patterns: Sequence[str]) -> bool:
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
     specs = spec_leaves(model.weight_specs())
     module = model.abstract_module()
-    # In the graph of the module, indices of lists are ints.
+    # In the module's graph, list indices are ints.
     own_paths = {
         path: tuple(int(name) if name.isdigit() else name for name in path.split("/")[1:])
         for path, _ in specs
@@ -327,8 +327,8 @@ class _PaxLayers:
         # Pax pads with zeros, so other values mean that the model is smaller than the Pax model.
         if np.count_nonzero(array) != np.count_nonzero(unpadded):
             self.errors.append(
-                f"{path} has shape {shape} in Pax and {own_shape} in the model, but it is not zero "
-                "beyond the model's shape"
+                f"{path} has shape {shape} in Pax and {own_shape} in the model, but the Pax array "
+                "is not zero beyond the model's shape"
             )
             return None
         if num_leading:

@@ -1,5 +1,5 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, Prometheus, or a custom service.
 
-A tracker receives numbers, text and images by step, and does not access devices, models or the
-training loop.
+A tracker receives numbers, text and images for each step, and does not access devices, models or
+the training loop.
 """

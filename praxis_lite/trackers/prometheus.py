@@ -68,9 +68,9 @@ class PrometheusTextfile(Tracker):
     """Writes the latest metrics of a run to a file, atomically and at most once a second.
 
     Attributes:
-      directory: The directory passed to node_exporter as --collector.textfile.directory, which must
-        exist. The file is praxis_lite_ID.prom in this directory. If None, the file is
-        JOB/metrics.prom.
+      directory: An existing directory, which is passed to node_exporter as
+        --collector.textfile.directory. The file is praxis_lite_ID.prom in this directory. If None,
+        the file is JOB/metrics.prom.
       every: See `Tracker.every`.
     """
 

@@ -20,9 +20,10 @@ class TrackedRun:
       name: Name of the job directory.
       experiment: Full name of the experiment's class.
       job_log_dir: The job directory.
-      config: The values in the job's config by path, as in config.txt. Numbers and booleans are not
-        converted to text.
-      facts: Facts about this launch by name: mesh, devices, host, versions, number of parameters.
+      config: The values in the job's config, keyed by path, as in config.txt. Numbers and booleans
+        are not converted to text.
+      facts: Facts about this launch, keyed by name: mesh, devices, host, versions, number of
+        parameters.
       first_step: Number of steps completed before this launch.
       evaluated: Names of the evaluation datasets.
       note: Function that prints a line for the user. Callable from any thread.

@@ -21,7 +21,7 @@ LATEST_ONLY_SECONDS = 1.0
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers in a line of metrics.jsonl by name, without the step."""
+    """Returns the numbers in a line of metrics.jsonl, keyed by name, without the step."""
     numbers = {}
     for name, value in line.items():
         if name != "step" and not isinstance(value, str):
@@ -85,7 +85,7 @@ class TrackerThread(threading.Thread):
         self._call(self._tracker.scalars, step, numbers)
 
     def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Queues the metrics of an evaluation, by dataset."""
+        """Queues the metrics of an evaluation, keyed by dataset."""
         if step > self._recorded_evaluation:
             numbers = {
                 f"{dataset}/{name}": float(value)

@@ -43,7 +43,7 @@ class Certificates(Hook):
     """Certifies a step every `run.certify_every_steps` steps, and compares replicas of the state.
 
     Digests of the state are saved with each checkpoint and are compared when the checkpoint is
-    restored, even if it is restored on a different mesh.
+    restored, even on a different mesh.
     """
 
     def __init__(self, job: JobOnMesh):

@@ -159,8 +159,9 @@ def _gradients(
       nudge: Relative size of the perturbation.
 
     Returns:
-      A dict with "loss", "grads" (gradients of the chosen weights by path), "squares" (the sum of
-      squares of every weight's gradient), and "of_model" (variables changed by the model itself).
+      A dict with "loss", "grads" (gradients of the chosen weights, keyed by path), "squares" (the
+      sum of squares of every weight's gradient), and "of_model" (variables changed by the model
+      itself).
     """
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)

@@ -122,7 +122,7 @@ class Check:
             self.add_note(
                 f"{', '.join(self.couplings)}: rows depend on each other, so sums over rows are "
                 "not compared. If a mesh splits a batch into parts, its results are compared with "
-                "one device that processes the same parts one after another."
+                "those of one device that processes the same parts one after another."
             )
         self.print_progress("one device: initial weights")
         self.initial = jax.device_get(self.one_device.init(self.seed))

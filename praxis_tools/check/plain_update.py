@@ -81,7 +81,7 @@ def updated_weights(
     loss: jax.Array,
     per_layer: PerLayer = Group.per_layer,
 ) -> dict[str, jax.Array]:
-    """Returns the trained weights, slots and moving averages after an update, by path.
+    """Returns the trained weights, slots and moving averages after an update, keyed by path.
 
     Args:
       bound: The learner.
@@ -139,7 +139,7 @@ def _clip(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
 def updated_counts(
     bound: BoundLearner, old: TrainState, is_kept: jax.Array, is_finite: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the step, update and skip counts and the loss scale, by path."""
+    """Returns the step, update and skip counts and the loss scale, keyed by path."""
     opt_states, num_kept = old.opt_states, jnp.where(is_kept, 1, 0)
     counts = {
         "step": old.step + 1,

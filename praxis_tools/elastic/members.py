@@ -67,7 +67,7 @@ class Member:
         repeatedly exited before the first step.
       generation: Generation of the current or last worker, or 0 if there was no worker yet.
       end: How the worker exited, or None if the worker is still running or was not started.
-      worker: Values reported by the worker, by name, except for the progress.
+      worker: Values reported by the worker, keyed by name, except for the progress.
       progress: Fields of the worker's `Progress`, as observed on its host.
       phases: The worker's phases up to its first step, as (name, time at which it began) pairs.
       first_step_time: Time of the worker's first step in the generation, or None before it.
@@ -212,7 +212,7 @@ class Rendezvous:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{path} is damaged or cannot be read ({error}). End all processes of the job, "
-                "delete the file, and start them again. Checkpoints are not affected."
+                "delete the file, and restart the processes. Checkpoints are not affected."
             ) from None
 
     def create_generation(self, generation: Generation) -> bool:

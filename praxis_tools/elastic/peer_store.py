@@ -207,7 +207,7 @@ class PeerStore:
         with self._lock:
             stored = self._saves.get(SaveId(*request["save"]))
         if stored is None:
-            raise StoreFailed("the save does not exist, or no longer exists")
+            raise StoreFailed("the save does not exist or has been dropped")
         return stored
 
 

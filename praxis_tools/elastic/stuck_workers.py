@@ -91,4 +91,4 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
         if stacks
         else f"Its stacks are not available: {describe_state(worker.pid) or 'it has ended'}."
     )
-    write_report(f"stuck: {why}. It is killed and replaced. {location}\n", stacks_txt)
+    write_report(f"stuck: {why}. The worker is killed and replaced. {location}\n", stacks_txt)

@@ -55,7 +55,7 @@ class WorkerProcess:
       argv: Command line of the worker.
 
     Attributes:
-      reports: Latest reported values, by name.
+      reports: Latest reported values, keyed by name.
       phases: The phases up to the first step, as (name, time at which it began) pairs.
       first_step_time: Time at which the first step was reported, or None before it.
       progress_time: Time of the last progress report, or of the assignment.

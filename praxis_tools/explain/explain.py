@@ -91,7 +91,7 @@ def explain(
     Args:
       partitioner: The job's partitioner.
       datasets: Maps names to the datasets for training and evaluation.
-      decode_datasets: Maps names to the datasets of prompts.
+      decode_datasets: Maps names to prompt datasets.
       print_text: Function called with each section of the text as soon as it is known, without a
         trailing newline.
       experiment: Full name of the experiment.

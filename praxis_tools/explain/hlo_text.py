@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
     Attributes:
       header: The header line.
-      computations: Computations by name.
+      computations: Computations, keyed by name.
       entry: Name of the entry computation.
       tables: Tables of file names, locations and stack frames.
     """

@@ -71,7 +71,7 @@ def inputs_of(
     """
     if what == "decode" and type(task).decode is Task.decode:
         raise ConfigError(
-            f"{type(task).__name__} cannot decode, because it has no method `decode`. Export the "
+            f"{type(task).__name__} cannot decode, because it has no `decode` method. Export the "
             "forward pass with --what=predict instead."
         )
     if given:

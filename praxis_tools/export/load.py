@@ -91,7 +91,7 @@ class Archive:
             writer = self.about["jax"]
             raise Refused(
                 f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
-                "Install that version, or export it again."
+                "Install that version, or export the program again."
             ) from error
         return program
 

@@ -28,9 +28,9 @@ class Span:
       seconds: Seconds of this span in each category.
       ended_by: `THE_END`, or the name of the signal or exception that ended the launch. None if
         the launch continued after this span or was killed before it could record the reason.
-      lost_to: Last step whose line in metrics.jsonl was removed, because this span starts from an
-        earlier step, or None. A killed launch had completed all steps up to `lost_to`, possibly
-        without recording them in timeline.jsonl.
+      lost_to: Last step whose line in metrics.jsonl was removed because this span starts from an
+        earlier step. None if no line was removed. A killed launch had completed all steps up to
+        `lost_to`, possibly without recording them in timeline.jsonl.
     """
 
     launch: float

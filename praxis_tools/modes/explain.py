@@ -38,7 +38,7 @@ class Explain(Mode):
 
 
 def explain_experiment(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
-    """Compiles and explains the steps of the command line's experiment.
+    """Compiles and explains the steps of the experiment specified on the command line.
 
     Args:
       command: The parsed command line, which names the experiment.

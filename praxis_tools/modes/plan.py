@@ -194,7 +194,7 @@ def plan_experiment(
     residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "JobPlan":
-    """Plans the steps of the command line's experiment; the plan may exceed the device memory.
+    """Plans an experiment's steps. Steps that exceed the device memory do not raise an error.
 
     Args:
       command: The parsed command line, which names the experiment.

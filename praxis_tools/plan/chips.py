@@ -70,7 +70,7 @@ class Chip:
 
     Attributes:
       name: Name in topologies, such as "v5e" in "v5e:16x16".
-      flops: Peak flops per second of matmuls, by element type.
+      flops: Peak flops per second of matmuls, keyed by element type.
       hbm_bytes: Memory available to programs, excluding memory reserved by the runtime.
       hbm_bandwidth: Memory bandwidth in bytes per second.
       link_bandwidth: Bandwidth of one link in one direction, in bytes per second. Each torus dim
@@ -124,7 +124,7 @@ class Chip:
         """Returns notes on the share of int8 and float8 matmuls and on their peak rates.
 
         Args:
-          flops: Matmul flops of a program, by element type.
+          flops: Matmul flops of a program, keyed by element type.
         """
         total, bf16, notes = sum(flops.values()), self.peak(), []
         for unit, name in _NARROW.items():

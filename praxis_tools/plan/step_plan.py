@@ -86,7 +86,8 @@ class StepPlan:
       expert_turn_seconds: Time of one round of all-to-alls between experts; None if the step has no
         such rounds. `step_seconds` includes one round, which is sufficient for even loads.
       expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
-        sends to another device's experts, divided by this number for even loads.
+        sends to another device's experts, divided by the number that it would send under even
+        loads.
       correction: Correction based on measured steps, or None if there are no residuals.
       compiled: The compiled step.
     """

@@ -22,7 +22,7 @@ from praxis_tools.plan.chips import CHIPS, Chip
 
 log = logging.getLogger(__name__)
 
-# Example shapes for error messages, by number of torus dims. libtpu accepts more shapes.
+# Example shapes for error messages, keyed by the number of torus dims. libtpu accepts more shapes.
 _EXAMPLES = {
     2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
     3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (larger dims: multiples of 4)",

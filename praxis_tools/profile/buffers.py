@@ -40,13 +40,13 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
     module, assignment = _submessages(content, 1), _submessages(content, 3)
     if not assignment:
         return []
-    # The name of each instruction, by its id.
+    # Maps instruction ids to instruction names.
     names = {
         _number(instruction, 35): _submessages(instruction, 1)[0].decode()
         for computation in _submessages(module[0], 3)
         for instruction in _submessages(computation, 2)
     }
-    # The id of the instruction that defines each buffer, by the id of the buffer.
+    # Maps buffer ids to the ids of the instructions that define the buffers.
     defined = {
         _number(buffer, 1): _number(_submessages(buffer, 3)[0], 4)
         for buffer in _submessages(assignment[0], 1)

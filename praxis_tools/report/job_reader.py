@@ -42,7 +42,7 @@ class JobState:
       columns: Columns of metrics.jsonl.
       evaluations: Maps each dataset to its columns of eval_metrics.jsonl, sorted by step.
       config: Maps the path of each setting to its value.
-      samples: Decoded samples by dataset and step.
+      samples: Decoded samples, keyed by dataset and step.
       goodput: Goodput of the job, or None if the job did not record it.
       changes: Generations of an elastic job in chronological order.
       certificates: Step certificates, in the order of certificates.jsonl.

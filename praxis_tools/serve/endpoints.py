@@ -131,7 +131,7 @@ def _checked(
                 raise ApiError(
                     403,
                     f"The Host header is {', '.join(hosts)!a:.80}, but this server only answers "
-                    "requests from the same machine. Start it with --host to allow others.",
+                    "requests from the same machine. Start it with --host to allow other machines.",
                 )
             _check_key(http, limits.api_key)
             response = await endpoint(http)

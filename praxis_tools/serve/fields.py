@@ -76,7 +76,7 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
 
     Args:
       given: The JSON object.
-      known: Known fields by name.
+      known: Known fields, keyed by name.
       within: Prefix of the names in error messages.
 
     Raises:
@@ -91,7 +91,7 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
             raise ApiError(
                 400,
                 f"{path} is not a known field; known fields are {', '.join(known)}."
-                f"{did_you_mean(name, known)} Remove it.",
+                f"{did_you_mean(name, known)} Remove the unknown field.",
                 param=path,
                 code="unknown_field",
             )

@@ -150,7 +150,7 @@ def _settings(
         if run.evaluation.by_follower:
             raise ConfigError(
                 f"run.evaluation.by_follower=True cannot be combined with --metric={metric}, "
-                "because no follower evaluates the trials. Set it to False."
+                "because no follower evaluates the trials. Set run.evaluation.by_follower=False."
             )
         if chosen["pruner"] != "none" and run.evaluation.every_steps is None:
             note(

@@ -195,7 +195,7 @@ def _start(
     """Starts or resumes a trial, after waiting for any other process that is training the trial."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
-        note(f"trial {trial.number}: waiting for the process that is training it to end")
+        note(f"trial {trial.number}: waiting until the process that trains it has exited")
     while job.is_training() and request.reason is None:
         if time.monotonic() > deadline:
             raise ConfigError(

@@ -85,8 +85,8 @@ class Study:
         chosen = settings or before
         if chosen is None:
             raise ConfigError(
-                f"{journal} contains no settings, because the sweep was killed while it started. "
-                "Start it again with --exp=NAME."
+                f"{journal} contains no settings, because the sweep was killed while starting. "
+                "Start the sweep again with --exp=NAME."
             )
         self.settings: SweepSettings = chosen
         if settings is not None and recorded != settings.as_json():

@@ -49,7 +49,7 @@ class SweepSettings:
         require(self.num_trials >= 1, "--trials", self.num_trials, "a number of trials, 1 or more")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the settings as JSON values to record."""
+        """Returns the settings as JSON values for the sweep's journal."""
         to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
         searched = {
             path: to_json(distribution) for path, distribution in self.space.searched.items()

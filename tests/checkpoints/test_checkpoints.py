@@ -185,7 +185,7 @@ def test_another_model_is_refused_naming_the_leaves(
             checkpoints.restore(partitioner.layout, partitioner.mesh)
         for word in words:
             assert caught.match(word)
-        assert caught.match("Use the settings that it was trained with .*or start a new job")
+        assert caught.match("Use the settings that the job was trained with .*or start a new job")
         if optimizer is None:
             with pytest.raises(ConfigError, match="mdl_vars/params") as caught:
                 checkpoints.restore(partitioner.layout, partitioner.mesh, opt_states_keys=())

@@ -104,8 +104,8 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("pair=(13, 'y', 7)", "tuple[int, str]"),
         ("pair[0]=y", "int"),
         ("table={'a': 'b'}", "Mapping[str, int] | None"),
-        ("dtype=float33", "a dtype by name, such as float32 or bfloat16"),
-        ("dtype=7", "a dtype by name, such as float32 or bfloat16"),
+        ("dtype=float33", "the name of a dtype, such as float32 or bfloat16"),
+        ("dtype=7", "the name of a dtype, such as float32 or bfloat16"),
         ("color=GREEN", "Color"),
     ],
 )

@@ -1,9 +1,10 @@
-"""A job whose hosts die, hang, leave and come back a hundred times, and what became of it.
+"""Compares an elastic job whose hosts fail at random with an undisturbed run.
 
     python -m tests.elastic.chaos --dir=DIR --events=100 --members=4 --devices=2
 
-DIR has the job, the undisturbed one, logs of all hosts, a line per event (events.jsonl) and the
-verdict (verdict.json). The same command goes on where it was stopped. Status 1: something failed.
+DIR contains both jobs, the logs of all hosts, a line per event (events.jsonl) and the result of the
+comparison (verdict.json). The same command resumes an interrupted run. The exit status is 1 if any
+check failed.
 """
 
 import argparse
@@ -28,14 +29,14 @@ from tests.elastic.report import events_row, report_lines, seconds_by_part
 from tests.faults.outcome import Row, last_step
 
 SURVIVE_SECONDS = 300.0
-PAUSE_SECONDS = 0.1  # Of each step, so that events come within steps and between them alike.
+PAUSE_SECONDS = 0.1  # Pause in each step, so that events occur both within and between steps.
 PEER_STEPS, DISK_STEPS = 5, 20
 MOST_STEPS = 1_000_000
 _STEPS_TO_THE_END = 20
 
 
 def settings_of(folder: Path, members: int, devices: int, least: int = 1, *more: str) -> Settings:
-    """Returns the job in DIR/job, which trains until it is asked to stop."""
+    """Returns the settings of the job in DIR/job, which trains until it is asked to stop."""
     return Settings(
         job=folder / "job",
         num_hosts=members,
@@ -54,11 +55,12 @@ def settings_of(folder: Path, members: int, devices: int, least: int = 1, *more:
 
 
 class Chaos:
-    """Events at random, one after the other, until there were enough.
+    """Triggers random events one after another.
 
     Args:
-      folder: of the job and of the record of events.
-      seed: of what happens, to which host, and when.
+      hosts: The hosts of the job.
+      folder: Folder of the job and of the record of events.
+      seed: Seed for the kinds, hosts and times of events.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, seed: int):
@@ -72,10 +74,10 @@ class Chaos:
         for host in self.hosts.hosts:
             host.start()
         if not self._steps_after(self.hosts.generation()["number"], self.events.present):
-            raise SystemExit(f"the job does not begin: {self._said()}")
+            raise SystemExit(f"the job does not start: {self._said()}")
 
     def run(self, num_events: int) -> None:
-        """Makes so many events happen in all, those of former launches included."""
+        """Triggers events until there are `num_events`, including those of previous launches."""
         while len(self.done) < num_events:
             time.sleep(self._rng.uniform(0.5, 5.0))
             losses, returns = self.events.losses(), self.events.returns()
@@ -86,12 +88,12 @@ class Chaos:
             self.happens(act)
 
     def happens(self, act: Callable[[], Happened]) -> bool:
-        """Makes an event happen; returns True once the job has made a step after it."""
+        """Triggers an event. Returns whether the job has completed a step after the event."""
         before, step = self.hosts.generation()["number"], self.hosts.step()
         self.events.trigger = None
         line = self._followed(act(), before, step)
         if (trigger := self.events.trigger) is not None:
-            # Both are survived by the same step.
+            # The same step shows that the job survived both events.
             first = {
                 "what": trigger.what,
                 "who": list(trigger.who),
@@ -107,7 +109,7 @@ class Chaos:
         return line["survived"]
 
     def _followed(self, happened: Happened, before: int, step: int) -> dict[str, Any]:
-        """Returns the line of an event, once the next step was made, or the time is up."""
+        """Waits for the step after an event, or for a timeout. Returns the event's record."""
         if happened.changes_hands:
             first = wait_for(
                 lambda: self.hosts.first_step_at(
@@ -119,7 +121,7 @@ class Chaos:
             wait_for(lambda: self.hosts.step() > step + 1, SURVIVE_SECONDS)
             first = time.time() if self.hosts.step() > step + 1 else None
         generation = self.hosts.generation()
-        failures = [*happened.failures, *([] if first else ["no step was made after it"])]
+        failures = [*happened.failures, *([] if first else ["no step was completed after it"])]
         return {
             "event": len(self.done) + 1,
             "what": happened.what,
@@ -135,7 +137,7 @@ class Chaos:
         }
 
     def _last_before(self, before: int, happened: Happened) -> int:
-        """Returns the newest generation that was agreed on before the event."""
+        """Returns the newest generation that was created before the event."""
         generation = self.hosts.generation()
         is_later = generation["number"] > before and generation["agreed"] > happened.at
         return generation["number"] - is_later
@@ -156,7 +158,7 @@ class Chaos:
         )
 
     def _begin_again(self) -> None:
-        """Ends and starts all hosts, so that one fault does not hide the next."""
+        """Ends and restarts all hosts, so that one failure does not hide the next."""
         for host in self.hosts.hosts:
             host.end()
         self.events.away, self.events.asleep = set(), set()
@@ -170,8 +172,8 @@ class Chaos:
         )
 
     def end(self) -> Row:
-        """Lets the job end: all leave, come back, and train a little, to the last step."""
-        row = Row("all are asked to end, come back, and train to the last step")
+        """Asks all hosts to leave, then restarts them and trains to the last step."""
+        row = Row("all hosts leave on request, return and train to the last step")
         for number in self.events.asleep:
             self.hosts[number].end()
         asked = [host for host in self.hosts.hosts if host.runs]
@@ -186,7 +188,7 @@ class Chaos:
         return row
 
     def _not_ended(self, hosts: Sequence[Host], what: str) -> list[str]:
-        """Returns a sentence for each host that does not end well in time."""
+        """Returns a message for each host that does not exit with status 0 in time."""
         wait_for(lambda: not any(host.runs for host in hosts), SURVIVE_SECONDS)
         return [
             f"host {host.number}, {what}, has status {host.status}: "
@@ -197,10 +199,10 @@ class Chaos:
 
 
 def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
-    """Trains the same job on as many devices of one process, which nothing happens to."""
+    """Trains the same job undisturbed, in one process with the same number of devices."""
     if last_step(job) >= num_steps:
         return
-    # No pause, which changes nothing but the time.
+    # Omit the pauses, which do not affect the results.
     alone = dataclasses.replace(settings, job=job)
     argv = alone.argv("hooks[0].seconds=0.0", f"run.num_train_steps={num_steps}")
     log = job.with_name(f"{job.name}.log")
@@ -213,11 +215,11 @@ def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
             stderr=file,
         )
     if done.returncode:
-        raise SystemExit(f"the undisturbed run: status {done.returncode}, {log}")
+        raise SystemExit(f"the undisturbed run ended with status {done.returncode}; see {log}")
 
 
 def judged(folder: Path, chaos: Chaos) -> list[Row]:
-    """Lets a job end and compares it with an undisturbed one; prints and writes the verdict."""
+    """Ends a job, compares it with an undisturbed run, and prints and writes the result."""
     settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end()
     job, whole = settings.job, folder / "undisturbed"
     undisturbed(settings, last_step(job), whole)
@@ -240,22 +242,22 @@ def judged(folder: Path, chaos: Chaos) -> list[Row]:
 
 
 def _page(args: argparse.Namespace, folder: Path) -> str:
-    """Returns the report as a page."""
+    """Returns the report as a Markdown page."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "orbax-checkpoint"))
     return "\n".join(
         [
-            "# A job that lost its hosts",
+            "# Elastic job with random host failures",
             "",
-            "Written by `python -m tests.elastic.chaos` (`make chaos`): a job with a mixture, "
-            "packing, dropout,",
-            "an average of the weights and accumulated gradients, its hosts killed, "
-            "stopped and started again at",
-            "random, compared with an undisturbed run on one process.",
+            "Written by `python -m tests.elastic.chaos` (`make chaos`). The job trains on "
+            "a mixture of",
+            "packed texts, with dropout, a moving average of the weights and gradient "
+            "accumulation. Its hosts are",
+            "killed, stopped and restarted at random. The results are compared with an "
+            "undisturbed run in one process.",
             "",
-            f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes of "
-            f"{args.devices} simulated devices on {os.cpu_count()} cores (at the end "
-            f"{os.getloadavg()[2]:.0f} processes wanted them), Python {platform.python_version()}, "
-            f"{versions}.",
+            f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes with "
+            f"{args.devices} simulated devices each on {os.cpu_count()} cores (load average at the "
+            f"end: {os.getloadavg()[2]:.0f}), Python {platform.python_version()}, {versions}.",
             "",
             (folder / "verdict.md").read_text(),
         ]
@@ -272,16 +274,16 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--members", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=2, help="simulated, of each member")
+    parser.add_argument("--devices", type=int, default=2, help="simulated devices per member")
     parser.add_argument("--least", type=int, default=1, help="--min_processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="is written anew")
-    parser.add_argument("--set", dest="settings", nargs="+", default=[], help="as of main.py")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="report to overwrite")
+    parser.add_argument("--set", dest="settings", nargs="+", default=[], help="as for main.py")
     args = parser.parse_args()
     folder = args.dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Hosts end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Also ends the hosts.
     settings = settings_of(folder, args.members, args.devices, args.least, *args.settings)
     with Hosts(settings) as hosts:
         chaos = Chaos(hosts, folder, args.seed)

@@ -1,7 +1,8 @@
-"""The job that loses its hosts: tiny, with all that a regrouping must get right.
+"""A tiny job for elastic tests, with all features that a regrouping must preserve.
 
-Two sources mixed and packed, uneven sizes, dropout, an average of the weights, micro-batches,
-evaluations of the average. A module by itself (`--packages=elasticzoo`), as a user's is.
+It trains on a mixture of two packed sources, with uneven sizes, dropout, a moving average of the
+weights, microbatches, and evaluations of the averages. Like a user's module, it is not part of a
+package (`--packages=elasticzoo`).
 """
 
 import time
@@ -45,7 +46,7 @@ def words(folder: str, name: str | None = None) -> Iterator[dict[str, str]]:
 
 
 class Pause(Hook):
-    """Makes each step as long as one of a larger model, so that events come within all parts."""
+    """Slows down each step, so that events occur in all phases."""
 
     waits = False
 
@@ -53,7 +54,7 @@ class Pause(Hook):
         self._seconds = seconds
 
     def after_step(self, made) -> None:
-        """Sleeps, while the devices work on the step."""
+        """Sleeps while the devices run the step."""
         time.sleep(self._seconds)
 
 
@@ -67,7 +68,7 @@ class Mixed(Experiment):
         return self.mesh_for(self.NUM_DEVICES)
 
     def mesh_for(self, num_devices):
-        """Returns a mesh of two model-parallel devices if the number is even, else of none."""
+        """Returns a mesh with an "mdl" axis of size 2 if the number is even, else of size 1."""
         shape = (1, num_devices, 1) if num_devices % 2 else (1, num_devices // 2, 2)
         return fdl.Config(MeshConfig, ici_mesh_shape=shape)
 
@@ -80,7 +81,7 @@ class Mixed(Experiment):
             dim_per_head=4,
             num_layers=2,
             residual_dropout_prob=0.1,
-            # Smooth: where a ReLU flips, rounding alone would move the loss by 1e-5.
+            # Smooth: at the kink of a ReLU, rounding could change the loss by 1e-5.
             tr_fflayer_tpl=fdl.Partial(TransformerFeedForward, activation="silu"),
         )
         learner = fdl.Config(

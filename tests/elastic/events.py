@@ -1,4 +1,4 @@
-"""What happens to hosts: deaths, stops and returns, and at which moment of the job."""
+"""Events of hosts (deaths, stops and returns), some of them aimed at an activity of the job."""
 
 import dataclasses
 import random
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from tests.elastic.hosts import Hosts, wait_for
 
-# What a worker reports of itself (the goodput's kinds), which a death can be aimed at.
+# Activities reported by workers (goodput time categories), at which a death can be aimed.
 SAVE, EVALUATION, RESTORE, COMPILE, CONNECT, STEP = (
     "save",
     "evaluation",
@@ -17,25 +17,26 @@ SAVE, EVALUATION, RESTORE, COMPILE, CONNECT, STEP = (
     "step",
 )
 _AIM_SECONDS = 60.0
-# A host that was asked to leave, or finds its place taken, has ended by then.
+# Time limit for a host to end after it was asked to leave or was replaced.
 _END_SECONDS = 60.0
-# Supervisors take a host for gone that is silent for 12 s.
+# Supervisors consider a host dead after 12 s of silence.
 _BLINK_SECONDS, _SLEEP_SECONDS = (0.5, 4.0), (14.0, 20.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Happened:
-    """An event, and what is to follow.
+    """An event, and the expected reaction of the job.
 
     Attributes:
-      what: in words.
-      who: the numbers of hosts.
-      at: in Unix seconds.
-      during: what the job did at that moment, as far as its files said.
-      needed: hosts that must be in the next generation.
-      allowed: hosts that may be in it.
-      changes_hands: False: the job may go on in the same generation.
-      failures: sentences on what did not go as it must in the event itself.
+      what: Description of the event.
+      who: Numbers of the hosts.
+      at: Time of the event, in Unix seconds.
+      during: Activity of the job at that time, according to its files.
+      needed: Hosts that must be in the next generation.
+      allowed: Hosts that may be in the next generation.
+      changes_hands: Whether the event must start a new generation. If False, the job may continue
+        in the same generation.
+      failures: Messages about failures in the event itself.
     """
 
     what: str
@@ -49,16 +50,17 @@ class Happened:
 
 
 class Events:
-    """Makes events happen to the hosts of a job.
+    """Triggers events of the hosts of a job.
 
     Args:
-      rng: chooses hosts, moments and pauses.
+      hosts: The hosts of the job.
+      rng: Random generator that chooses hosts, times and pauses.
 
     Attributes:
-      away: hosts whose processes have all ended.
-      asleep: hosts whose processes are all stopped.
-      trigger: an event by which a generation was made to begin, so that the next event could be
-        aimed at a part of it.
+      away: Hosts whose processes have all ended.
+      asleep: Hosts whose processes are all stopped.
+      trigger: Event that started a generation, so that the next event could be aimed at a phase of
+        this generation.
     """
 
     def __init__(self, hosts: Hosts, rng: random.Random):
@@ -69,13 +71,13 @@ class Events:
 
     @property
     def present(self) -> set[int]:
-        """The numbers of the hosts that take part, or could."""
+        """The numbers of the hosts that participate or could participate."""
         return set(range(len(self.hosts.hosts))) - self.away - self.asleep
 
     def losses(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
-        """Returns the losses that may happen now, by name: a weight, and what does it."""
+        """Returns the possible losses as (weight, triggering function), keyed by name."""
         kinds: dict[str, tuple[float, Callable[[], Happened]]] = {
-            "a blink": (3, self.blink),
+            "a host is suspended briefly": (3, self.blink),
             "a spare worker dies": (2, self.kill_spare),
             "a worker dies": (8, self.kill_worker),
             "a worker hangs": (4, self.hang_worker),
@@ -85,7 +87,7 @@ class Events:
         kinds |= {
             "a host dies": (14, self.kill_host),
             "the first host dies": (8, self.kill_first),
-            "a host is taken": (8, self.take_host),
+            "a host leaves on request": (8, self.take_host),
             "a host hangs": (6, self.stop_host),
             **{
                 f"a host dies, aimed at {phase}": (7, lambda phase=phase: self.kill_host_in(phase))
@@ -97,16 +99,16 @@ class Events:
         return kinds
 
     def returns(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
-        """Returns the returns that may happen now, as `losses`."""
+        """Returns the possible returns, in the same form as `losses`."""
         kinds: dict[str, tuple[float, Callable[[], Happened]]] = {}
         if self.away:
             kinds["a host returns"] = (6, self.come_back)
         if len(self.away) > 1:
             kinds["all hosts return"] = (3, self.all_come_back)
         if self.asleep:
-            kinds["a host wakes"] = (4, self.wake)
-            kinds["a host is started anew"] = (2, self.start_anew)
-            kinds["a host is replaced, then wakes"] = (3, self.replace)
+            kinds["a host resumes"] = (4, self.wake)
+            kinds["a host is restarted"] = (2, self.start_anew)
+            kinds["a host is replaced, then resumes"] = (3, self.replace)
         return kinds
 
     # Losses.
@@ -128,7 +130,7 @@ class Events:
         victim: int | None = None,
         trigger: Callable[[], Happened] | None = None,
     ) -> Happened:
-        """Kills a host in a phase; `trigger` makes a generation begin if the phase needs one."""
+        """Kills a host in a phase. If needed, `trigger` first starts a new generation."""
         self._aim(phase, trigger)
         victim = self._one() if victim is None else victim
         return self._killed(f"a host dies, aimed at {phase}", [victim])
@@ -156,7 +158,9 @@ class Events:
         self.hosts[victim].stop()
         time.sleep(self.rng.uniform(*_BLINK_SECONDS))
         at = self.hosts[victim].go_on()
-        return self._happened("a blink", [victim], at, during, changes_hands=False)
+        return self._happened(
+            "a host is suspended briefly", [victim], at, during, changes_hands=False
+        )
 
     def stop_host(self) -> Happened:
         victim, during = self._one(), self._now()
@@ -168,7 +172,7 @@ class Events:
         victim, during = self._one(), self._now()
         at = self.hosts[victim].ask_to_leave()
         self.away.add(victim)
-        return self._happened("a host is taken", [victim], at, during)
+        return self._happened("a host leaves on request", [victim], at, during)
 
     # Returns.
 
@@ -183,26 +187,26 @@ class Events:
         during = self._now()
         at = self.hosts[victim].go_on()
         self.asleep.remove(victim)
-        return self._happened("a host wakes", [victim], at, during, needed=[victim])
+        return self._happened("a host resumes", [victim], at, during, needed=[victim])
 
     def start_anew(self) -> Happened:
         victim = self.rng.choice(sorted(self.asleep))
         self.hosts[victim].kill()
         self.asleep.remove(victim)
         self.away.add(victim)
-        return self._started("a host is started anew", [victim])
+        return self._started("a host is restarted", [victim])
 
     def replace(self) -> Happened:
         victim = self.rng.choice(sorted(self.asleep))
         self.hosts[victim].replace()
         self.asleep.remove(victim)
         self.away.add(victim)
-        happened = self._started("a host is replaced, then wakes", [victim])
+        happened = self._started("a host is replaced, then resumes", [victim])
         time.sleep(self.rng.uniform(0, 10))
         self.hosts[victim].wake_replaced()
         if wait_for(lambda: self.hosts[victim].status_of_replaced() is not None, _END_SECONDS):
             return happened
-        return dataclasses.replace(happened, failures=("the host that was replaced works on",))
+        return dataclasses.replace(happened, failures=("the replaced host has not exited",))
 
     def _one(self) -> int:
         return self.rng.choice(sorted(self.present))
@@ -215,7 +219,7 @@ class Events:
 
     def _started(self, what: str, victims: list[int]) -> Happened:
         failures = tuple(
-            f"host {victim} has not ended since it was asked to"
+            f"host {victim} was asked to leave, but has not exited"
             for victim in victims
             if not wait_for(lambda victim=victim: not self.hosts[victim].runs, _END_SECONDS)
         )
@@ -242,7 +246,7 @@ class Events:
         )
 
     def _aim(self, phase: str, trigger: Callable[[], Happened] | None = None) -> None:
-        """Waits until the job does `phase`, for which most need a generation that begins."""
+        """Waits until the job is in `phase`. Most phases only occur in a new generation."""
         if phase in (SAVE, EVALUATION):
             wait_for(lambda: self._now() == phase, _AIM_SECONDS, 0.01)
             return
@@ -260,7 +264,7 @@ class Events:
             time.sleep(self.rng.uniform(0, 1))
 
     def _now(self) -> str:
-        """Returns what the job does: what the first of its workers reports."""
+        """Returns the activity of the job, as reported by its first worker."""
         if self.hosts.saves():
             return SAVE
         return next(filter(None, map(self.hosts.doing, sorted(self.present))), "")

@@ -1,4 +1,4 @@
-"""Pretend hosts: a supervisor each, with its workers, which are killed, stopped and taken away."""
+"""Simulated hosts, each a supervisor with its workers, whose processes can be killed or stopped."""
 
 import contextlib
 import dataclasses
@@ -24,12 +24,12 @@ class Settings:
     """A job and its hosts.
 
     Attributes:
-      job: its directory.
-      num_hosts: one supervisor each.
-      num_devices: simulated, of each host.
-      cache: the folder of compiled programs and of data.
-      least: `--min_processes`.
-      settings: of `--set`.
+      job: Job directory.
+      num_hosts: Number of hosts, each with one supervisor.
+      num_devices: Number of simulated devices per host.
+      cache: Folder for compiled programs and data.
+      least: Value of `--min_processes`.
+      settings: Values of `--set`.
     """
 
     job: Path
@@ -40,7 +40,7 @@ class Settings:
     settings: tuple[str, ...] = ()
 
     def argv(self, *more: str) -> list[str]:
-        """Returns the command line of any process of the job, with `more` settings."""
+        """Returns the command line of the job's processes, with `more` settings."""
         named = dict(item.split("=", 1) for item in (*self.settings, *more))
         return [
             f"--exp={EXPERIMENT}",
@@ -51,20 +51,20 @@ class Settings:
         ]
 
     def env(self, num_devices: int) -> dict[str, str]:
-        """Returns the environment of a process with so many devices."""
+        """Returns the environment of a process with `num_devices` devices."""
         return {
             **os.environ,
             "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests/elastic'}",
             "XDG_CACHE_HOME": str(self.cache),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
-            # The programs are small, and each is to come from the cache when it is seen again.
+            # Cache all programs, although they are small and compile quickly.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
 
 
 class Host:
-    """A supervisor in a process group of its own, and all processes below it."""
+    """A supervisor in a separate process group, with all its descendant processes."""
 
     def __init__(self, settings: Settings, number: int, port: int, log: Path):
         self.number, self.log = number, log
@@ -73,7 +73,7 @@ class Host:
         self._replaced: subprocess.Popen | None = None
 
     def start(self, *more: str) -> float:
-        """Starts the supervisor, with `more` settings; returns when, in Unix seconds."""
+        """Starts the supervisor with `more` settings. Returns the time in Unix seconds."""
         argv = [
             sys.executable,
             "-m",
@@ -100,20 +100,20 @@ class Host:
 
     @property
     def status(self) -> int | None:
-        """The exit status of the supervisor; None while it runs, or before its start."""
+        """The exit status of the supervisor; None while it is running or before it was started."""
         return self._process.poll() if self._process else None
 
     @property
     def runs(self) -> bool:
-        """True while there is a supervisor."""
+        """Whether the supervisor is running."""
         return self._process is not None and self._process.poll() is None
 
     def workers(self) -> list[int]:
-        """Returns the PIDs of the workers, the one at work before the spare one."""
+        """Returns the PIDs of the workers: the active worker, then the spare worker."""
         return _children(self._process.pid) if self.runs else []
 
     def kill(self) -> float:
-        """Kills all processes at once, as a loss of power does; returns when."""
+        """Kills all processes at once, like a power failure. Returns the time."""
         every = _tree(self._process.pid)
         now = time.time()
         self._send(signal.SIGKILL, every)
@@ -121,39 +121,39 @@ class Host:
         return now
 
     def kill_worker(self, which: int = 0) -> float:
-        """Kills the worker, or with 1 the spare one; returns when."""
+        """Kills the active worker, or the spare worker if `which` is 1. Returns the time."""
         return self._send(signal.SIGKILL, self.workers()[which : which + 1])
 
     def stop_worker(self) -> float:
-        """Stops the worker, which then hangs; returns when."""
+        """Stops the active worker, which then hangs. Returns the time."""
         return self._send(signal.SIGSTOP, self.workers()[:1])
 
     def stop(self) -> float:
-        """Stops all processes: a host that hangs; returns when."""
+        """Stops all processes, like a host that hangs. Returns the time."""
         return self._send(signal.SIGSTOP, _tree(self._process.pid))
 
     def go_on(self) -> float:
-        """Lets stopped processes go on; returns when."""
+        """Resumes stopped processes. Returns the time."""
         return self._send(signal.SIGCONT, _tree(self._process.pid))
 
     def replace(self) -> None:
-        """Gives the number of a stopped host to another, which is to be started."""
+        """Frees the number of a stopped host for a replacement, which the caller must start."""
         self._process, self._replaced = None, self._process
 
     def wake_replaced(self) -> None:
-        """Lets the host that was replaced go on, too late."""
+        """Resumes the replaced host after its replacement has started."""
         self._send(signal.SIGCONT, _tree(self._replaced.pid))
 
     def status_of_replaced(self) -> int | None:
-        """Returns the exit status of a host that was replaced; None while it runs."""
+        """Returns the exit status of the replaced host; None while it is running."""
         return self._replaced.poll()
 
     def ask_to_leave(self) -> float:
-        """Sends SIGTERM to the supervisor; returns when."""
+        """Sends SIGTERM to the supervisor. Returns the time."""
         return self._send(signal.SIGTERM, [self._process.pid])
 
     def end(self) -> None:
-        """Ends what is left, at the end of a test."""
+        """Kills all remaining processes at the end of a test."""
         for process in filter(None, (self._process, self._replaced)):
             if process.poll() is None:
                 self._send(signal.SIGKILL, _tree(process.pid))
@@ -168,7 +168,7 @@ class Host:
 
 
 def _tree(pid: int) -> list[int]:
-    """Returns the PIDs of a process and of all below it."""
+    """Returns the PIDs of a process and all its descendants."""
     pids, k = [pid], 0
     while k < len(pids):
         pids += _children(pids[k])
@@ -177,7 +177,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Returns the PIDs of a process's children, the oldest first."""
+    """Returns the PIDs of a process's children, oldest first."""
     found = set()
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -193,10 +193,10 @@ def _start_time(pid: int) -> int:
 
 
 class Hosts(contextlib.AbstractContextManager):
-    """All hosts of a job, and what its files say of them.
+    """All hosts of a job, and their state according to the job's files.
 
     Args:
-      settings: of the job; the hosts' output goes to JOB.logs/HOST.log.
+      settings: Settings of the job. The output of each host is written to JOB.logs/HOST.log.
     """
 
     def __init__(self, settings: Settings):
@@ -214,11 +214,11 @@ class Hosts(contextlib.AbstractContextManager):
             host.end()
 
     def running(self) -> set[int]:
-        """Returns the numbers of the hosts whose supervisors run."""
+        """Returns the numbers of the hosts whose supervisors are running."""
         return {host.number for host in self.hosts if host.runs}
 
     def member(self, number: int) -> dict[str, Any]:
-        """Returns what a member says of itself; {} if it says nothing."""
+        """Returns the content of a member's file, or {} if it cannot be read."""
         return _read(self.settings.job / f"elastic/members/{number}.json")
 
     def generation(self) -> dict[str, Any]:
@@ -231,13 +231,13 @@ class Hosts(contextlib.AbstractContextManager):
         return _read(self.settings.job / f"elastic/generations/{newest}.json") or nothing
 
     def doing(self, number: int) -> str:
-        """Returns what a host's worker does: "compile", "restore", ..., or ""."""
+        """Returns the activity of a host's worker, such as "compile"; "" if it is unknown."""
         member = self.member(number)
         is_new = member.get("generation") == self.generation()["number"]
         return member.get("worker", {}).get("doing", "") if is_new else ""
 
     def saves(self) -> bool:
-        """Returns True while a checkpoint is being written."""
+        """Returns whether a checkpoint is being written."""
         return any((self.settings.job / "checkpoints").glob("*.saving*"))
 
     def step(self) -> int:
@@ -248,10 +248,10 @@ class Hosts(contextlib.AbstractContextManager):
     def first_step_at(
         self, after: int, needed: Iterable[int], allowed: Iterable[int]
     ) -> float | None:
-        """Returns when the first step of the newest generation was made, in Unix seconds.
+        """Returns the time of the newest generation's first step, in Unix seconds.
 
-        None: not yet, or the generation is not newer than the number `after`, or lacks one of the
-        hosts `needed`, or has one that is not `allowed`.
+        The result is None if there was no step yet, if the generation's number is at most `after`,
+        if a host in `needed` is not a member, or if a member is not in `allowed`.
         """
         generation = self.generation()
         members = set(generation["members"])
@@ -264,12 +264,12 @@ class Hosts(contextlib.AbstractContextManager):
         ]
         if not times:
             return None
-        # They are noted in seconds of the machine's time.monotonic.
+        # Workers report times in seconds of the machine's time.monotonic.
         return time.time() - (time.monotonic() - min(times))
 
 
 def wait_for(is_so: Callable[[], Any], seconds: float, poll: float = 0.1) -> Any:
-    """Returns the first value that is not false, or the last one once the time is up."""
+    """Calls `is_so` until the result is true or the time is up. Returns the last result."""
     deadline = time.monotonic() + seconds
     while not (value := is_so()) and time.monotonic() < deadline:
         time.sleep(poll)

@@ -1,4 +1,4 @@
-"""The tables of a job that lost its hosts: events, comparisons, seconds to the next step."""
+"""Formats the report on a chaos run: comparisons, events, and seconds to the next step."""
 
 import statistics
 from collections import Counter
@@ -21,7 +21,7 @@ def report_lines(
 
 def _table_of_rows(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| compared with an undisturbed run | tried | as it must be | figures |",
+        "| comparison with an undisturbed run | checks | passed | details |",
         "|---|---:|---:|---|",
     ]
     for row in rows:
@@ -35,8 +35,8 @@ def _table_of_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def events_row(lines: Lines) -> Row:
-    """Returns the row on events: how many were survived."""
-    row = Row("kills, stops and returns survived", len(lines))
+    """Returns the row for events, which counts the events that the job survived."""
+    row = Row("kills, stops and returns that the job survived", len(lines))
     row.failures += [
         f"event {line['event']}, {line['what']} {line['who']} in {line['during']}: "
         f"{'; '.join(line['failures'])}"
@@ -47,18 +47,18 @@ def events_row(lines: Lines) -> Row:
 
 
 def _table_of_events(lines: Lines) -> list[str]:
-    """Returns a Markdown table: by kind and by what the job did, how many and the seconds."""
+    """Returns a Markdown table with the counts, times and job activities for each kind of event."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         kinds.setdefault(line["what"].partition(", aimed")[0], []).append(line)
     rows = [
-        "| event | survived | seconds to the next step: median, worst | during |",
+        "| event | survived | seconds to the next step: median, maximum | activity of the job |",
         "|---|---:|---:|---|",
     ]
     for what, of_kind in sorted(kinds.items()):
         seconds = [line["seconds"] for line in of_kind if line["seconds"] is not None]
         times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""
-        during = Counter(line["during"] or "not seen" for line in of_kind)
+        during = Counter(line["during"] or "unknown" for line in of_kind)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(during.items()))
         survived = sum(line["survived"] for line in of_kind)
         rows.append(f"| {what} | {survived} of {len(of_kind)} | {times} | {counts} |")
@@ -66,7 +66,7 @@ def _table_of_events(lines: Lines) -> list[str]:
 
 
 def seconds_by_part(lines: Lines) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns by kind of change and by part, "total" too: {"median": .., "worst": ..}."""
+    """Maps (kind of change, phase or "total") to {"median": ..., "worst": ...} in seconds."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     by_kind: dict[str, list[Mapping[str, float]]] = {}
     for line in lines:
@@ -90,7 +90,7 @@ def table(seconds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]
     """Returns `seconds_by_part` as the lines of a Markdown table."""
     kinds = list(seconds)
     lines = [
-        "| seconds, median / worst | "
+        "| seconds, median / maximum | "
         + " | ".join(f"{kind} ({int(seconds[kind]['total']['count'])})" for kind in kinds)
         + " |",
         "|---|" + "---:|" * len(kinds),

@@ -1,8 +1,8 @@
-"""A job that loses its hosts is the same run.
+"""Tests that an elastic job with host failures has the same results as an undisturbed run.
 
-`make chaos` has a hundred events, also the kinds that are not here: deaths while the workers
-connect or compile, a worker that hangs (here: job/test_stuck_processes.py), hosts that wake or
-are started anew.
+`make chaos` triggers a hundred events. These include kinds that are not tested here: deaths while
+workers connect or compile, workers that hang (see job/test_stuck_processes.py), and hosts that
+resume or are restarted.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from tests.elastic.events import EVALUATION, RESTORE, SAVE
 from tests.elastic.hosts import Hosts, wait_for
 from tests.faults.outcome import Row
 
-# It launches processes on two cores.
+# These tests launch several processes.
 pytestmark = pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """A job to which much happened, and has ended.
+    """The history of a finished job.
 
     Attributes:
-      rows: of the verdict.
-      members: the hosts that went on after each part of the history, by its name.
-      changes: their lines in elastic.jsonl, by the same names.
-      log: what all hosts printed.
-      alone: what the undisturbed run printed.
+      rows: Results of the comparison with the undisturbed run.
+      members: Hosts in the generation after each event, keyed by the event's name.
+      changes: Lines of these generations in elastic.jsonl, keyed by the event's name.
+      log: Output of all hosts.
+      alone: Output of the undisturbed run.
     """
 
     rows: Sequence[Row]
@@ -42,7 +42,7 @@ class History:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
-    """Returns the history of one job, for a launch of its processes takes longer than an event."""
+    """Returns the history of a job, which is shared because launching its processes is slow."""
     folder = tmp_path_factory.mktemp("elastic")
     with Hosts(settings_of(folder, members=3, devices=1)) as hosts:
         chaos = Chaos(hosts, folder, seed=3)
@@ -52,7 +52,7 @@ def history(tmp_path_factory):
             assert chaos.happens(act), name
             generation = hosts.generation()
             members[name] = generation["members"]
-            # Its line is written after its first step.
+            # A generation's line is written after its first step.
             changes[name] = wait_for(
                 lambda number=generation["number"]: line_of(hosts, number), SURVIVE_SECONDS
             )
@@ -62,15 +62,15 @@ def history(tmp_path_factory):
 
 
 def line_of(hosts: Hosts, number: int) -> Mapping[str, Any]:
-    """Returns the line of a generation in elastic.jsonl; {} before it is there."""
+    """Returns the line of a generation in elastic.jsonl, or {} if it is not written yet."""
     lines = verdict.changes(hosts.settings.job)
     return next((line for line in lines if line["generation"] == number), {})
 
 
 def acts(chaos):
-    """Yields what happens in turn, with its name.
+    """Yields the name of each event and the function that triggers the event.
 
-    A regrouping launches a worker per host: there are few of them, mostly of one or two hosts.
+    There are few events, because each regrouping launches a worker per host.
     """
     events = chaos.events
     yield "one blinks", events.blink
@@ -92,7 +92,7 @@ def acts(chaos):
 
 
 def trains(chaos: Chaos) -> None:
-    """Waits until the job has made so many more steps that it has saves in memory."""
+    """Waits until the job has completed enough steps to have peer saves."""
     last = chaos.hosts.step() + 2 * PEER_STEPS + 1
     assert wait_for(lambda: chaos.hosts.step() >= last, SURVIVE_SECONDS)
 
@@ -145,7 +145,7 @@ def test_what_two_neighbours_had_is_restored_from_the_disk(history):
 
 
 def test_a_host_that_hangs_is_left_behind_and_another_in_its_place_takes_part(history):
-    # One of three is away since the restore.
+    # One of the three hosts has been absent since the restore.
     assert len(history.members["it returns and one dies in the restore"]) == 2
     assert len(history.members["one hangs"]) == 1
     assert len(history.members["it is replaced and wakes"]) == 2

@@ -1,4 +1,4 @@
-"""The verdict on a job that lost its hosts: it catches each fault, on files made by hand."""
+"""Tests that the comparison with an undisturbed run detects each kind of fault."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_a_job_that_is_the_same_passes():
     assert verdict.each_step_once(lines()).failures == []
     row = verdict.same_losses([line(1, loss=5.000009), *lines()[1:]], lines())
     assert row.failures == [] and row.tried == NUM_STEPS
-    assert row.figures["largest difference of a loss"] == pytest.approx(9e-6)
+    assert row.figures["largest difference"] == pytest.approx(9e-6)
     both = [evaluation(3), evaluation(6)]
     assert verdict.same_evaluations(both, both).failures == []
 
@@ -61,9 +61,9 @@ def test_a_job_that_is_the_same_passes():
 @pytest.mark.parametrize(
     "change_of, words",
     [
-        (lambda given: given.insert(3, given[3]), "step 4 stands 2 times"),
-        (lambda given: given.pop(4), "1 steps are missing, first 5"),
-        (lambda given: given.pop(0), "1 steps are missing, first 1"),
+        (lambda given: given.insert(3, given[3]), "step 4 occurs 2 times"),
+        (lambda given: given.pop(4), "1 steps are missing; the first is 5"),
+        (lambda given: given.pop(0), "1 steps are missing; the first is 1"),
         (lambda given: given.reverse(), "out of order"),
     ],
 )

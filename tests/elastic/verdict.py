@@ -1,6 +1,6 @@
-"""What is compared of a job that lost its hosts with one that nothing happened to.
+"""Compares a job whose hosts failed with an undisturbed run.
 
-Each comparison is a row: how much was compared, the figures, and a sentence for each failure.
+Each comparison is a row with the number of checks, details, and a message for each failure.
 """
 
 import json
@@ -18,11 +18,12 @@ from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from tests.faults.outcome import Row, steps_of
 
-# Absolute; the losses are between 1 and 7, so it is stricter than a relative one.
+# Absolute, which is stricter than relative, because the losses are between 1 and 7.
 LOSS_TOLERANCE = 1e-5
-# Of a weight, to the largest of its array: Adam's steps add up what sums in another order change.
+# Tolerance relative to an array's largest element. Adam's steps accumulate the rounding errors of
+# sums in a different order.
 WEIGHT_TOLERANCE = 1e-4
-# Columns that follow from the step alone.
+# Columns that depend only on the step.
 EXACT = ("learning_rate", "num_skipped_steps", "num_skipped_in_a_row")
 
 Lines = Sequence[Mapping[str, Any]]
@@ -31,14 +32,14 @@ Lines = Sequence[Mapping[str, Any]]
 def verdict(
     job: Path, whole: Path, *, peer_steps: int, disk_steps: int, env: Mapping[str, str]
 ) -> list[Row]:
-    """Returns a row per comparison of two jobs' directories.
+    """Returns a row for each comparison between two job directories.
 
     Args:
-      job: with elastic.jsonl; its last step is that of `whole`.
-      whole: that nothing happened to.
-      peer_steps: the interval of saves in other hosts' memory.
-      disk_steps: the interval of saves on disk.
-      env: of a process of the job.
+      job: Directory of the elastic job, with elastic.jsonl.
+      whole: Directory of the undisturbed run, which has the same last step.
+      peer_steps: Number of steps between peer saves.
+      disk_steps: Number of steps between saves on disk.
+      env: Environment of the job's processes.
     """
     names = ("metrics.jsonl", "eval_metrics.jsonl")
     (ours, evaluated), (theirs, expected) = (
@@ -56,28 +57,28 @@ def verdict(
 
 
 def each_step_once(lines: Lines) -> Row:
-    """Returns the row on the steps of metrics.jsonl: from 1 on, each once, in order."""
+    """Checks that metrics.jsonl contains each step from 1 on exactly once, in order."""
     steps = [line["step"] for line in lines]
-    row = Row("each step once, in order", len(steps))
+    row = Row("each step recorded once, in order", len(steps))
     row.failures += [
-        f"step {step} stands {times} times" for step, times in Counter(steps).items() if times > 1
+        f"step {step} occurs {times} times" for step, times in Counter(steps).items() if times > 1
     ]
     missing = sorted(set(range(1, max(steps, default=1) + 1)) - set(steps))
     if missing:
-        row.failures.append(f"{len(missing)} steps are missing, first {missing[0]}")
+        row.failures.append(f"{len(missing)} steps are missing; the first is {missing[0]}")
     if steps != sorted(steps):
         row.failures.append("steps are out of order")
     return row
 
 
 def same_losses(lines: Lines, expected: Lines) -> Row:
-    """Returns the row on the losses of all steps, and on what follows from the step alone."""
-    row = Row("losses of the undisturbed run", len(lines))
+    """Compares the losses of all steps, and the columns that depend only on the step."""
+    row = Row("losses equal to those of the undisturbed run", len(lines))
     if len(lines) != len(expected):
-        row.failures.append(f"{len(lines)} steps, the undisturbed run has {len(expected)}")
+        row.failures.append(f"{len(lines)} steps, but the undisturbed run has {len(expected)}")
     for line, other in zip(lines, expected, strict=False):
         distance = abs(line["loss"] - other["loss"])
-        row.most("largest difference of a loss", distance)
+        row.most("largest difference", distance)
         if not distance <= LOSS_TOLERANCE:
             row.failures.append(
                 f"step {line['step']}: loss {line['loss']}, undisturbed {other['loss']}"
@@ -91,29 +92,31 @@ def same_losses(lines: Lines, expected: Lines) -> Row:
 
 
 def same_lost_steps(lost: Lines, expected: Lines) -> Row:
-    """Returns the row on steps that were made, lost, and made again: the same losses as well."""
+    """Compares the losses of steps that were lost and recomputed."""
     losses = {line["step"]: line["loss"] for line in expected}
-    row = Row("losses of steps that were lost and made again", len(lost))
+    row = Row("losses of steps that were lost and recomputed", len(lost))
     for line in lost:
         distance = abs(line["loss"] - losses.get(line["step"], float("nan")))
-        row.most("largest difference of a loss", distance)
+        row.most("largest difference", distance)
         if not distance <= LOSS_TOLERANCE:
             row.failures.append(f"step {line['step']}: loss {line['loss']}")
     return row
 
 
 def same_evaluations(lines: Lines, expected: Lines) -> Row:
-    """Returns the row on evaluations: the same steps, each dataset once, the same losses."""
-    row = Row("evaluations of the undisturbed run", len(lines))
+    """Compares evaluations: their steps, datasets and losses."""
+    row = Row("evaluation losses equal to those of the undisturbed run", len(lines))
     ours, theirs = (
         [(line["step"], line["dataset"]) for line in element] for element in (lines, expected)
     )
     if ours != theirs:
         odd = sorted((Counter(ours) - Counter(theirs)) + (Counter(theirs) - Counter(ours)))
-        row.failures.append(f"{len(ours)} and {len(theirs)} evaluations; first odd: {odd[:1]}")
+        row.failures.append(
+            f"{len(ours)} and {len(theirs)} evaluations; the first difference is {odd[:1]}"
+        )
     for line, other in zip(lines, expected, strict=False):
         distance = abs(line["loss"] - other["loss"])
-        row.most("largest difference of a loss", distance)
+        row.most("largest difference", distance)
         if not distance <= LOSS_TOLERANCE:
             row.failures.append(
                 f"step {line['step']}, {line['dataset']}: loss {line['loss']}, "
@@ -123,11 +126,13 @@ def same_evaluations(lines: Lines, expected: Lines) -> Row:
 
 
 def same_weights(job: Path, whole: Path) -> Row:
-    """Returns the row on the last checkpoints: weights, slots, averages, counts."""
+    """Compares the last checkpoints: weights, slots, averages and counts."""
     row = Row("arrays of the last checkpoint")
     last, other_last = (max(steps_of(folder), default=0) for folder in (job, whole))
     if not last or last != other_last:
-        row.failures.append(f"the last checkpoint is of step {last}, undisturbed {other_last}")
+        row.failures.append(
+            f"the last checkpoint is of step {last}, in the undisturbed run of step {other_last}"
+        )
         return row
     arrays, expected = (_values(folder / f"checkpoints/{last}") for folder in (job, whole))
     compare_arrays(row, arrays, expected)
@@ -137,9 +142,11 @@ def same_weights(job: Path, whole: Path) -> Row:
 def compare_arrays(
     row: Row, arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
 ) -> None:
-    """Adds to a row how arrays differ from those of the undisturbed run."""
+    """Adds the differences from the arrays of the undisturbed run to a row."""
     if arrays.keys() != expected.keys():
-        row.failures.append(f"other arrays: {sorted(arrays.keys() ^ expected.keys())}")
+        row.failures.append(
+            f"arrays in only one of the runs: {sorted(arrays.keys() ^ expected.keys())}"
+        )
     for path in sorted(arrays.keys() & expected.keys()):
         row.tried += 1
         x, y = arrays[path], expected[path]
@@ -151,9 +158,9 @@ def compare_arrays(
         else:
             scale = max(float(np.abs(y).max(initial=0.0)), 1e-30)
             distance = float(np.abs(x - y).max(initial=0.0)) / scale
-            row.most("largest difference, relative to an array's largest value", distance)
+            row.most("largest difference relative to an array's largest element", distance)
             if not distance <= WEIGHT_TOLERANCE:
-                row.failures.append(f"{path}: differs by {distance:.3g} of its largest value")
+                row.failures.append(f"{path}: differs by {distance:.3g} of its largest element")
 
 
 def _values(step_dir: Path) -> dict[str, np.ndarray]:
@@ -164,8 +171,8 @@ def _values(step_dir: Path) -> dict[str, np.ndarray]:
 
 
 def examples_once(job: Path, env: Mapping[str, str]) -> Row:
-    """Returns the row on `python -m praxis_lite.inputs digest --job`: every example, once."""
-    row = Row("every example exactly once, in order", 1)
+    """Runs `python -m praxis_lite.inputs digest --job`, which verifies the examples."""
+    row = Row("every example used exactly once, in order", 1)
     done = subprocess.run(
         [
             sys.executable,
@@ -179,11 +186,11 @@ def examples_once(job: Path, env: Mapping[str, str]) -> Row:
         text=True,
         env=env,
     )
-    row.figures["the command's last line"] = (done.stdout.splitlines() or [""])[-1]
+    row.figures["last line of `inputs digest`"] = (done.stdout.splitlines() or [""])[-1]
     if done.returncode:
         row.failures.append(f"status {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
     elif f"\nsteps 1 to {max(steps_of(job), default=0)}: batches" not in f"\n{done.stdout}":
-        row.failures.append(f"not of all steps: {done.stdout[-1000:]}")
+        row.failures.append(f"does not cover all steps: {done.stdout[-1000:]}")
     return row
 
 
@@ -194,12 +201,13 @@ def changes(job: Path) -> list[dict[str, Any]]:
 
 
 def little_lost(lines: Lines, peer_steps: int, disk_steps: int) -> Row:
-    """Returns the row on steps made and lost at each regrouping.
+    """Checks the number of steps lost at each regrouping.
 
-    Nothing where a host comes or leaves; an interval of saves in memory where one is gone from a
-    generation that has made such a save; else, as where two die at once, one of saves on disk.
+    No step may be lost when a host joins or leaves. If one host dies after its generation has
+    completed a peer save, at most the steps between two peer saves may be lost. Otherwise, for
+    example if two hosts die at once, at most the steps between two saves on disk may be lost.
     """
-    row = Row("at most an interval lost at a regrouping")
+    row = Row("at most one save interval lost per regrouping")
     before = None
     for line in lines:
         if line["reached"] and line["kind"] != "start":
@@ -211,11 +219,11 @@ def little_lost(lines: Lines, peer_steps: int, disk_steps: int) -> Row:
                 most = 0
             elif len(line["who"]) == 1 and made >= peer_steps and len(before["members"]) > 1:
                 most = peer_steps
-            row.most(f"most steps lost, {kind}, from {line['source']}", lost)
+            row.most(f"most steps lost ({kind}, from {line['source']})", lost)
             if lost > most:
                 row.failures.append(
-                    f"generation {line['generation']} ({line['why']}): {lost} steps lost, going on "
-                    f"from step {line['from_step']} of {line['source']}; at most {most} wanted"
+                    f"generation {line['generation']} ({line['why']}): {lost} steps lost, resuming "
+                    f"from step {line['from_step']} of {line['source']}; expected at most {most}"
                 )
         before = line if line["reached"] else None
     return row

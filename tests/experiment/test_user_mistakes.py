@@ -63,7 +63,7 @@ REFUSED = {
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
     "MeshTuple": r"mesh\(\) returns a tuple; expected .* such as fdl.Config\(MeshConfig",
-    "ListOfArrays": "InMemory.arrays is <class 'list'>; .*a dict of arrays by name",
+    "ListOfArrays": "InMemory.arrays is <class 'list'>; .*a dict of arrays keyed by name",
 }
 
 

@@ -1,7 +1,8 @@
-"""The fault suite in its long form: `python -m tests.faults --report docs/faults_report.md`.
+"""Runs the complete fault suite: `python -m tests.faults --report docs/faults_report.md`.
 
-It takes about half an hour on two quiet cores. `--only kills` runs one part, and with --report
-replaces its section of the report; so the suite can be run in parts. Status 1: something failed.
+The suite takes about half an hour on two idle cores. `--only kills` runs one part, and with
+--report replaces only the section of this part, so the suite can be run in parts. The exit status
+is 1 if any trial failed.
 """
 
 import argparse
@@ -18,19 +19,19 @@ from tests.faults import damage, kills, pairs, targets, ways_out, zoo
 from tests.faults.outcome import Row, outcome_of, report_lines, tail
 from tests.faults.zygote import Zygote
 
-_TITLE = "# What the fault suite found"
+_TITLE = "# Results of the fault suite"
 
 
 def main() -> int:
-    """Runs the parts that are asked for; returns the exit status."""
+    """Runs the requested parts and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--report", type=Path, metavar="FILE", help="is brought up to date")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="report to update")
     parser.add_argument("--num_kills", type=int, default=200)
     parser.add_argument("--num_flips", type=int, default=100)
-    parser.add_argument("--num_files", type=int, default=10_000, help="broken, for all readers")
-    parser.add_argument("--readers", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
+    parser.add_argument("--num_files", type=int, default=10_000, help="damaged files, all readers")
+    parser.add_argument("--readers", nargs="+", metavar="NAME", help="run only these readers")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     failed = False
@@ -65,11 +66,11 @@ def _damage(args: argparse.Namespace) -> list[Row]:
             return damage.flips(step_dir, args.num_flips, args.seed)
 
         return [
-            jobs.files(Row("single bits flipped, in every file of a checkpoint"), flips, _say),
+            jobs.files(Row("single bits flipped in every file of a checkpoint"), flips, _say),
             jobs.files(
-                Row("each file cut short, emptied, deleted, swapped"), damage.broken_files, _say
+                Row("each file truncated, emptied, deleted or swapped"), damage.broken_files, _say
             ),
-            jobs.folders(Row("stray and half-deleted folders")),
+            jobs.folders(Row("stray and partially deleted folders")),
         ]
 
 
@@ -79,7 +80,7 @@ def _ways_out(args: argparse.Namespace) -> list[Row]:
         rows = ways_out.leave(zygote, whole, list(ways_out.WAYS_OUT))
         if ways_out.can_mount():
             return rows + ways_out.fill(zygote, whole)
-        return [*rows, Row("no space on the disk: not tried, for it takes root to mount one")]
+        return [*rows, Row("full disk: skipped, because mounting a disk requires root")]
 
 
 def _targets(args: argparse.Namespace) -> list[Row]:
@@ -99,12 +100,12 @@ def _meshes(args: argparse.Namespace) -> list[Row]:
 
 def _readers(args: argparse.Namespace) -> list[Row]:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Threads that another library started would be missing in what is forked.
+    # A forked child would lack the threads that OpenBLAS started.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from tests.faults import readers
     from tests.faults.reader_list import READERS
 
-    zoo.home()  # Here, for the processes of the tries leave without removing it.
+    zoo.home()  # Create it here, because the child processes exit without removing it.
     return readers.run(list(readers.named(READERS, args.readers)), args.num_files, args.seed, _say)
 
 
@@ -112,10 +113,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "kills": _kills,
     "damage": _damage,
     "exits during a save": _ways_out,
-    "wrong targets": _targets,
+    "mismatched settings": _targets,
     "meshes": _meshes,
     "two processes": lambda args: pairs.run(_say),
-    "readers of files": _readers,
+    "file readers": _readers,
 }
 
 
@@ -124,7 +125,7 @@ def _say(line: str) -> None:
 
 
 def _bring_up_to_date(report: Path, name: str, rows: list[Row], seconds: float, seed: int) -> None:
-    """Replaces the part's section of the report, or adds it; other sections stay."""
+    """Replaces or adds a part's section in the report. Other sections do not change."""
     text = report.read_text(encoding="utf-8") if report.exists() else ""
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, flags=re.S | re.M))
     title = name.capitalize()
@@ -143,8 +144,8 @@ def _bring_up_to_date(report: Path, name: str, rows: list[Row], seconds: float, 
     lines = [
         _TITLE,
         "",
-        "Written by `python -m tests.faults --report docs/faults_report.md` (`make faults`): each",
-        "fault, how often it was tried, and how often everything was as it must be.",
+        "Written by `python -m tests.faults --report docs/faults_report.md` (`make faults`). The",
+        "tables list, for each fault, the number of trials and the number of trials that passed.",
         "",
     ]
     order = [part.capitalize() for part in PARTS]

@@ -1,4 +1,4 @@
-"""One process to fork jobs from, and the jobs that are damaged, for all tests of this folder."""
+"""Fixtures: the process that forks jobs, and jobs to damage, shared by the tests in this folder."""
 
 import pytest
 
@@ -15,5 +15,5 @@ def zygote():
 
 @pytest.fixture(scope="session")
 def damage(zygote):
-    """Returns jobs to damage: a whole one of 12 steps, and one that was killed after step 10."""
+    """Returns a complete job with 12 steps, and a job to damage that was killed after step 10."""
     return Damage(zygote)

@@ -1,7 +1,8 @@
-"""Damage: bits flipped in a checkpoint, files cut, emptied, deleted or swapped, stray folders.
+"""Damage: flipped bits, files that are truncated, emptied, deleted or swapped, and stray folders.
 
-Each is done to a copy of a job that was killed on its way, which then goes on: it must say in one
-line what is damaged, go on from the step before, and end in the bits of an undamaged job.
+Each kind of damage is applied to a copy of a killed job, which is then resumed. The job must report
+the damage in one line and resume from the previous step, and its results must be bitwise equal to
+those of an undamaged job.
 """
 
 import random
@@ -15,7 +16,7 @@ from tests.faults.outcome import Row, outcome_of, restored_step, steps_of, tail
 from tests.faults.zoo import SAVE_EVERY, home, train_argv
 from tests.faults.zygote import Launch, Zygote
 
-# Of the damaged jobs: killed after step 10, with the steps 6 and 9; they go on to step 12.
+# Jobs are killed after step 10, with checkpoints of steps 6 and 9, and resumed up to step 12.
 NUM_STEPS, STOPPED_AT = 4 * SAVE_EVERY, 3 * SAVE_EVERY + 1
 SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
 
@@ -26,14 +27,14 @@ def files_of(step_dir: Path) -> list[Path]:
 
 
 def flip_bit(file: Path, bit: int) -> None:
-    """Flips one bit of a file, counted from its start, modulo its size."""
+    """Flips a bit of a file. `bit` counts from the start of the file, modulo its size."""
     data = bytearray(file.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     file.write_bytes(data)
 
 
 def flips(step_dir: Path, num_flips: int, seed: int) -> Iterator[tuple[str, Path, Callable]]:
-    """Yields (what, file, what does it): single bits, spread evenly over the files."""
+    """Yields (description, file, action) for single bits, spread evenly over the files."""
     rng = random.Random(seed)
     files = [file for file in files_of(step_dir) if file.stat().st_size]
     for index in range(num_flips):
@@ -43,23 +44,26 @@ def flips(step_dir: Path, num_flips: int, seed: int) -> Iterator[tuple[str, Path
 
 
 def broken_files(step_dir: Path, other: Path) -> Iterator[tuple[str, Path, Callable]]:
-    """Yields every file cut by a byte, emptied, deleted, and swapped with its like in `other`."""
+    """Yields (description, file, action) that truncate, empty, delete or swap each file.
+
+    A file is swapped with the corresponding file in the step `other`.
+    """
     for index, file in enumerate(files_of(step_dir)):
         if file.stat().st_size:
             data = file.read_bytes()
-            yield "cut short", file, lambda file=file, data=data: file.write_bytes(data[:-1])
+            yield "truncated", file, lambda file=file, data=data: file.write_bytes(data[:-1])
             yield "emptied", file, lambda file=file: file.write_bytes(b"")
         yield "deleted", file, lambda file=file: file.unlink()
         like = other / file.relative_to(step_dir)
         if not like.is_file():
-            # Data files have names of their own in each step: the one at the same place.
+            # Names of data files differ between steps, so use the file at the same index.
             like = files_of(other)[index % len(files_of(other))]
         if like.read_bytes() != file.read_bytes():
             yield "swapped with another step's", file, lambda a=file, b=like: shutil.copyfile(b, a)
 
 
 def strays(checkpoints: Path) -> Iterator[tuple[str, str, Callable]]:
-    """Yields (what, what a line about it must have, what does it): folders that are no steps."""
+    """Yields (description, word that the report must contain, action) for invalid step folders."""
     newest = checkpoints / str(3 * SAVE_EVERY)
 
     def folder(name: str, *files: str) -> Callable[[], None]:
@@ -84,23 +88,23 @@ def strays(checkpoints: Path) -> Iterator[tuple[str, str, Callable]]:
     yield "empty 999.saving/", "999.saving", folder("999.saving")
     yield "999.saving/ with files", "999.saving", folder("999.saving", "manifest.json")
     yield "empty 3.deleting/", "3.deleting", folder("3.deleting")
-    yield "a half-deleted step", "9", half_deleted(None)
-    yield "a half-deleted step, renamed", "9.deleting", half_deleted("9.deleting")
+    yield "a partially deleted step", "9", half_deleted(None)
+    yield "a partially deleted step, renamed", "9.deleting", half_deleted("9.deleting")
     yield "a copy of step 9 as 11/", "11", lambda: shutil.copytree(newest, checkpoints / "11")
-    yield "a file called 999", "", (checkpoints / "999").touch
-    yield "a folder called notes", "", folder("notes", "todo.txt")
-    yield "a folder called 009", "", folder("009")
-    yield "a folder called -1", "", folder("-1")
-    yield "a folder called ٣", "", folder("٣")
+    yield "a file named 999", "", (checkpoints / "999").touch
+    yield "a folder named notes", "", folder("notes", "todo.txt")
+    yield "a folder named 009", "", folder("009")
+    yield "a folder named -1", "", folder("-1")
+    yield "a folder named ٣", "", folder("٣")
     yield "a step below a symlink", "999", lambda: (checkpoints / "999").symlink_to(newest)
 
 
 class Damage:
-    """A job to damage, and what becomes of the copies of it that are.
+    """Damages copies of a killed job, and checks how they resume.
 
     Attributes:
-      whole: of the job that nothing happened to.
-      job: the one that was killed, never launched again.
+      whole: Outcome of an undamaged job.
+      job: Directory of the killed job, which is only copied.
     """
 
     def __init__(self, zygote: Zygote):
@@ -122,7 +126,7 @@ class Damage:
         return Path(shutil.copytree(self.job, self._folder / f"copy{self._num_jobs}"))
 
     def files(self, row: Row, cases: Callable, say: Callable[[str], None] = print) -> Row:
-        """Fills the row with what becomes of damaged files; cases: of (step 9, step 6)."""
+        """Adds the results for damaged files to a row. `cases` takes (step 9, step 6)."""
         checkpoints = self.job / "checkpoints"
         names = [str(3 * SAVE_EVERY), str(2 * SAVE_EVERY)]
         total = len(list(cases(*(checkpoints / name for name in names))))
@@ -134,11 +138,11 @@ class Damage:
             told = f"{file.relative_to(step_dirs[0])} {what}"
             self._goes_on(row, job, told, names[0], str(file.relative_to(step_dirs[0])))
             if index % 10 == 9:
-                say(f"  {row.line()} ({total} in all)")
+                say(f"  {row.line()} ({total} in total)")
         return row
 
     def folders(self, row: Row) -> Row:
-        """Fills the row with what becomes of stray and half-deleted folders."""
+        """Adds the results for stray and partially deleted folders to a row."""
         for index in range(len(list(strays(self.job / "checkpoints")))):
             job = self.copy()
             what, expected, act = list(strays(job / "checkpoints"))[index]
@@ -147,7 +151,7 @@ class Damage:
         return row
 
     def _goes_on(self, row: Row, job: Path, told: str, *words: str) -> None:
-        """Launches a damaged job; words: what one line that it prints must have."""
+        """Launches a damaged job, which must print a line that contains all `words`."""
         launch = self._zygote.launch(train_argv(job, *SETTINGS))
         row.tried += 1
         actual = self._wrong(launch, job, [word for word in words if word])
@@ -160,11 +164,11 @@ class Damage:
         if launch.code != 0 or launch.err:
             return f"crash: {tail(launch)}"
         kept = job / "checkpoints"
-        # After the experiment, the mesh; before the training.
+        # The lines after the experiment and the mesh, and before training.
         message = re.split(r"restored the checkpoint|initializing the state", launch.out)[0]
         lines = message.splitlines()[2:]
         if words and not any(all(_has(line, word) for word in words) for line in lines):
-            return f"silent: restored {restored_step(launch)}, no line has {words}: {lines}"
+            return f"silent: restored {restored_step(launch)}, no line contains {words}: {lines}"
         differing = outcome_of(job).differences(self.whole)
         if differing:
             names = sorted(path.name for path in kept.iterdir())
@@ -173,5 +177,5 @@ class Damage:
 
 
 def _has(line: str, word: str) -> bool:
-    """Returns True if a line has a step or a file as a word, not as part of another."""
+    """Returns whether a line contains a step or a file as a separate word."""
     return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w])", line) is not None

@@ -1,18 +1,18 @@
-"""Faults that are installed in a job's process, at points of what it does.
+"""Installs faults in a job's process, which are triggered at given points.
 
-The library knows nothing of them: most hang on Python's audit events (PEP 578), which name every
-file that is opened, renamed or removed, whoever does it. A fault is JSON:
+The library needs no code for faults: most are triggered by Python's audit events (PEP 578), which
+report every file that is opened, renamed or removed by any code. A fault is JSON:
 
   {"at": "os.rename", "matches": REGEX, "nth": 1, "then": 0, "do": "KILL"}
-      the nth event whose paths match; with `then`, that many changes of files later.
-  {"at": "step", "nth": N, "do": ...}         this process has made N steps; none is saved yet.
-  {"at": "batch", "index": N, "do": ...}      the pipeline makes this batch of training.
+      the nth event whose paths match, or `then` file changes after this event.
+  {"at": "step", "nth": N, "do": ...}         after the process's Nth step, before it is saved.
+  {"at": "batch", "index": N, "do": ...}      when the pipeline computes this training batch.
   {"at": "half a metrics line", "nth": N, "do": ...}
   {"at": "now", "do": ...}
 
-What is done: "KILL", "TERM", "INT" (signals to the process itself), "KILL when saved" (no save is
-in flight any more), "raise", "sys.exit", "sleep" (one second), "fill the disk" (`path`: of a file
-that takes what is left, when no save is in flight), "retry soon" (after a failed save in a second).
+Actions: "KILL", "TERM", "INT" (signals to the process itself), "KILL when saved" (after the save in
+progress), "raise", "sys.exit", "sleep" (one second), "fill the disk" (after the save in progress,
+with a file at `path`), "retry soon" (retry failed saves after a second).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "ope
 
 
 def install(faults: Sequence[Mapping[str, Any]]) -> None:
-    """Installs faults in this process, for good."""
+    """Installs faults in this process permanently."""
     for fault in faults:
         if fault["at"] == "step":
             _at_step(fault)

@@ -1,7 +1,7 @@
-"""Where jobs are killed: in a step, in a save, while an old step goes, at start-up; and a plan.
+"""The points at which jobs are killed, and a random plan of kills.
 
-Each point is an event of tests.faults.hooks, or a time after a line was printed ("after") or a
-folder has appeared ("when").
+A point is an event of tests.faults.hooks, or a time after a line was printed ("after") or a folder
+has appeared ("when").
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from typing import Any
 
 from tests.faults.zoo import SAVE_EVERY
 
-STEP, SAVE, DELETE, START = "in a step", "in a save", "deleting an old step", "at start-up"
-END = "drawing the curve at the end"
+STEP, SAVE, DELETE = "during a step", "during a save", "while deleting an old step"
+START, END = "during startup", "while plotting the final loss curve"
 _SAVING, _DELETING, _STEP_DIR = r"/\d+\.saving", r"/\d+\.deleting", r"/checkpoints/\d+$"
 _DELETED = r"/checkpoints/\d+(\.deleting)?$"
 
-# What a phase has as points, each an event of tests.faults.hooks; `do` is the signal.
+# The points in each phase. The signal is added as `do`.
 POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     STEP: (
         {"at": "step"},
@@ -40,7 +40,7 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     DELETE: (
         {"at": "os.rename", "matches": _DELETING},
         {"at": "os.rename", "matches": _DELETING, "then": 1},
-        # In the deletion itself, whatever the folder is called then.
+        # During the deletion itself, before or after the folder is renamed.
         {"at": "shutil.rmtree", "matches": _DELETED, "then": 2},
         {"at": "shutil.rmtree", "matches": _DELETED, "then": 8},
         {"at": "shutil.rmtree", "matches": _DELETED, "then": 20},
@@ -55,7 +55,7 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"at": "open for writing", "matches": r"/metrics\.jsonl"},
     ),
 }
-# After a launch that was killed in a save, or while it deleted: what is left is cleaned up.
+# Pairs of kills: the first leaves files behind, and the second interrupts their cleanup.
 CLEANING = (
     (
         {"at": "os.mkdir", "matches": _SAVING, "then": 2},
@@ -66,12 +66,12 @@ CLEANING = (
         {"at": "shutil.rmtree", "matches": _DELETING, "then": 2},
     ),
 )
-# The newest step is damaged before the launch, which is killed while it puts it aside.
+# The newest step is damaged before the launch, which is killed while renaming the damaged step.
 QUARANTINE = (
     {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True},
     {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True, "then": 1},
 )
-# All steps are made and saved: every other chain ends with one of these.
+# After all steps are completed and saved. Every other chain ends with one of these points.
 CURVE = (
     {"at": "open for writing", "matches": r"loss_curve\.png"},
     {"at": "open for writing", "matches": r"loss_curve\.png", "then": 1},
@@ -80,7 +80,7 @@ CURVE = (
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """One kill of the plan: the signal, the phase it counts for, and the point."""
+    """A planned kill: the signal, the phase for the report, and the point."""
 
     name: str
     phase: str
@@ -88,11 +88,11 @@ class Kill:
 
 
 def plan(num_kills: int, seed: int) -> list[list[Kill]]:
-    """Returns kills in the order they are made, in groups that must follow each other."""
+    """Returns kills in order. The kills in a group must directly follow each other."""
     rng, groups, count = random.Random(seed), [], 0
     phases = [STEP, SAVE, DELETE, START]
     while count < num_kills:
-        # Three of KILL to two of TERM.
+        # Three KILL signals for every two TERM signals.
         name = ("KILL", "TERM", "KILL", "TERM", "KILL")[len(groups) % 5]
         turn = len(groups) % 13
         if turn == 5 and name == "KILL":
@@ -109,7 +109,7 @@ def plan(num_kills: int, seed: int) -> list[list[Kill]]:
 
 
 def _drawn(rng: random.Random, phase: str, point: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the point with what is left to chance: which time it comes, or when."""
+    """Returns the point with a random occurrence number or a random delay."""
     if "seconds" in point:
         return {**point, "seconds": round(rng.uniform(0, point["seconds"]), 3)}
     if phase == STEP:

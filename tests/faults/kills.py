@@ -1,7 +1,7 @@
-"""Kills: jobs that are ended by KILL and TERM at chosen points, again and again on their way.
+"""Kills jobs repeatedly with KILL and TERM at chosen points.
 
-A chain is one job that is killed up to ten times, each launch at another point, then left to end.
-It must end in the bits of a job that nothing happened to.
+A chain is a job that is killed up to ten times, in each launch at a different point, and then runs
+to the end. Its results must be bitwise equal to those of an undisturbed job.
 """
 
 import os
@@ -30,7 +30,7 @@ from tests.faults.zoo import SAVE_EVERY, home, train_argv
 from tests.faults.zygote import Launch, Zygote
 
 KILLS_PER_CHAIN = 10
-# A TERM must be answered within it.
+# Maximum time to exit after TERM.
 TERM_SECONDS = 30
 
 
@@ -42,17 +42,22 @@ def run(
     say: Callable[[str], None] = print,
     settings: tuple[str, ...] = (),
 ) -> list[Row]:
-    """Returns a row per signal and phase, and one of the chains.
+    """Returns a row for each signal and phase, and a row for the chains.
 
     Args:
-      whole: of a job with the same settings, that nothing happened to.
+      zygote: Process that launches jobs.
+      whole: Outcome of an undisturbed job with the same settings.
+      num_kills: Total number of kills.
+      seed: Seed of the plan.
+      say: Function that prints a line of progress.
+      settings: Settings of the job, as for --set.
     """
     rows: dict[tuple[str, str], Row] = {}
-    chains = Row("chains of kills: final metrics, evaluations and digests bitwise equal")
+    chains = Row("chains of kills: final metrics, evaluations and digests are bitwise equal")
     groups, done, unreached = plan(num_kills, seed), 0, 0
     while groups and done < num_kills:
         chain = _Chain(zygote, home() / f"chain{chains.tried}", rows, settings)
-        # From here on every point is one that a launch comes to.
+        # From here on, every launch reaches its point.
         chain.makes([Kill("KILL", STEP, {"at": "step", "nth": 4 * SAVE_EVERY})])
         while groups and chain.goes_on and chain.num_kills < KILLS_PER_CHAIN:
             if chain.makes(groups[0]) or chain.failures:
@@ -79,11 +84,12 @@ def run(
 
 
 class _Chain:
-    """One job on its way.
+    """A job that is killed repeatedly.
 
     Attributes:
-      num_kills: that it has survived.
-      failures: in sentences; the chain ends with the first.
+      job: Job directory.
+      num_kills: Number of kills so far.
+      failures: Failure messages. The chain ends after the first failure.
     """
 
     def __init__(
@@ -110,7 +116,7 @@ class _Chain:
         return f"{self.job.name} ({kills})"
 
     def makes(self, group: list[Kill]) -> bool:
-        """Makes these kills; returns False where the job came to its end before the first."""
+        """Launches the job for each kill. Returns False if the job ends before the first kill."""
         for index, kill in enumerate(group):
             if not self._makes(kill):
                 return index > 0
@@ -130,9 +136,9 @@ class _Chain:
             failures.append(tail(launch))
         if not any("damaged" in item.point for item in (*self._history, kill)):
             failures += _broken_steps(self.job)
-        row = self._rows.setdefault((kill.name, kill.phase), Row(f"{kill.name} {kill.phase}"))
+        row = self._rows.setdefault((kill.name, kill.phase), Row(f"SIG{kill.name} {kill.phase}"))
         if kill.name == "TERM":
-            row.most("seconds to the end", round(launch.seconds, 1))
+            row.most("max. seconds until exit", round(launch.seconds, 1))
             failures += _unlike_a_stop(launch)
         row.tried += 1
         row.failures += failures
@@ -146,28 +152,31 @@ class _Chain:
         return path.read_bytes() if path.exists() else b""
 
     def _lost(self, launch: Launch, lines_before: bytes, kill: Kill | None) -> list[str]:
-        """Returns a sentence for each loss, if the launch said which step it restored.
+        """Returns a message if a launch that restored a step lost too many steps.
 
         Args:
-          kill: of this launch; what it costs is seen in the next one, but for what was damaged.
+          launch: The launch.
+          lines_before: Content of metrics.jsonl before the launch.
+          kill: Kill of this launch. Its cost is measured in the next launch, except for damage,
+            which affects this launch.
         """
         restored = restored_step(launch)
         if restored is None:
             return []
         lost, kills = self._reached - restored, self._since_restore
         most = 2 * SAVE_EVERY if any(item.name == "KILL" for item in kills) else 0
-        # The damage costs the newest step, whatever the signal.
+        # Damage costs the newest step, for either signal.
         is_damaged = any("damaged" in one.point for one in (*kills, *([kill] if kill else [])))
         most += SAVE_EVERY * is_damaged
         if len(kills) == 1 and not is_damaged:
-            self._rows[kills[0].name, kills[0].phase].most("steps lost, at most", lost)
+            self._rows[kills[0].name, kills[0].phase].most("max. steps lost", lost)
         self._since_restore = []
-        # A launch that was killed before it made a step leaves the lines of the one before.
+        # A launch that was killed before its first step leaves metrics.jsonl unchanged.
         self._reached = restored if self._metrics() == lines_before else last_step(self.job)
         if lost <= most:
             return []
         told = ", ".join(f"{element.name} {element.phase}" for element in kills)
-        return [f"{lost} steps lost to {told}: of {restored + lost} made, {restored} were restored"]
+        return [f"{lost} steps lost to {told}: {restored} of {restored + lost} steps were restored"]
 
     def _launch(self, name: str, point: dict[str, Any]) -> Launch:
         argv = train_argv(self.job, *self._settings)
@@ -179,48 +188,46 @@ class _Chain:
         return self._zygote.launch(argv, [{**point, "do": name}])
 
     def ended(self, whole: Outcome) -> list[str]:
-        """Lets the job end; returns how it differs from `whole`, in sentences."""
+        """Runs the job to the end. Returns messages about its differences from `whole`."""
         if not self._is_finished:
             launch = self._zygote.launch(train_argv(self.job, *self._settings))
             if launch.code != 0:
-                return [f"did not end: {tail(launch)}"]
+                return [f"did not complete: {tail(launch)}"]
             self.failures += self._lost(launch, b"", None)
         left = temporary_files(self.job)
         if not any("damaged" in kill.point for kill in self._history):
-            # A kill damages nothing: what it broke off has no plain number yet, or no longer.
+            # A kill never damages a step, because incomplete folders have no plain number as name.
             left += sorted(path.name for path in self.job.glob("checkpoints/*.damaged*"))
         actual = [f"left behind: {', '.join(left)}"] if left else []
         return self.failures + outcome_of(self.job).differences(whole) + actual
 
 
 def _broken_steps(job: Path) -> list[str]:
-    """Returns a sentence for each broken step: a folder named by a plain number is to be whole."""
+    """Returns a message for each damaged step. Folders with a plain number must be complete."""
     folders = [job / "checkpoints" / str(step) for step in steps_of(job)]
     return [
-        f"{folder.name} is left broken: {wrong[0]}"
-        for folder in folders
-        if (wrong := verify(folder))
+        f"{folder.name} is damaged: {wrong[0]}" for folder in folders if (wrong := verify(folder))
     ]
 
 
 def _unlike_a_stop(launch: Launch) -> list[str]:
-    """Returns a sentence for each fault of a launch that got a TERM."""
+    """Returns a message if a launch did not handle TERM correctly."""
     saved = "stopped by SIGTERM" in launch.out
     told = saved or "SIGTERM" in launch.err
-    # Before Python has its handlers the system ends the process.
+    # Before Python installs its handlers, the signal terminates the process.
     if launch.code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM) or "Traceback" in launch.err:
         return [tail(launch)]
     if launch.code >= 0 and not told:
-        return [f"without a word: {tail(launch)}"]
+        return [f"exited without a message: {tail(launch)}"]
     if re.search(r"^step ", launch.out, flags=re.M) and (launch.code or not saved):
-        return [f"ended in training, nothing saved: {tail(launch)}"]
+        return [f"ended during training without a save: {tail(launch)}"]
     if launch.seconds > TERM_SECONDS:
         return [f"took {launch.seconds:.0f} s"]
     return []
 
 
 def _send(pid: int, number: int, out: Path, job: Path, point: Mapping[str, Any]) -> None:
-    """Sends a signal some seconds after a line was printed, or a folder has appeared."""
+    """Sends a signal some seconds after a line was printed or a folder appeared."""
     until = time.monotonic() + 60
     while time.monotonic() < until and Path(f"/proc/{pid}").exists():
         if "after" in point and point["after"] in out.read_text(errors="replace"):
@@ -236,6 +243,6 @@ def _send(pid: int, number: int, out: Path, job: Path, point: Mapping[str, Any])
 
 
 def _damage_newest(job: Path) -> None:
-    """Flips a bit in the newest step, where there is another to go on from."""
+    """Flips a bit in the newest step if there is another step to resume from."""
     if len(steps := steps_of(job)) > 1:
         flip_bit(files_of(job / "checkpoints" / str(steps[-1]))[0], 0)

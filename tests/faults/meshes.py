@@ -1,4 +1,4 @@
-"""One state on six meshes: the digest of its values is one, and all padding is zero."""
+"""Saves a state on six meshes, and checks that the digests are equal and all padding is zero."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from tests.faults.outcome import Row
 from tests.faults.zoo import home
 
 MESHES = ((1, 1, 1), (1, 2, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2), (1, 3, 2))
-# dims and hidden: what no mesh above divides, and what the most of them do.
+# (dims, hidden): sizes that no mesh divides evenly, and sizes that most meshes divide evenly.
 SIZES = {"uneven": (5, 7), "even": (8, 16)}
 
 
 def run(meshes=MESHES) -> list[Row]:
-    """Returns a row for even and uneven sizes; runs in this process, on its eight devices."""
+    """Returns a row for even and a row for uneven sizes, using this process's eight devices."""
     return [_row(name, dims, hidden, meshes) for name, (dims, hidden) in SIZES.items()]
 
 
 def _row(name: str, dims: int, hidden: int, meshes) -> Row:
-    row = Row(f"six meshes, {name} sizes: one digest, padding zero", figures={"leaves": 0})
+    row = Row(f"six meshes, {name} sizes: equal digests, zero padding", figures={"leaves": 0})
     first = home() / f"meshes_{name}" / "trained"
     digests = {}
     for number, shape in enumerate(meshes):
@@ -40,9 +40,9 @@ def _row(name: str, dims: int, hidden: int, meshes) -> Row:
         digests[shape] = digest_of(job / "checkpoints/1")
         num_padded, wrong = _padding(partitioner, state)
         row.most("leaves", len(jax.tree.leaves(state)))
-        row.most("padded leaves, at most", num_padded)
+        row.most("max. padded leaves", num_padded)
         if digests[shape] != digests["trained"]:
-            row.failures.append(f"{shape}: digest {digests[shape]}, not {digests['trained']}")
+            row.failures.append(f"{shape}: digest {digests[shape]}, expected {digests['trained']}")
         row.failures += [f"{shape}: the padding of {path} is not zero" for path in wrong]
     return row
 
@@ -78,7 +78,7 @@ def _save(job: Path, partitioner: Partitioner, state) -> None:
 
 
 def _padding(partitioner: Partitioner, state) -> tuple[int, list[str]]:
-    """Returns how many leaves are padded, and the paths of those whose padding is not zero."""
+    """Returns the number of padded leaves, and the paths of leaves with nonzero padding."""
     num_padded, wrong = 0, []
     for leaf, x in zip(partitioner.layout.leaves(), jax.tree.leaves(state), strict=True):
         if leaf.shape != leaf.padded_shape:

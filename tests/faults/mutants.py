@@ -1,4 +1,4 @@
-"""Files as a stranger or a bad disk may leave them, made of whole ones."""
+"""Damages files in the ways that an attacker or a bad disk could damage them."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-DEEP = 100_000  # How deep nested JSON is.
+DEEP = 100_000  # Depth of nested JSON.
 _DEEP_MARK = "a list so deep that json cannot write it"
 VALUES: tuple[Any, ...] = (
     None,
@@ -55,7 +55,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutate(folder: Path, chance: random.Random) -> str:
-    """Breaks one or two files of a folder; returns in words which, and how."""
+    """Damages one or two files in a folder. Returns a description of the damage."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     changes = []
     for path in chance.sample(files, min(len(files), 1 if chance.random() < 0.8 else 2)):
@@ -79,7 +79,7 @@ def _changed(path: Path, chance: random.Random) -> str:
 
 
 def _replaced(path: Path, chance: random.Random) -> str:
-    """Puts another kind of file into the place of a file."""
+    """Replaces a file with a different kind of file."""
     path.unlink()
     kind = chance.choice(("fifo", "folder", "nothing", "loop", "dangling", "/dev/zero", "socket"))
     if kind == "fifo":
@@ -96,7 +96,7 @@ def _replaced(path: Path, chance: random.Random) -> str:
         import socket
 
         here = os.getcwd()
-        os.chdir(path.parent)  # The path of a socket has 107 bytes at most.
+        os.chdir(path.parent)  # Paths of sockets are limited to 107 bytes.
         with socket.socket(socket.AF_UNIX) as result:
             result.bind(path.name)
         os.chdir(here)
@@ -111,11 +111,11 @@ def _flipped(data: bytearray, chance: random.Random) -> bytes:
 
 
 def _overwritten(data: bytearray, chance: random.Random) -> bytes:
-    """Writes a number over some bytes, for lengths and offsets are numbers."""
+    """Overwrites some bytes with a number, because lengths and offsets are numbers."""
     width = chance.choice((1, 2, 4, 8))
     value = chance.choice((0, 1, 0x7F, 2 ** (8 * width) - 1, 2 ** (8 * width - 1), 12_345_678))
     size = max(1, len(data))
-    near = chance.randrange(min(64, size))  # Headers stand at the begin, or at the end.
+    near = chance.randrange(min(64, size))  # Headers are at the start or the end.
     at = chance.choice((near, size - 1 - near, chance.randrange(size)))
     data[at : at + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
     return bytes(data)
@@ -128,30 +128,30 @@ def _random_block(data: bytearray, chance: random.Random) -> bytes:
 
 
 _BYTES = {
-    "cut short": lambda data, chance: bytes(data[: chance.randrange(len(data) or 1)]),
-    "its begin cut off": lambda data, chance: bytes(data[chance.randrange(len(data) or 1) :]),
+    "truncated": lambda data, chance: bytes(data[: chance.randrange(len(data) or 1)]),
+    "start removed": lambda data, chance: bytes(data[chance.randrange(len(data) or 1) :]),
     "bits flipped": _flipped,
-    "a number overwritten": _overwritten,
-    "a block random": _random_block,
+    "overwritten with a number": _overwritten,
+    "a random block": _random_block,
     "emptied": lambda data, chance: b"",
     "garbage": lambda data, chance: chance.randbytes(chance.choice((1, 50, 5_000))),
-    "garbage behind": lambda data, chance: bytes(data) + chance.randbytes(37),
+    "garbage appended": lambda data, chance: bytes(data) + chance.randbytes(37),
     "written twice": lambda data, chance: bytes(data) * 2,
     "zeros": lambda data, chance: bytes(len(data)),
-    "a mark of UTF-8 before": lambda data, chance: b"\xef\xbb\xbf" + data,
+    "UTF-8 byte order mark": lambda data, chance: b"\xef\xbb\xbf" + data,
     "UTF-16": lambda data, chance: data.decode("latin1").encode("utf-16"),
-    "Latin-1 in it": lambda data, chance: bytes(data).replace(b"e", b"\xe9"),
-    "NUL in it": lambda data, chance: bytes(data).replace(b" ", b"\0"),
+    "contains Latin-1": lambda data, chance: bytes(data).replace(b"e", b"\xe9"),
+    "contains NUL": lambda data, chance: bytes(data).replace(b" ", b"\0"),
     "deep JSON": lambda data, chance: b"[" * DEEP + b"]" * DEEP,
-    "deep JSON of dicts": lambda data, chance: b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    "deep JSON objects": lambda data, chance: b'{"a":' * DEEP + b"1" + b"}" * DEEP,
     "a long number": lambda data, chance: b"1" * 10_000,
     "PostScript": lambda data, chance: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    "ends of lines as of Windows": lambda data, chance: bytes(data).replace(b"\n", b"\r\n"),
+    "Windows line ends": lambda data, chance: bytes(data).replace(b"\n", b"\r\n"),
 }
 
 
 def _json_changed(name: str, data: bytes, chance: random.Random) -> tuple[bytes, str] | None:
-    """Returns JSON, or a line of several, with a value of it changed; None if there is no JSON."""
+    """Changes a value in JSON or JSON lines. Returns None if the data is not JSON."""
     if name.endswith(".safetensors"):
         return _header_changed(data, chance)
     lines = data.split(b"\n") if name.endswith(".jsonl") else [data]
@@ -183,10 +183,10 @@ def _dumped(value: Any) -> bytes:
 
 
 def _node_changed(value: Any, chance: random.Random) -> tuple[Any, str]:
-    """Returns the value with one node another one, gone, renamed, or put beside itself."""
+    """Returns the value with one node changed, removed, renamed, or replaced by another node."""
     root = [value]
     places = list(_places(root))
-    if len(places) > 400:  # A vocabulary has thousands: those above them count as much.
+    if len(places) > 400:  # A vocabulary has thousands of nodes, so give other nodes more weight.
         places = chance.sample(places[:200], 100) + chance.sample(places, 100)
     holder, key, path = chance.choice(places)
     kind = chance.choice(("value", "value", "value", "gone", "renamed", "swapped"))
@@ -197,7 +197,7 @@ def _node_changed(value: Any, chance: random.Random) -> tuple[Any, str]:
     elif kind == "swapped":
         other, at, _ = chance.choice(places)
         if other is not root and holder is not root:
-            text = json.dumps(other[at])  # A copy: a node within itself has no text.
+            text = json.dumps(other[at])  # Copy, because JSON cannot represent cycles.
             holder[key] = json.loads(text)
     else:
         kind = "value"

@@ -1,4 +1,4 @@
-"""Two processes of one job: one gets a TERM or a KILL, at the start, in a step, in a save."""
+"""Kills one of two processes in a job at startup, during a step, or during a save."""
 
 import shutil
 import signal
@@ -10,15 +10,15 @@ from tests.faults.zoo import CHECKOUT, home, train_argv
 from tests.support import process_pairs
 from tests.support.job_runs import home as jobzoo
 
-# Enough for a signal to come in the middle.
+# Enough steps for the signal to arrive before the last step.
 NUM_STEPS = 60
 SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
-# After a KILL the other process must end within it.
+# Maximum time for the other process to exit after a KILL.
 END_SECONDS = 60
 
 
 def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save")) -> list[Row]:
-    """Returns a row per signal and phase, each process in turn the one that gets it."""
+    """Returns a row for each signal and phase. The signal is sent to each process in turn."""
     whole = home() / "pair_whole"
     done = _pair(whole)
     assert [item.code for item in done] == [0, 0], done
@@ -26,14 +26,14 @@ def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save"))
     for name in ("TERM", "KILL"):
         for phase in phases:
             row = Row(
-                f"two processes, {name} to one, in a {phase}"
+                f"two processes, SIG{name} to one during a {phase}"
                 if phase != "start"
-                else f"two processes, {name} to one, at the start"
+                else f"two processes, SIG{name} to one at startup"
             )
             for victim in (0, 1):
                 row.tried += 1
                 actual = _case(row, name, phase, victim, outcome_of(whole))
-                row.failures += [f"to process {victim}: {element}" for element in actual]
+                row.failures += [f"signal to process {victim}: {element}" for element in actual]
             say(f"  {row.line()}")
             rows.append(row)
     return rows
@@ -51,23 +51,23 @@ def _started(job: Path):
 
 
 def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[str]:
-    """Returns a sentence for each fault."""
+    """Returns a message for each failure."""
     job = home() / f"pair_{name}_{phase}_{victim}"
     processes = _started(job)
     process_pairs.wait_until(lambda: _has_come(job, phase), processes)
     sent = process_pairs.kill(processes[victim], getattr(signal, f"SIG{name}"))
     done = process_pairs.ended(processes)
-    row.most("seconds to the last end", round(max(item.at for item in done) - sent, 1))
+    row.most("max. seconds until both have exited", round(max(item.at for item in done) - sent, 1))
     other = done[1 - victim]
     actual = []
     if name == "KILL":
         if other.code == 0 or other.at - sent > END_SECONDS:
-            actual.append(f"the other: status {other.code} after {other.at - sent:.0f} s")
+            actual.append(f"the other process: status {other.code} after {other.at - sent:.0f} s")
         if f"process {victim}" not in other.out + other.err:
-            actual.append(f"the other does not name it: {_short(other)}")
+            actual.append(f"the other process does not name the killed process: {_short(other)}")
     else:
         codes = [element.code for element in done]
-        # Before training has begun: nothing was made, and the status says what ended it.
+        # Before training starts, nothing is saved, and the status contains the signal.
         before = phase == "start" and codes == [128 + signal.SIGTERM] * 2
         if codes != [0, 0] and not before:
             actual += [_short(one) for one in done]
@@ -76,7 +76,7 @@ def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[
             actual.append(f"{lost} steps lost")
     done = _pair(job)
     if [one.code for one in done] != [0, 0]:
-        return [*actual, *(f"does not go on: {_short(one)}" for one in done)]
+        return [*actual, *(f"does not resume: {_short(one)}" for one in done)]
     actual += outcome_of(job).differences(whole)
     if not actual:
         shutil.rmtree(job)

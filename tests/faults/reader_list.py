@@ -1,4 +1,4 @@
-"""All that reads a stranger's files: how whole ones are made, and how all in them is read."""
+"""The readers of untrusted files, with functions that write undamaged files and read them."""
 
 import functools
 import gzip
@@ -16,7 +16,7 @@ from praxis_lite.inputs.sources.base import Source
 from tests.faults.readers import Reader
 
 TEXTS = [f"the cat number {i} sat on the mat, né 😀" for i in range(60)]
-# The tokens that models of chats have.
+# Special tokens of chat models.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim }}"
@@ -30,7 +30,7 @@ MESSAGES = [
 
 
 def read_source(source: Source) -> None:
-    """Reads the first examples of a source by their numbers."""
+    """Reads the first examples of a source by index."""
     source.check()
     source.fingerprint()
     for index in range(min(len(source), 500)):
@@ -64,7 +64,7 @@ def _read_documents(example_format: str, folder: Path) -> None:
 
 
 class _ChatBytes(inputs.ByteTokenizer):
-    """Bytes, with a template of chats."""
+    """A byte tokenizer with a chat template."""
 
     @property
     def chat(self) -> Any:
@@ -189,7 +189,7 @@ def _train(job: Path) -> None:
 
 
 def _job_texts(folder: Path) -> None:
-    """Writes config.json, metrics, and of a checkpoint its texts alone."""
+    """Writes config.json, metrics, and only the text files of a checkpoint."""
     _train(folder / "job")
     for path in (folder / "job").glob("*"):
         if path.is_file() and not path.name.endswith((".json", ".jsonl")):
@@ -249,22 +249,22 @@ READERS: tuple[Reader, ...] = (
     Reader("image files", _images, _source("ImageFiles", "*/*")),
     Reader("corpus", _corpus, _read_corpus),
     Reader(
-        "documents of text",
+        "text documents",
         _rows([{"text": text} for text in TEXTS]),
         functools.partial(_read_documents, "text"),
     ),
     Reader(
-        "documents of ids",
+        "token id documents",
         _rows([{"ids": [1, 2, i]} for i in range(20)]),
         functools.partial(_read_documents, "ids"),
     ),
     Reader(
-        "documents of messages",
+        "message documents",
         _rows([{"messages": MESSAGES}] * 5),
         functools.partial(_read_documents, "messages"),
     ),
     Reader(
-        "documents of completions",
+        "completion documents",
         _rows([{"prompt": "hi", "completion": "there"}] * 5),
         functools.partial(_read_documents, "completion"),
     ),

@@ -1,8 +1,8 @@
-"""Every reader of files of strangers, given thousands of broken ones: `--only readers`.
+"""Passes thousands of damaged files to every reader of untrusted files: `--only "file readers"`.
 
-Each try is a process of its own, forked from one that has imported all. It must end in what was
-read or in a ConfigError: in no other exception, no signal, not later than 10 s, and in no more than
-1 GB of memory. What each file can be is in `tests.faults.reader_list`.
+Each trial runs in a separate process, forked from a process that has imported everything. The trial
+must succeed or raise a ConfigError within 10 s and 1 GB of memory. Other exceptions and signals are
+failures. `tests.faults.reader_list` lists the readers.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.faults.mutants import mutate
 from tests.faults.outcome import Row
 
 SECONDS, MEMORY = 10.0, 1_000_000_000
-MAX_MESSAGE = 5_000  # Characters of an error: a paragraph, whatever a file holds.
+MAX_MESSAGE = 5_000  # Maximum number of characters in an error message.
 _READ, _REFUSED, _RAISED, _NO_MEMORY, _LONG = 0, 2, 3, 4, 5
 
 
@@ -32,11 +32,11 @@ class Reader:
     """A reader of files.
 
     Attributes:
-      name: in the report and for --readers.
-      make: writes whole files into an empty folder.
-      read: reads all of a folder.
-      share: of the tries, against 1.0 of others; less for what takes long.
-      seconds: how long a try may take; more for what compiles.
+      name: Name in the report and in --readers.
+      make: Function that writes undamaged files into an empty folder.
+      read: Function that reads all files in a folder.
+      share: Relative number of trials; less than 1.0 for slow readers.
+      seconds: Time limit of a trial; more for readers that compile.
     """
 
     name: str
@@ -52,7 +52,7 @@ def run(
     seed: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
-    """Returns a row per reader; as many files in all, shared out."""
+    """Returns a row for each reader. The number of files is divided among the readers."""
     shares = sum(item.share for item in readers)
     rows = []
     for reader in readers:
@@ -64,14 +64,14 @@ def run(
 
 
 def _row(reader: Reader, home: Path, count: int, chance: random.Random) -> Row:
-    row = Row(f"{reader.name}: read, or refused in a paragraph")
+    row = Row(f"{reader.name}: read, or rejected with a clear error")
     whole = home / "whole"
     whole.mkdir()
     outcome, _, words = _tried(lambda: reader.make(whole), 120.0, home)
     assert outcome == _READ, f"{reader.name}: {words}"
     outcome, least, words = _tried(lambda: reader.read(_copy(whole, home)), 60.0, home)
     if outcome != _READ:
-        row.tried, row.failures = 1, [f"whole files: {words}"]
+        row.tried, row.failures = 1, [f"undamaged files: {words}"]
         return row
     slowest = 0.0
     for _ in range(count):
@@ -86,7 +86,7 @@ def _row(reader: Reader, home: Path, count: int, chance: random.Random) -> Row:
         elif memory > least + MEMORY:
             row.failures.append(f"{change}: {(memory - least) / 1e9:.1f} GB of memory")
         elif outcome == _REFUSED:
-            row.figures["refused"] = row.figures.get("refused", 0) + 1
+            row.figures["rejected"] = row.figures.get("rejected", 0) + 1
     row.figures["slowest"] = f"{slowest:.1f} s"
     return row
 
@@ -99,7 +99,7 @@ def _copy(whole: Path, home: Path) -> Path:
 
 
 def _tried(action: Callable[[], object], seconds: float, home: Path) -> tuple[int, int, str]:
-    """Returns how an action in a process of its own ended, its memory in bytes, and its words."""
+    """Runs an action in a forked process. Returns its status, memory in bytes, and output."""
     output = home / "output.txt"
     ended, ends = os.pipe()
     pid = os.fork()
@@ -107,7 +107,7 @@ def _tried(action: Callable[[], object], seconds: float, home: Path) -> tuple[in
         os.close(ended)
         _child(action, output)
     os.close(ends)
-    # The pipe closes when the process and all that it started have ended.
+    # The pipe closes when the process and all its descendants have exited.
     hangs = not select.select([ended], [], [], seconds)[0]
     if hangs:
         os.kill(pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ def _tried(action: Callable[[], object], seconds: float, home: Path) -> tuple[in
     code = os.waitstatus_to_exitcode(status)
     words = output.read_text(errors="replace")[-700:] if output.exists() else ""
     if hangs:
-        words = f"not ended after {seconds:.0f} s"
+        words = f"not finished after {seconds:.0f} s"
     elif code not in (_READ, _REFUSED):
         words = f"status {code}: " + " / ".join(words.splitlines())
     return -signal.SIGKILL if hangs else code, usage.ru_maxrss * 1024, words
@@ -128,7 +128,7 @@ def _child(action: Callable[[], object], output: Path) -> None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for number in (1, 2):
             os.dup2(descriptor, number)
-        # So that the machine lives: a try that needs much more has failed anyway.
+        # Protect the machine: a trial that needs much more memory has failed anyway.
         limit = _data_bytes() + 3 * MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -155,7 +155,7 @@ def _data_bytes() -> int:
 
 
 def named(readers: Sequence[Reader], names: Sequence[str] | None) -> Iterator[Reader]:
-    """Yields the readers of these names, or all if `names` is None."""
+    """Yields the readers with the given names, or all readers if `names` is None."""
     known = [reader.name for reader in readers]
     for name in names or ():
         if name not in known:

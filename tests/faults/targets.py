@@ -1,4 +1,4 @@
-"""Wrong targets: a job goes on with another model, learner, data or run than it was saved with."""
+"""Resumes a job with a different model, learner, data or run, which must raise an error."""
 
 import shutil
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from tests.faults.zoo import SAVE_EVERY, home, train_argv
 from tests.faults.zygote import Zygote
 
 _INIT, _PARAMS = "task.model.init", "mdl_vars/params"
-# What is set; what the error must name: the leaf or setting, what the checkpoint has, what is
-# wanted, the step (a leaf that is on one side only has no values).
+# The changed settings, and strings that the error must contain: the leaf or setting, the value in
+# the checkpoint, the expected value, and the step. There are no values if a leaf exists only on one
+# side.
 _STEP = f"step {3 * SAVE_EVERY}"
 TARGETS: Sequence[tuple[str, ...]] = (
     (f"{_INIT}.hidden=11", f"{_PARAMS}/b", "[7]", "[11]", _STEP),
     (f"{_INIT}.hidden=3", f"{_PARAMS}/w", "[5, 7]", "[5, 3]", _STEP),
-    # As it is padded for the mesh: what Orbax would take without a word.
+    # The size after padding for the mesh, which Orbax would accept silently.
     (f"{_INIT}.hidden=8", f"{_PARAMS}/out", "[7, 1]", "[8, 1]", _STEP),
     (f"{_INIT}.dims=6", f"{_PARAMS}/w", "[5, 7]", "[6, 7]", _STEP),
     (f"{_INIT}.dims=4", f"{_PARAMS}/w", "[5, 7]", "[4, 7]", _STEP),
@@ -38,19 +39,22 @@ TARGETS: Sequence[tuple[str, ...]] = (
     ("datasets.train.batch_size=13", "batch_size", "11", "13", _STEP),
     ("datasets.train.arrays.seed=2", "sha256", _STEP),
     ("run.seed=1", "seed", "0", "1", _STEP),
-    # Leaves of one name where "." and "/" both part names: no step need be looked at.
+    # Two leaves with the same name, because "." and "/" both separate names. This is detected
+    # without a checkpoint.
     (f"{_INIT}.extra=('w.b',)", "['w']", "['w.b']"),
     (f"{_INIT}.extra=('a/b','a.b')", "['a.b']", "['a']['b']"),
 )
 
 
 def run(zygote: Zygote, job: Path, targets: Sequence[tuple[str, ...]]) -> Row:
-    """Returns a row of launches with each of the targets, which must be refused.
+    """Returns a row for launches with each of the changed settings, which must raise an error.
 
     Args:
-      job: to go on with, killed after step 10; it is not changed.
+      zygote: Process that launches jobs.
+      job: A job that was killed after step 10. It is only copied.
+      targets: Elements of TARGETS.
     """
-    row = Row("wrong targets: refused, with leaf, both values, step; nothing on disk changed")
+    row = Row("changed settings: error names leaf, both values and step; no file changes")
     for setting, *words in targets:
         copy = Path(shutil.copytree(job, home() / "wrong_target"))
         before = _content(copy)
@@ -61,7 +65,7 @@ def run(zygote: Zygote, job: Path, targets: Sequence[tuple[str, ...]]) -> Row:
         if launch.code != 2 or "Traceback" in launch.err:
             row.failures.append(f"{setting}: {tail(launch)}")
         elif missing:
-            row.failures.append(f"{setting}: the error lacks {missing}: {message}")
+            row.failures.append(f"{setting}: the error does not contain {missing}: {message}")
         elif _content(copy) != before:
             row.failures.append(f"{setting}: the job's files were changed")
         shutil.rmtree(copy)
@@ -69,6 +73,6 @@ def run(zygote: Zygote, job: Path, targets: Sequence[tuple[str, ...]]) -> Row:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    """Returns all files but the hidden one that is locked."""
+    """Returns the contents of all files except hidden files, such as the lock file."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
     return {str(path): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""The fault suite in its short form: a small sample of each fault. `make faults` has them all."""
+"""A small sample of each kind of fault. `make faults` runs the complete suite."""
 
 import random
 import subprocess
@@ -11,14 +11,14 @@ from tests.faults import kills, targets, ways_out
 from tests.faults.outcome import Row, outcome_of
 from tests.faults.zoo import CHECKOUT, home, train_argv
 
-# Each launches jobs.
+# These tests launch jobs.
 pytestmark = pytest.mark.slow
 
 SEED = 2
 
 
 def passes(*rows):
-    """Checks that all that was tried went as it must."""
+    """Checks that all trials passed."""
     assert [failure for row in rows for failure in row.failures] == []
     assert all(row.tried for row in rows)
 
@@ -28,7 +28,7 @@ def test_a_job_that_is_killed_again_and_again_ends_in_the_same_bits(zygote):
     assert zygote.launch(train_argv(whole, *settings)).code == 0
     rows = kills.run(zygote, outcome_of(whole), 4, SEED, settings=settings)
     passes(*rows)
-    assert {row.what.split()[0] for row in rows} >= {"KILL", "TERM"}
+    assert {row.what.split()[0] for row in rows} >= {"SIGKILL", "SIGTERM"}
 
 
 def test_a_flipped_bit_and_a_broken_file_are_told_and_the_step_before_is_used(zygote, damage):
@@ -48,21 +48,21 @@ def test_a_wrong_target_is_refused_and_nothing_on_disk_changes(zygote, damage):
     passes(targets.run(zygote, damage.job, targets.TARGETS[8:9]))
 
 
-@pytest.mark.skipif(not ways_out.can_mount(), reason="it takes root to mount a small disk")
+@pytest.mark.skipif(not ways_out.can_mount(), reason="mounting a disk requires root")
 def test_a_full_disk_costs_the_save_that_it_stops(zygote, damage):
-    # Below the job itself, which takes a launch less.
+    # Fill the disk of the job directory itself, which takes one launch less.
     passes(*ways_out.fill(zygote, damage.whole, ways_out.DISKS[2:3]))
 
 
 def test_each_reader_of_files_reads_or_refuses_what_is_broken():
-    # In a new process, for one without threads is forked for each file.
+    # Use a new process, because only a process without threads can be forked for each file.
     done = subprocess.run(
         [
             sys.executable,
             "-m",
             "tests.faults",
             "--only",
-            "readers of files",
+            "file readers",
             "--num_files=17",
             f"--seed={SEED}",
         ],
@@ -71,4 +71,4 @@ def test_each_reader_of_files_reads_or_refuses_what_is_broken():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("read, or refused in a paragraph: 1 of 1") == 17, done.stdout
+    assert done.stdout.count("read, or rejected with a clear error: 1 of 1") == 17, done.stdout

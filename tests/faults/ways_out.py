@@ -1,4 +1,4 @@
-"""How a job ends: its five ways out with a save in flight, and a disk that is full."""
+"""Tests five ways in which a job can exit during a save, and full disks."""
 
 import contextlib
 import subprocess
@@ -20,7 +20,7 @@ from tests.faults.outcome import (
 from tests.faults.zoo import SAVE_EVERY, home, train_argv
 from tests.faults.zygote import Launch, Zygote
 
-# Two saves, of which one is in flight when the job leaves: manifest.json waits a second.
+# The job exits during the save of this step, which is slowed down by a second at manifest.json.
 NUM_STEPS = 4 * SAVE_EVERY
 SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
 _IN_FLIGHT = 2 * SAVE_EVERY
@@ -30,8 +30,8 @@ _SLOW = {
     "do": "sleep",
 }
 WAYS_OUT = {
-    "the end": (0, []),
-    "an exception": (1, [{"at": "batch", "index": _IN_FLIGHT, "do": "raise"}]),
+    "normal exit": (0, []),
+    "exception": (1, [{"at": "batch", "index": _IN_FLIGHT, "do": "raise"}]),
     "sys.exit(7)": (7, [{"at": "batch", "index": _IN_FLIGHT, "do": "sys.exit"}]),
     "SIGTERM": (0, [{"at": "step", "nth": _IN_FLIGHT + 1, "do": "TERM"}]),
     "SIGINT": (0, [{"at": "step", "nth": _IN_FLIGHT + 1, "do": "INT"}]),
@@ -39,20 +39,20 @@ WAYS_OUT = {
 
 
 def leave(zygote: Zygote, whole: Outcome, names: list[str]) -> list[Row]:
-    """Returns a row per way out: its status, what is saved, and how the job goes on."""
+    """Returns a row for each kind of exit, with the exit status and the number of lost steps."""
     rows = []
     for name in names:
         status, faults = WAYS_OUT[name]
         job = home() / f"left_by_{name.replace(' ', '_')}"
         launch = zygote.launch(train_argv(job, *SETTINGS), [_SLOW, *faults])
-        row = Row(f"leaving by {name}, a save in flight", 1, {"status": launch.code})
+        row = Row(f"{name} during a save", 1, {"status": launch.code})
         rows.append(row)
         if launch.code != status:
             row.failures.append(tail(launch))
             continue
         lost = last_step(job) - max(steps_of(job), default=0)
         row.figures["steps lost"] = lost
-        # What raises in step 7 has made 6; a stop makes the step it is in, and saves it.
+        # An exception in step 7 occurs after 6 steps; a signal completes and saves its step.
         if lost:
             row.failures.append(f"{lost} steps lost: {tail(launch)}")
             continue
@@ -60,8 +60,8 @@ def leave(zygote: Zygote, whole: Outcome, names: list[str]) -> list[Row]:
     return rows
 
 
-# What is full, in which save, and how often a save that fails is tried again: where it is at all,
-# there is room before the last try.
+# (folder on the full disk, step of the save, number of retries). If there are retries, space is
+# freed before the last one.
 DISKS = (
     ("job/checkpoints", _IN_FLIGHT, 0),
     ("job/checkpoints", NUM_STEPS, 0),
@@ -73,15 +73,15 @@ DISKS = (
 def fill(
     zygote: Zygote, whole: Outcome, disks: Sequence[tuple[str, int, int]] = DISKS
 ) -> list[Row]:
-    """Returns rows of disks that are full: real ones, of 4 MiB of memory."""
+    """Returns a row for each full disk, using real file systems in 4 MiB of memory."""
     rows = []
     for where, step, retries in disks:
         folder = Path(tempfile.mkdtemp(prefix="disk", dir=home()))
-        save = "the last save" if step == NUM_STEPS else "a save in the middle"
-        again = ", room before the last of 2 retries" if retries else ""
-        row = Row(f"no space on the disk of {where} in {save}{again}", 1)
+        save = "the last save" if step == NUM_STEPS else "an intermediate save"
+        again = ", space freed before the last of 2 retries" if retries else ""
+        row = Row(f"full disk at {where} during {save}{again}", 1)
         rows.append(row)
-        # A job's directory is new, or has a config.json: there must be one before the disk.
+        # A job directory must be new or contain config.json, so create the job before mounting.
         if where != "job":
             faults = [{"at": "step", "nth": 1, "do": "KILL"}]
             zygote.launch(train_argv(folder / "job", *SETTINGS), faults)
@@ -112,16 +112,16 @@ def _filled(
 
     launch = zygote.launch(train_argv(job, *settings), faults, meanwhile=meanwhile)
     row.figures["status"] = launch.code
-    row.figures["steps kept"] = steps_of(job)
+    row.figures["remaining steps"] = steps_of(job)
     filler.unlink(missing_ok=True)
     if retries:
         if launch.code != 0:
-            return [f"did not go on: {tail(launch)}"]
+            return [f"did not continue: {tail(launch)}"]
     else:
         actual = _unlike_a_full_disk(launch, job, step)
         if actual:
             return [actual]
-    # A retry saves the newest state, not the one whose save failed.
+    # A retry saves the newest state instead of the state whose save failed.
     return _wrong_in_the_end(zygote, job, whole, all_steps=not retries)
 
 
@@ -130,7 +130,7 @@ def _unlike_a_full_disk(launch: Launch, job: Path, step: int) -> str | None:
     if launch.code in (0, None):
         return f"status {launch.code}: {tail(launch)}"
     if before not in steps_of(job):
-        return f"step {before} is gone: {steps_of(job)}"
+        return f"step {before} is missing: {steps_of(job)}"
     if left := temporary_files(job):
         return f"left behind: {', '.join(left)}"
     if "Traceback" in launch.err or "No space left" not in " ".join(launch.err.split()):
@@ -141,17 +141,17 @@ def _unlike_a_full_disk(launch: Launch, job: Path, step: int) -> str | None:
 def _wrong_in_the_end(
     zygote: Zygote, job: Path, whole: Outcome, *, all_steps: bool = True
 ) -> list[str]:
-    """Launches the job once more; returns how it differs from one that nothing happened to."""
+    """Relaunches the job. Returns messages about its differences from an undisturbed job."""
     launch = zygote.launch(train_argv(job, *SETTINGS))
     if launch.code != 0:
-        return [f"does not go on: {tail(launch)}"]
+        return [f"does not resume: {tail(launch)}"]
     left = temporary_files(job)
     actual = outcome_of(job).differences(whole, all_steps=all_steps)
     return [*actual, *([f"left behind: {', '.join(left)}"] if left else [])]
 
 
 def can_mount() -> bool:
-    """Returns True if this user may make a small disk."""
+    """Returns whether this user can mount a file system."""
     try:
         with tempfile.TemporaryDirectory() as folder, _small_disk(Path(folder) / "disk"):
             return True

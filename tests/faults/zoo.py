@@ -1,7 +1,7 @@
-"""The job that the fault suite damages: tiny, but with all that a resume must get right.
+"""The job that the fault suite damages: tiny, but with all features that a resume must restore.
 
-Uneven sizes on a mesh of four devices, dropout, an average of the weights, evaluations, a save
-every third step of which two are kept.
+It has uneven sizes on a mesh of four devices, dropout, a moving average of the weights, and
+evaluations. It saves every third step and retains two checkpoints.
 """
 
 import atexit
@@ -14,11 +14,11 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
 
-SAVE_EVERY = 3  # As the run() below has it.
+SAVE_EVERY = 3  # Keep in sync with run() below.
 EXPERIMENT = "faultzoo.experiments.Tiny"
 
 EXPERIMENTS = '''
-"""A package of a user's, with a job that is quick to launch."""
+"""A user's package with a job that launches quickly."""
 
 import fiddle as fdl
 import jax
@@ -38,7 +38,7 @@ SPECS = {"w": ("data", "mdl"), "b": ("mdl",), "out": ("mdl", None), "scale": ()}
 
 
 def init(key, dims, hidden, dtype, extra, without):
-    """Returns weights; `extra` and `without` name some that there are besides, or are not."""
+    """Returns weights, with the additional weights `extra` and except the weights `without`."""
     one, other = jax.random.split(key)
     params = {
         "w": jax.random.normal(one, (dims, hidden), dtype), "b": jnp.zeros(hidden, dtype),
@@ -53,7 +53,7 @@ def specs(params):
 
 
 def loss(params, inputs, key):
-    """Returns the squared error of each row, an eighth of the hidden dims dropped in training."""
+    """Returns the squared error of each row, dropping an eighth of the hidden dims in training."""
     dims, hidden = params["w"].shape
     x = jnp.tile(inputs["x"], (1, 4))[:, :dims].astype(params["w"].dtype)
     x = jnp.tanh(x @ params["w"] + params.get("b", jnp.zeros(hidden))[None])
@@ -75,7 +75,7 @@ def rows(seed):
 
 @register
 class Tiny(Experiment):
-    """A sine, learned by one hidden layer."""
+    """Learns a sine with one hidden layer."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 2, 2))
@@ -109,7 +109,7 @@ class Tiny(Experiment):
 
 @functools.cache
 def home() -> Path:
-    """Returns the folder of this process with the package `faultzoo`; removed at the end."""
+    """Returns this process's folder with the package `faultzoo`, which is removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="faultzoo_", dir=os.environ.get("FAULTS_DIR")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "faultzoo").mkdir()
@@ -121,6 +121,6 @@ def home() -> Path:
 
 
 def train_argv(job: Path, *settings: str) -> list[str]:
-    """Returns the command line that trains the job, or goes on with it."""
+    """Returns the command line that trains or resumes the job."""
     argv = [f"--exp={EXPERIMENT}", "--packages=faultzoo", f"--job_log_dir={job}"]
     return [*argv, "--set", *settings] if settings else argv

@@ -1,8 +1,8 @@
 """A process that has imported everything, and forks a child for each launch.
 
-So a launch costs what `praxis_lite.main` does, and not the imports: JAX is imported, but has no
-devices yet and no thread runs, so that what is forked is as good as new (the process checks that).
-`python -m tests.faults.zygote` is the process, `Zygote` the other end of its pipes.
+A launch thus skips the imports. JAX is imported but not initialized, and no threads are running, so
+a child behaves like a new process; the process checks this. `python -m tests.faults.zygote` runs
+the process, and `Zygote` communicates with it through pipes.
 """
 
 import dataclasses
@@ -24,12 +24,13 @@ from tests.faults.zoo import CHECKOUT, home
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a launch ended.
+    """The result of a launch.
 
     Attributes:
-      code: the exit status, -9 if SIGKILL ended it, or None if it hung and was killed for it.
-      out, err: what it printed.
-      seconds: how long it took.
+      code: Exit status; -9 if the launch was killed by SIGKILL, None if it was killed for hanging.
+      out: Standard output.
+      err: Standard error.
+      seconds: Duration.
     """
 
     code: int | None
@@ -39,7 +40,7 @@ class Launch:
 
 
 class Zygote:
-    """Launches jobs, one at a time; a context that ends the process."""
+    """Context manager that launches jobs one at a time, and ends the process on exit."""
 
     def __init__(self, timeout_seconds: float = 300.0):
         self._timeout_seconds = timeout_seconds
@@ -49,7 +50,7 @@ class Zygote:
             "JAX_PLATFORMS": "cpu",
             "XDG_CACHE_HOME": str(home() / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            # Its threads would start with NumPy; it is the only library that starts any.
+            # NumPy would start OpenBLAS's threads. No other library starts threads on import.
             "OPENBLAS_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
@@ -77,11 +78,13 @@ class Zygote:
         env: Mapping[str, str] | None = None,
         meanwhile: Callable[[int, Path], None] | None = None,
     ) -> Launch:
-        """Runs `main(argv)` in a child that is as a new process.
+        """Runs `main(argv)` in a child that behaves like a new process.
 
         Args:
-          faults: installed in the child before; see tests.faults.hooks.
-          meanwhile: called with the process id and the file of its output while it runs.
+          argv: Command-line arguments.
+          faults: Faults to install in the child first; see tests.faults.hooks.
+          env: Additional environment variables.
+          meanwhile: Function called with the child's process id and output file while it runs.
         """
         out, err = home() / "launch.out", home() / "launch.err"
         for file in (out, err):
@@ -107,18 +110,18 @@ class Zygote:
         return Launch(code, *(file.read_text(errors="replace") for file in (out, err)), seconds)
 
     def _answer(self, until: float | None = None) -> int | None:
-        """Returns the next number that the process says, or None if it says nothing by then."""
+        """Returns the next number from the process, or None if none arrives by the time `until`."""
         left = None if until is None else max(0.0, until - time.monotonic())
         if not select.select([self._process.stdout], [], [], left)[0]:
             return None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the zygote ended; its own error stands above")
+            raise RuntimeError("the zygote exited; see its error above")
         return int(line)
 
 
 def _serve() -> dict[str, Any]:
-    """Answers requests; returns in a child only, with its request."""
+    """Forks a child for each request. Returns only in the child, with its request."""
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
@@ -143,7 +146,7 @@ def _import_all() -> None:
 
 
 def _run(request: Mapping[str, Any]) -> None:
-    """Becomes the job; its exit is the process's own, with all that a process does on its way."""
+    """Runs the job in this process, which exits normally when the job ends."""
     for number, file in ((1, request["out"]), (2, request["err"])):
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
@@ -162,7 +165,7 @@ def _run(request: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     import warnings
 
-    # JAX warns of every fork, for it cannot know that no thread runs.
+    # JAX warns about every fork, because it cannot know that no threads are running.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\)", category=RuntimeWarning)
     try:
         _import_all()

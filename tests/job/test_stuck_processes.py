@@ -84,7 +84,7 @@ def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
                 text,
             ), text
             # It says so every two seconds, in which it may have made all of its steps.
-            last = r"last report, it has ended (no step yet|step \d+) and (is in|waits)"
+            last = r"last report, it has completed (no step yet|step \d+) and (is in|waits)"
             assert re.search(last, text), text
 
 
@@ -136,7 +136,7 @@ def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of,
     assert len(reports) == len(case.hows)
     for how, report in zip(case.hows, reports, strict=True):
         assert re.search(r"stuck: process 1 \(.+\) is stuck: ", report), report
-        assert "It is killed and replaced." in report
+        assert "The worker is killed and replaced." in report
         assert report.splitlines()[0][20:] in seen.texts[1]
         if how == "is stopped":
             assert "stopped by a signal (state T)" in report

@@ -63,7 +63,7 @@ def check_frozen_base(groups: WeightGroups, loaded: Collection[str], *, may_be_n
 
 
 def _has_adapters(size: int, trained: Sequence[Path], specs: Mapping[Path, WeightSpec]) -> bool:
-    """Returns whether the trained weights in the same module adapt a frozen weight of this size."""
+    """Returns whether a module's trained weights adapt its frozen weight of the given size."""
     if any(path[-1] in ADAPTER_WEIGHTS for path in trained):
         return True
     trained_size = sum(_size(specs[path]) for path in trained)

@@ -38,7 +38,7 @@ class FromCheckpoints:
         write_whole(files.init_from_checkpoint_txt, lines.encode())
 
     def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
-        """Reads the arrays selected by the rules into their shards, and returns them by path."""
+        """Reads the arrays selected by the rules into their shards, keyed by path."""
         for line in self.plan.summary():
             note(line)
         note("initializing the state; init_from_checkpoint.txt lists the source of each array")

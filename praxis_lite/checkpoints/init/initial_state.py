@@ -20,8 +20,8 @@ Note = Callable[[str], None]
 class InitialState(Protocol):
     """Pretrained arrays from which a new job starts.
 
-    The constructor takes a layout, and checks that the paths and logical shapes match it. Values
-    are only read by `read`.
+    The constructor takes a layout, and checks that the paths and logical shapes match the layout.
+    Only `read` reads values.
 
     Attributes:
       paths: Paths of the arrays in a TrainState, such as "mdl_vars/params/...". All other weights
@@ -47,7 +47,7 @@ class InitialState(Protocol):
           note: Function that prints progress messages.
 
         Returns:
-          The padded arrays by path.
+          The padded arrays, keyed by path.
         """
         ...
 
@@ -78,7 +78,8 @@ def complete_state(
     Args:
       partitioner: The task on its mesh.
       key: The random key.
-      arrays: Padded and sharded arrays by path in a TrainState, such as "mdl_vars/params/...".
+      arrays: Padded and sharded arrays, keyed by their paths in a TrainState, such as
+        "mdl_vars/params/...".
       step: The step of the state.
     """
     task, layout, arrays = partitioner.task, partitioner.layout, dict(arrays)
@@ -105,7 +106,7 @@ def _missing_leaves(
     make: Callable[[Any], PyTree],
     argument: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the leaves of `make(argument)` that are not in `arrays`, by path.
+    """Returns the leaves of `make(argument)` that are not in `arrays`, keyed by path.
 
     XLA removes the computation of leaves that are not outputs of the compiled function.
     """

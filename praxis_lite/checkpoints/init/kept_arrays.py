@@ -76,7 +76,7 @@ def in_kept_form(
       mesh: The mesh.
 
     Returns:
-      The padded arrays by path in `layout`.
+      The padded arrays, keyed by their paths in `layout`.
     """
     if path not in layout.forms:
         return {path: weight}
@@ -98,7 +98,7 @@ def in_kept_form(
 def whole_arrays(
     layout: StateLayout, arrays: Mapping[str, jax.Array], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts arrays from a layout to the arrays in `whole_layout(layout)`, by path."""
+    """Converts arrays of a layout to those of `whole_layout(layout)`, keyed by path."""
     leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
     whole_leaves = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
     unpacked = dict(arrays)

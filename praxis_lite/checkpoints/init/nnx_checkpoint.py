@@ -69,7 +69,7 @@ class NnxCheckpoint:
         return _is_checkpoint(directory) or bool(_step_folders(directory))
 
     def arrays(self, step: object = None) -> dict[str, StoredArray]:
-        """Opens the arrays by path, both as "dot1/kernel" and as Orbax's "dot1/kernel/value".
+        """Opens the arrays, keyed both by "dot1/kernel" and by Orbax's "dot1/kernel/value".
 
         Args:
           step: The step. None for the latest step, or for a checkpoint without steps.
@@ -85,7 +85,7 @@ class NnxCheckpoint:
         return self._arrays[folder]
 
     def strings(self, step: object = None) -> list[str]:
-        """Returns a note if strings were saved, because only Orbax's JSON contains their names."""
+        """Returns a note if strings were saved. Their names are not read from Orbax's JSON."""
         return [f"the strings in {_STRINGS}"] * (self._folder(step) / _STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
@@ -101,10 +101,10 @@ class NnxCheckpoint:
         return [*sorted(path.removesuffix("/value") for path in unused), *self.strings(step)]
 
     def leaves(self, step: object = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes and dtypes by path, without reading values.
+        """Returns shapes and dtypes keyed by path, without reading values.
 
-        Every array is listed in both collections, because the checkpoint does not specify to which
-        collection it belongs.
+        Every array is listed in both collections, because the checkpoint does not specify the
+        collection of an array.
         """
         return {
             f"mdl_vars/{collection}/{path}": jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -122,8 +122,8 @@ class NnxCheckpoint:
         """Reads arrays into their shards.
 
         Args:
-          leaves: The layout of each array by its path in `leaves()`. Logical shapes and dtypes must
-            match the checkpoint.
+          leaves: The layout of each array, keyed by its path in `leaves()`. Logical shapes and
+            dtypes must match the checkpoint.
           mesh: The mesh.
           step: The step; None for the latest.
         """
@@ -144,7 +144,7 @@ class NnxCheckpoint:
             raise ConfigError(
                 f"{self.directory} has no step {step!r}; it has "
                 f"{first_few([*map(str, self._steps)])}. Change CheckpointLoadingRules.step, or "
-                "omit it for the latest step."
+                "omit the setting for the latest step."
             )
         return _folder_of_arrays(self._steps[step])
 
@@ -167,7 +167,7 @@ def _is_checkpoint(directory: Path) -> bool:
 
 
 def _step_folders(directory: Path) -> dict[int, Path]:
-    """Returns step folders by step, in order, or {} if the directory is itself a checkpoint."""
+    """Returns step folders in order, keyed by step; {} if the directory is itself a checkpoint."""
     if _is_checkpoint(directory) or not directory.is_dir():
         return {}
     steps = {
@@ -194,8 +194,8 @@ def _folder_of_arrays(checkpoint: Path) -> Path:
     ]
     if not items:
         raise ConfigError(
-            f"{checkpoint} has no Orbax arrays: expected {DATABASE} or a folder per array, in it "
-            "or in a subfolder. Save it again."
+            f"{checkpoint} has no Orbax arrays: expected {DATABASE} or a folder per array, in "
+            "this folder or in a subfolder. Save the checkpoint again."
         )
     if len(items) > 1:
         raise ConfigError(

@@ -43,10 +43,10 @@ class InitPlan:
 
     Attributes:
       layout: Layout of the TrainState.
-      sources: The source of each loaded array, by path in the state.
+      sources: The source of each loaded array, keyed by the array's path in the state.
       step: (first step, directory of the checkpoint that determines it), or None to start at 0.
-      left_out: Names of arrays that are not loaded by any rule, for each checkpoint that was
-        written by a different library.
+      left_out: Names of the arrays that no rule loads, for each checkpoint that was written by a
+        different library.
     """
 
     layout: StateLayout
@@ -108,7 +108,7 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
 
     Args:
       layout: Layout of the new TrainState.
-      rules: Rules by directory or by any name, in order of precedence.
+      rules: Rules in order of precedence, keyed by directory or by any name.
 
     Raises:
       ConfigError: A checkpoint does not exist, a pattern matches nothing, or an array to which a
@@ -152,8 +152,8 @@ class _Planner:
         self.key, self.rules, self.sources = key, rules, sources
         self.expected = {leaf.path: leaf for leaf in layout.leaves()}
         self.errors: list[str] = []
-        # For each weight loaded from this checkpoint, its path in the checkpoint by its path in the
-        # state. Both are relative to "params".
+        # Maps the path in the state of each weight loaded from this checkpoint to its path in the
+        # checkpoint. Both are relative to "params".
         self.weights: dict[str, str] = {}
         self.directory, step = located(key, rules)
         with opened(self.directory) as saved:
@@ -255,7 +255,7 @@ class _Planner:
             self.errors.append(f"{path} is only in the checkpoint")
         elif saved is None:
             near = did_you_mean(name_of(source), map(name_of, self.saved))
-            self.errors.append(f"{name_of(source)}, for {name_of(path)}, is not in it.{near}")
+            self.errors.append(f"{name_of(source)}, for {name_of(path)}, is missing.{near}")
         elif self._agrees(path, source):
             cast_from = saved.dtype if saved.dtype != expected.dtype else None
             self.sources[path] = Source(self.directory, self.step, rule, source, cast_from)

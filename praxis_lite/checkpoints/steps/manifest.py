@@ -101,8 +101,8 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
     if differences:
         raise ConfigError(
             f"The checkpoint of step {step_dir.name} in {step_dir.parent} does not fit the model: "
-            f"{first_few(differences, 5, '; ')}. Use the settings that it was trained with (see "
-            "config.txt next to it), or start a new job in a different job_log_dir."
+            f"{first_few(differences, 5, '; ')}. Use the settings that the job was trained with "
+            "(see its config.txt), or start a new job in a different job_log_dir."
         )
 
 

@@ -26,7 +26,7 @@ def verify(step_dir: Path) -> list[str]:
     """Verifies a step by reading every file once.
 
     Returns:
-      A line for each error with the name of the file, or [] if the step is undamaged.
+      A line with the file's name for each error, or [] if the step is undamaged.
 
     Raises:
       ConfigError: The manifest is undamaged, but has a different format version.
@@ -76,7 +76,7 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
     """Syncs all files and folders below a folder to disk.
 
     Returns:
-      The size and digest of each file, by relative path.
+      The size and digest of each file, keyed by relative path.
     """
     paths = _files(step_dir)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -88,7 +88,7 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns all files below a folder by relative path."""
+    """Returns all files below a folder, keyed by relative path."""
     return {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))

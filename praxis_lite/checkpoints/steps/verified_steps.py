@@ -25,7 +25,7 @@ class VerifiedSteps:
       directory: The folder of all steps.
       owned: Whether this job owns the directory and may rename and delete steps.
       note: Called with a message about each damaged step and how it is handled.
-      evaluated: Function that returns metrics by step, from evaluations made after the save.
+      evaluated: Function that returns metrics keyed by step, from evaluations run after the save.
         Metrics that were saved with a step take precedence.
     """
 
@@ -82,7 +82,7 @@ class VerifiedSteps:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
                     f"{'is' if len(damaged) == 1 else 'are'} damaged. Restore an undamaged copy, "
-                    "or, to start over, remove them or choose a different directory."
+                    "or, to start over, remove the damaged steps or choose a different directory."
                 )
         return step
 
@@ -160,8 +160,8 @@ class VerifiedSteps:
             step was already deleted, and on exit if it was deleted while it was being read.
         """
         deleted = StepLost(
-            f"The checkpoint of step {step} in {self.directory} was deleted by the job that trains "
-            "there while it was being read. Try again."
+            f"The checkpoint of step {step} was deleted while it was being read, by the job that "
+            f"trains in {self.directory}. Try again."
         )
         manifest, identity = self.manifest(step), step_dirs.identity(self._dir(step))
         if not manifest or identity is None:

@@ -39,7 +39,7 @@ def parts_in_files(
       ConfigError: A tensor is missing, has the wrong shape or dtype, or is unknown.
     """
     prefix = family.optional_prefix
-    names: dict[str, str] = {}  # Names of the tensors in the files, by their names in the table.
+    names: dict[str, str] = {}  # Maps tensor names in the table to names in the files.
     for part in parts:
         for name in (part.tensor, prefix + part.tensor):
             if name in files.file_of:
@@ -120,7 +120,7 @@ def read_weights(
     note: Callable[[str], None],
     convert: Callable[[str, jax.Array], Mapping[str, jax.Array]],
 ) -> dict[str, jax.Array]:
-    """Reads weights onto a mesh, and returns them by path, padded and sharded.
+    """Reads weights onto a mesh. Returns padded and sharded arrays, keyed by path.
 
     The host buffers one shard at a time.
 
@@ -131,7 +131,7 @@ def read_weights(
       files: Files of the model.
       note: Called with a progress message every few seconds.
       convert: Function that takes the path and array of a weight, and returns the arrays to store
-        for this weight, by path.
+        for this weight, keyed by path.
     """
     parts_by_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:

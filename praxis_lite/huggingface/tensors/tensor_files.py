@@ -26,7 +26,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-# Dtypes by name in config.json.
+# Dtypes keyed by their names in config.json.
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 

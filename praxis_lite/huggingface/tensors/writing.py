@@ -42,7 +42,7 @@ def write_tensors(
     Args:
       directory: Existing directory.
       parts: Parts of all weights; tensors are written in this order.
-      arrays: Weights by path, padded and sharded.
+      arrays: Weights, keyed by path, padded and sharded.
       mesh: Mesh of the arrays.
       dtypes: Dtype of each tensor.
       max_file_bytes: Maximum size of a file, unless a single tensor is larger.

@@ -34,8 +34,8 @@ class Mixture(IndexedPipeline):
     A finite source repeats. An endless source (`shuffle=True`) is reshuffled every epoch.
 
     Args:
-        sources: Pipelines by name, with the same leaves and row lengths. Their batch sizes have no
-            effect.
+        sources: Pipelines keyed by name. They must have the same leaves and row lengths. Their
+            batch sizes have no effect.
         weights: Weight of each source, in any unit, such as {"code": 0.7, "text": 0.3}. Decimals
             are exact: 0.7 means 7/10. A list [(0, {...}), (1000, {...})] changes the weights at the
             given batches.
@@ -61,7 +61,7 @@ class Mixture(IndexedPipeline):
             isinstance(self.sources, Mapping) and len(self.sources) > 0,
             "Mixture.sources",
             self.sources,
-            "a dict of one or more pipelines by name",
+            "a dict of one or more pipelines, keyed by name",
         )
         for name, source in self.sources.items():
             if not isinstance(source, IndexedPipeline):
@@ -121,7 +121,7 @@ class Mixture(IndexedPipeline):
             and all(a < b for a, b in pairwise(starts)),
             "Mixture.weights",
             self.weights,
-            "weights by name, or pairs (batch, weights) with increasing batches, starting at 0",
+            "weights keyed by name, or pairs (batch, weights) with increasing batches from 0",
         )
         return [(start, self._parts(weights)) for start, weights in phases]
 

@@ -12,7 +12,7 @@ def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
     Classes that occur in only one pipeline are allowed, since a split may not contain all classes.
 
     Args:
-      pipelines: Pipelines by config path. The error message includes the paths.
+      pipelines: Pipelines keyed by config path. The error message includes the paths.
     """
     clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
     for label, name, (path, index), (other_path, other_index) in clashes:
@@ -29,7 +29,7 @@ def class_clashes(
     """Yields every class that has different indices in two datasets.
 
     Args:
-      classes: Class names in the order of their indices, by dataset and by label.
+      classes: Class names in the order of their indices, keyed by dataset and then by label.
 
     Yields:
       (label, class, (dataset, index), (other dataset, other index)).

@@ -109,7 +109,7 @@ class Source(NeedsPackage, abc.ABC):
         return where.startswith(self.location)
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
-        """Returns the class names of each label, by the label's name; {} if unknown."""
+        """Returns the class names of each label, keyed by the label's name; {} if unknown."""
         return {}
 
     def check(self) -> None:
@@ -127,7 +127,7 @@ class Source(NeedsPackage, abc.ABC):
           part: Range of examples.
           function: Function of (example, index) that returns a value, or a string with the reason
             to skip the example.
-          left_out: Counter of skipped examples by fault or reason, which is updated in place.
+          left_out: Counter of skipped examples, keyed by fault or reason. It is updated in place.
 
         Yields:
           (index, value) for each example that is not skipped.

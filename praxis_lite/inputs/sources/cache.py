@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     Attributes:
       values: JSON values.
-      arrays: Arrays by name; large arrays are memory-mapped.
+      arrays: Arrays, keyed by name; large arrays are memory-mapped.
       digests: Hex XXH3 of each array's bytes when the array was written.
     """
 

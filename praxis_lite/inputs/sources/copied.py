@@ -132,8 +132,8 @@ class FileSource(CopiedFiles):
         """Yields (row or line number, bytes) for each record in a file.
 
         Raises:
-          BadExample: The rest of the file cannot be read. It is treated as a single example, which
-            is skipped and counted if the fault is in `skip`.
+          BadExample: The rest of the file cannot be read. The rest is treated as a single example,
+            which is skipped and counted if the fault is in `skip`.
         """
 
     @abc.abstractmethod

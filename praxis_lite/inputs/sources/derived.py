@@ -31,7 +31,7 @@ class DerivedPart(NamedTuple):
     Attributes:
       part: The part of the source.
       values: JSON values in the result.
-      arrays: Arrays in the result, by name.
+      arrays: Arrays in the result, keyed by name.
       digests: Digest of each array.
     """
 
@@ -83,7 +83,7 @@ def derive_parts(
 
 
 def num_left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
-    """Logs and returns the number of skipped examples by reason: a fault or "filtered"."""
+    """Logs and returns the number of skipped examples for each reason: a fault or "filtered"."""
     counter: collections.Counter[str] = collections.Counter()
     for part in parts:
         counter.update(part.values["left_out"])

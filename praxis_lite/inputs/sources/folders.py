@@ -116,8 +116,8 @@ class ImageFiles(_FilePerExample):
 
     Examples are {"name": str, "image": uint8[height, width, 3], "label": int32}. The label is the
     index of the file's folder in `classes`. Pass the classes of the training split to all other
-    splits; otherwise, the classes in a split without images of some class would be numbered
-    differently. Use a transform to resize images to the same shape before batching.
+    splits; otherwise, a split that lacks a class would number the remaining classes differently.
+    Use a transform to resize images to the same shape before batching.
 
     All image formats of Pillow are supported. Images are rotated according to their EXIF
     orientation.
@@ -127,8 +127,8 @@ class ImageFiles(_FilePerExample):
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
       cache_dir: Folder for data derived from the files. If None, `.praxis_lite` in the common
         folder of all files.
-      classes: Folder names in the order of their labels, or the ImageFiles of the training split,
-        whose classes are then used. If None, the folder names of all files, sorted.
+      classes: Folder names in the order of their labels, or the training split's ImageFiles to use
+        the same classes. If None, the folder names of all files, sorted.
     """
 
     needed_package = "PIL"

@@ -86,7 +86,7 @@ class FromSource(ExamplePipeline):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """The number of skipped examples by reason: a fault, or "filtered" for `keep`."""
+        """The number of skipped examples for each reason: a fault, or "filtered" for `keep`."""
         return self._selection[1]
 
     def _select(self, part: Part) -> Contents:

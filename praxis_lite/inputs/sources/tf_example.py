@@ -15,8 +15,8 @@ def tf_example(record: bytes) -> dict[str, Any]:
       record: The serialized message.
 
     Returns:
-      The features by name. Numbers are int64 or float32 arrays. A bytes feature is bytes if it has
-      exactly one value, and a list of bytes otherwise.
+      The features, keyed by name. Numbers are int64 or float32 arrays. A bytes feature is bytes if
+      it has exactly one value, and a list of bytes otherwise.
 
     Raises:
       google.protobuf.message.DecodeError: The bytes are not a tf.train.Example.

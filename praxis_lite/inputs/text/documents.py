@@ -125,7 +125,7 @@ class Documents:
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
-        """The number of skipped examples by reason.
+        """The number of skipped examples for each reason.
 
         A reason is the name of a fault, "filtered" (by `keep`), "empty", or "too_short" (one id).
         """

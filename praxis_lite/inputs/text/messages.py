@@ -268,7 +268,7 @@ def with_context(
             "unknown_key",
             where,
             f"sets {reserved[0]!r} in chat_template_kwargs, but this variable is set elsewhere",
-            "Remove it from chat_template_kwargs.",
+            "Remove the variable from chat_template_kwargs.",
         )
     return Conversation(messages, {**variables, **kwargs}, where)
 

@@ -44,11 +44,11 @@ def pair_of(
 ) -> Pair | None:
     """Tokenizes a preference pair, or returns None if one of its answers is empty.
 
-    The values of "prompt", "chosen" and "rejected" are strings or lists of messages. The prompt is
-    taken from the messages that both answers start with if "prompt" is missing, or if it is a
-    string although the answers are complete conversations, as in TRL's `maybe_extract_prompt`.
-    Answers may repeat the messages in the prompt. Rows with messages may also contain CONTEXT_KEYS.
-    Assistant messages with weight 0 are excluded from the comparison.
+    The values of "prompt", "chosen" and "rejected" are strings or lists of messages. If "prompt" is
+    missing, or is a string although the answers are complete conversations, the prompt consists of
+    the messages that both answers start with, as in TRL's `maybe_extract_prompt`. Answers may
+    repeat the messages in the prompt. Rows with messages may also contain CONTEXT_KEYS. Assistant
+    messages with weight 0 are excluded from the comparison.
 
     Args:
       example: A row of the dataset.
@@ -71,7 +71,7 @@ def pair_of(
             where,
             f"has the keys {names}; expected prompt, chosen and rejected, either all strings or "
             "all lists of messages, or only chosen and rejected as complete conversations",
-            "Correct it, or rename the keys with a transform of the source.",
+            "Correct the example, or rename the keys with a transform of the source.",
         )
     if answers[0] == answers[1]:
         raise BadExample(
@@ -126,7 +126,7 @@ def _split(
                 where,
                 "has a prompt that would be ignored, because it is not one "
                 "of the messages that chosen and rejected start with",
-                "Remove it, or add it to the start of both answers.",
+                "Remove the prompt, or add it to the start of both answers.",
             )
     if not before:
         raise BadExample(

@@ -37,7 +37,7 @@ class PreferenceData(DocumentPipeline):
 
     Args:
         files: Comma-separated globs that match JSON lines files, or a source of examples in any
-            file format. If None, uses questions about Python with answers from its language
+            file format. If None, uses questions about Python with answers from the Python language
             reference.
         split: Name of the split, 'train' or 'heldout'.
         batch_size: Number of pairs in the global batch.

@@ -1,8 +1,8 @@
 """Computes which positions of a token stream each window contains.
 
 A stream is `EOS doc EOS doc ... EOS`. It has `num_labels + 1` tokens; all tokens except the first
-are labels. For windows first to first + count - 1, the method `windows(first, count)` of both
-classes returns:
+are labels. Both classes have a `windows(first, count)` method, which returns, for windows first to
+first + count - 1:
 
 * positions int64[count, seq_len + 1]: the index of each token, or `padding_position` for padding;
 * weights float32[count, seq_len]: the weight of each label, that is, of each token except the

@@ -139,7 +139,7 @@ def _part(part: Any, name: str) -> Message:
     if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnreadKey(
             f"content of {name} contains {shortened(json.dumps(part, default=repr))}; expected "
-            '{"type": "text", "text": ...}, because only text is supported. Remove it.'
+            '{"type": "text", "text": ...}, because only text is supported. Remove this part.'
         )
     unread = [
         key for key, item in part.items() if key not in ("type", "text") and not _is_blank(item)
@@ -148,7 +148,7 @@ def _part(part: Any, name: str) -> Message:
         raise UnreadKey(
             f"content of {name} has the unknown {'key' if len(unread) == 1 else 'keys'} "
             f"{', '.join(map(repr, unread))} in one of its parts; expected "
-            '{"type": "text", "text": ...}. Remove them.'
+            '{"type": "text", "text": ...}. Remove all other keys.'
         )
     return {"type": "text", "text": part["text"]}
 

@@ -58,7 +58,7 @@ class ChatTemplate:
 
     Args:
       source: Source of the template.
-      variables: Variables for the template: the text of each special token, by role, such as
+      variables: Variables for the template: the text of each special token, keyed by role, such as
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
     """
@@ -163,7 +163,7 @@ class ChatTemplate:
                 if is_lost(number, without):
                     raise UnreadKey(
                         f"message {number} (role {role!a:.40}) has the key {keys[-1]!a:.60}, which "
-                        "the chat template does not use. Remove it, or use a template that "
+                        "the chat template does not use. Remove the key, or use a template that "
                         "supports it."
                     ) from refusal
             if refusal is not None or role in (USER, ASSISTANT) or role in self._mentioned:

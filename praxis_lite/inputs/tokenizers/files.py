@@ -72,7 +72,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
-    """Returns a directory's chat templates by name, such as "default" and "tool_use".
+    """Returns a directory's chat templates, keyed by name, such as "default" and "tool_use".
 
     As in transformers, the files chat_template.jinja and additional_chat_templates/*.jinja take
     precedence over chat_template in tokenizer_config.json.
@@ -100,7 +100,7 @@ def chat_templates(directory: Path) -> dict[str, str]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Returns the special tokens in tokenizer_config.json by role, such as "eos_token"."""
+    """Returns the special tokens in tokenizer_config.json, keyed by role, such as "eos_token"."""
     fields = read_fields(directory / TOKENIZER_CONFIG)
     tokens = {
         role: value.get("content") if isinstance(value, dict) else value

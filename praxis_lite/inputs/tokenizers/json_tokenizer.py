@@ -1,4 +1,4 @@
-"""A tokenizer that is loaded from a directory with the library `tokenizers`."""
+"""A tokenizer that is loaded from a directory with the `tokenizers` library."""
 
 import functools
 import hashlib
@@ -97,7 +97,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def roles(self) -> dict[str, str]:
-        """The special tokens by role, such as "eos_token"; also variables of the chat template."""
+        """The special tokens keyed by role, such as "eos_token"; also chat template variables."""
         return special_tokens(self.directory)
 
     @property

@@ -1,7 +1,8 @@
 """Compares a layout with the shardings in the array types that JAX infers.
 
 If mesh axes are Explicit (sharding in types), JAX infers the sharding of each result from its
-operands while a step is traced. Nothing is compiled or run, so this is independent of XLA.
+operands while a step is being traced. Nothing is compiled or run, so the comparison is independent
+of XLA.
 """
 
 import dataclasses

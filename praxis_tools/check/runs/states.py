@@ -79,7 +79,7 @@ def restack(state: TrainState, runner: TaskRunner) -> TrainState | None:
 
     Args:
       state: The state to convert.
-      runner: Runner for the task to whose weights the state is converted.
+      runner: Runner for the task whose weight names the converted state uses.
 
     Returns:
       The converted state, or None if the task's weights differ in other ways.

@@ -22,8 +22,8 @@ from praxis_tools.elastic.store_messages import StoreClient
 class NewestState:
     """The newest saved state of a job, which is the same in all processes.
 
-    The state is chosen in the constructor. A complete peer save is preferred, because it is faster
-    to read than a checkpoint, unless a newer step is on disk.
+    The state is chosen in the constructor. Unless a newer step is on disk, a complete peer save is
+    preferred, because a peer save is faster to read than a checkpoint.
 
     Args:
       checkpoints: Checkpoints on disk.

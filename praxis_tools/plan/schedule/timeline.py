@@ -60,7 +60,8 @@ class Timeline:
       expert_turn_seconds: Time of one extra round of all-to-alls between experts, which is only
         needed if loads are uneven (`layers/moe/exchange.py`). It is not included in `seconds`, and
         is 0 if the program has no such rounds.
-      instruction_seconds: Time of each instruction that is not a transfer, by name.
+      instruction_seconds: Time of each instruction that is not a transfer, keyed by instruction
+        name.
     """
 
     seconds: float = 0.0

@@ -351,7 +351,7 @@ def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_t
     worker.reports["stacks"] = "MainThread:\n  in hang\n"
     stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
     for text in ((tmp_path / "stacks.txt").read_text(), capfd.readouterr().err):
-        before, after = text.strip().split(" It is killed and replaced. ")[1:]
+        before, after = text.strip().split(" The worker is killed and replaced. ")[1:]
         assert before.startswith("Its stacks are not available: it has ended.\n")
         assert after == "All threads:\nMainThread:\n  in hang"
 

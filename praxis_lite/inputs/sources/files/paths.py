@@ -22,7 +22,7 @@ def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
 
     Args:
         patterns: Comma-separated globs; `**` and `~` are expanded.
-        owner: Name of the class with the setting `files`, for error messages.
+        owner: Name of the class with the `files` setting, for error messages.
 
     Raises:
         ConfigError: A glob matches no file.
@@ -57,7 +57,7 @@ def make_files(files: str, folder: str, make: Make) -> None:
     """Calls `make` in a temporary folder, and moves the created files into `folder`.
 
     Args:
-      files: The source's setting `files`; if `make` returns examples, the path of a single file.
+      files: The source's `files` setting; if `make` returns examples, the path of a single file.
       folder: Destination of the files.
       make: Function that writes files or returns examples.
 
@@ -76,7 +76,7 @@ def make_files(files: str, folder: str, make: Make) -> None:
                 if os.path.lexists(path):
                     raise ConfigError(
                         f"{path} exists, but does not match the source's files {files!r}; the "
-                        "source's function `make` would overwrite it. Change `files`, or move the "
+                        "source's `make` function would overwrite it. Change `files`, or move the "
                         "file."
                     )
                 os.replace(os.path.join(temporary_folder, name), path)
@@ -90,7 +90,7 @@ def _write_examples(path: str, files: str, examples: Iterable[Mapping[str, Any]]
         return
     if not files.endswith(".parquet"):
         raise ConfigError(
-            f"The source's function `make` returns examples, but they cannot be written to "
+            f"The source's `make` function returns examples, but they cannot be written to "
             f"{files!r}. Set `files` to a name ending in .jsonl, .jsonl.gz, .jsonl.zst or .parquet."
         )
     pyarrow, parquet = optional_module("pyarrow", files), optional_module("pyarrow.parquet", files)
