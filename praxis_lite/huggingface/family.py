@@ -237,7 +237,7 @@ def families() -> dict[str, Family]:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Returns the family that describes the architecture of a config.json.
+    """Returns the model family for the architecture named in a config.json.
 
     Raises:
       ConfigError: No table describes the architecture. The message lists known architectures.

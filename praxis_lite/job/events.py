@@ -1,4 +1,4 @@
-"""Reports this process's phases, progress and facts to listeners.
+"""Reports this process's phases, progress and measurements to listeners.
 
 Job code uses the global `events`:
 

@@ -151,22 +151,22 @@ class WeightInit:
 
     @staticmethod
     def TruncatedGaussian(scale: float = 1.0) -> "WeightInit":
-        """`scale` times a normal that is truncated at +-2."""
+        """A normal truncated at +-2, multiplied by `scale`."""
         return WeightInit("truncated_gaussian", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(dim 0) times a normal that is truncated at +-2."""
+        """A normal truncated at +-2, multiplied by scale / sqrt(dim 0)."""
         return WeightInit("truncated_gaussian_sqrt_dim", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan_in) times a normal that is truncated at +-2."""
+        """A normal truncated at +-2, multiplied by scale / sqrt(fan_in)."""
         return WeightInit("truncated_gaussian_sqrt_fanin", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan_out) times a normal that is truncated at +-2."""
+        """A normal truncated at +-2, multiplied by scale / sqrt(fan_out)."""
         return WeightInit("truncated_gaussian_sqrt_fanout", scale)
 
     @staticmethod

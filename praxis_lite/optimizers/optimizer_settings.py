@@ -32,7 +32,9 @@ def build_clipped_optimizer(
     clip_threshold: float,
     weight_decay: float,
 ) -> optax.GradientTransformation:
-    """Builds an optimizer as in Pax: clips directions, adds weight decay and applies the rate.
+    """Builds an optimizer that clips updates, decays weights and scales by the learning rate.
+
+    The order of these steps is the same as in Pax.
 
     Args:
       direction: Transformation from gradients to directions.

@@ -269,7 +269,11 @@ def split_text(split: Sequence[DimSplit]) -> str:
 
 
 def optimizer_report(groups: WeightGroups) -> list[str]:
-    """Describes optimizers that update weights jointly, and all optimizers if there are several."""
+    """Returns notes on the optimizers.
+
+    There is a note for each optimizer whose updates depend on several weights or on random numbers.
+    If there are several optimizers, further notes list the weights of each one.
+    """
     names = {
         path: group.optimizer_name for group in groups.by_name.values() for path in group.paths
     }

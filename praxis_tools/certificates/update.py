@@ -80,13 +80,13 @@ class UpdateCheck:
       partitioner: The job's partitioner.
       element_spec: Shapes and types of a batch.
       note: Function called with a message if something cannot be compared.
-      max_bytes: Limit for the slots and moving averages in a snapshot, in bytes per device. The
+      max_bytes: Limit on the slots and moving averages in a snapshot, in bytes per device. The
         slots of the largest weight are included even if they exceed the limit. The default is the
         size of the weights, but at least LEAST_BYTES.
 
     Attributes:
       parts: Paths of the arrays in each part.
-      is_exact: Whether bits are compared, which requires a snapshot of the entire state.
+      is_exact: Whether the comparison is bitwise, which requires a snapshot of the entire state.
     """
 
     def __init__(

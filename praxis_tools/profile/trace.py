@@ -112,8 +112,8 @@ def read_trace(
     if not trace.devices:
         others = ", ".join(sorted(trace.other_seconds)) or "no program"
         raise ConfigError(
-            f"{file}: the trace contains no instructions of {module}, only of {others}. The "
-            "profiler's buffer may have overflowed; profile fewer steps."
+            f"{file}: the trace contains no instructions from {module}, only from {others}. "
+            "The profiler's buffer may have overflowed; profile fewer steps."
         )
     return trace
 

@@ -192,16 +192,16 @@ def is_refused_by_plan(
 def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    """Starts or resumes a trial, after waiting for any other process that is training the trial."""
+    """Starts or resumes a trial, after waiting for any other process that is running it."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
-        note(f"trial {trial.number}: waiting until the process that trains it has exited")
+        note(f"trial {trial.number}: waiting until the process that is running it has exited")
     while job.is_training() and request.reason is None:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{job.files.path}: another process is training this trial. Wait until it has "
-                "ended, or stop it with `kill PID`, which makes it save its step. The PID is in "
-                "the file .training."
+                f"{job.files.path}: another process is running this trial. Wait until that "
+                "process has exited, or stop it with `kill PID`; it saves a checkpoint first. The "
+                "PID is in the file .training."
             )
         time.sleep(_POLL_SECONDS)
     values = " ".join(f"{path}={text}" for path, text in trial.values.items())

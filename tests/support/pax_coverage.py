@@ -308,8 +308,8 @@ ABSENT = {
 HEAD = """# Coverage of Pax's layers
 
 Look up a layer class of praxis 1.4.0 or one of its options here to find its name in this library,
-or the reason why it is not supported. **An option that is listed neither in the first table nor in
-the row of its class has the same name here.** Defaults are also the same, unless this page states
+or the reason why it is not supported. **Options not listed in the first table or in the row of
+their class have the same name here.** Defaults are also the same, unless this page states
 otherwise. `tests/layers` compares the results with those of the real Pax (`tests/goldens`).
 
 [coming_from_pax.md](coming_from_pax.md) describes the fields that all of Pax's layers share:

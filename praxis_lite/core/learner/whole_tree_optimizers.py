@@ -254,7 +254,7 @@ class _DependencyTracker:
 
 
 def _union(*read: frozenset[int]) -> frozenset[int]:
-    """Returns at most two indices of the union of sets of weight indices.
+    """Returns the union of sets of weight indices, truncated to two indices.
 
     Two indices suffice to show that weights are coupled. Without truncation, the cost after a
     global norm would be quadratic in the number of weights.

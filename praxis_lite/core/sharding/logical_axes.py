@@ -25,7 +25,7 @@ def entry_of(axes: tuple[str, ...]) -> MeshAxes:
 
 @dataclasses.dataclass(frozen=True)
 class NamedSplit:
-    """The mesh axes of a weight with logical axes.
+    """The mesh axes over which the dims of a weight with logical axes are sharded.
 
     Attributes:
       spec: Mesh axes per dim: None, a name, or a tuple of names.

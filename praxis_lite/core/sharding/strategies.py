@@ -1,4 +1,4 @@
-"""Chooses sharding rules for arrays using strategies: patterns that match the arrays' paths.
+"""Chooses sharding rules for arrays by matching their paths against a strategy's patterns.
 
 Use strategies for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
 array is split by the rules for the first pattern that matches its complete path.

@@ -52,8 +52,8 @@ class Documents:
       key: Key of the value in an example. If None, the name of the format is used.
       tokenizer: A tokenizer or its directory. If None, tokens are bytes, and "ids" are used
         unchanged.
-      transform: Importable function from an example to an example, applied first.
-      keep: Importable predicate of examples; those for which it returns False are dropped.
+      transform: Importable function that maps an example to an example, applied first.
+      keep: Importable predicate on examples. Examples for which it returns False are dropped.
       ignored_keys: Keys of conversations or preference pairs to ignore, such as "id"; any other
         unknown key is an error.
       heldout_percent: Percentage of documents in the "heldout" split, selected by a hash of their

@@ -97,7 +97,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def roles(self) -> dict[str, str]:
-        """The special tokens keyed by role, such as "eos_token"; also chat template variables."""
+        """The special tokens, keyed by role, such as "eos_token". Chat templates may use them."""
         return special_tokens(self.directory)
 
     @property

@@ -75,10 +75,10 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All lines of a job's record.
+    """The parsed lines of a job's record.
 
     Attributes:
-      starts: The starts, sorted by number and then by process.
+      starts: The job's starts, sorted by number and then by process.
       spans: The spans of rows, in file order.
       num_unreadable: Number of incomplete or damaged lines.
     """

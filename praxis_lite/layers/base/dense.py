@@ -34,11 +34,11 @@ class Product:
         return layer.kernel(layer.w.dtype)
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Returns the outputs of the layer's equation plus its bias, if any."""
+        """Evaluates the layer's einsum equation, and adds the bias, if any."""
         return layer.biased(self.multiplied(layer, inputs))
 
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Returns the outputs of the layer's equation."""
+        """Evaluates the layer's einsum equation."""
         w = layer.w[...]
         if isinstance(w, StoredWeight):
             return w.multiplied(layer, inputs)

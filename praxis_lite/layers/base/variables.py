@@ -93,7 +93,7 @@ def put_on_host(module: nnx.Module) -> None:
 
 
 def num_stacked_dims(variable: nnx.Variable) -> int:
-    """Returns the number of leading dims of a weight that stack layers.
+    """Returns the number of leading dims along which a weight stacks layers.
 
     Dims that `nnx.vmap` adds count as well.
     """

@@ -62,7 +62,7 @@ class DenseForm:
 
     @property
     def kept(self) -> str:
-        """The subscripts of the outputs that come from the weight, in the order of the outputs."""
+        """The output subscripts that also occur in the weight, in the outputs' order."""
         return "".join(x for x in self.leading + self.outputs if x in self.weight)
 
     @property

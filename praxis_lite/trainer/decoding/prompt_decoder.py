@@ -53,7 +53,7 @@ class PromptDecoder:
       batchings: Compiled functions for continuous batching. Decoders for different checkpoints may
         share these functions.
       first_batch: Index of the pipeline's first batch, used for random keys. Nonzero if the
-        pipeline is part of a larger dataset, such as a turn in a chat.
+        pipeline contains only a part of a larger dataset, for example one turn of a chat.
     """
 
     partitioner: Partitioner

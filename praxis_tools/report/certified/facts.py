@@ -69,9 +69,9 @@ class Scope:
     Attributes:
       last_step: The newest saved step.
       checkpoints: Steps whose checkpoints are covered.
-      sizes: Maps the name of each growing file to the number of bytes that are covered. For
-        eval_metrics.jsonl, this is the number of lines up to the last step instead, because later
-        evaluations of these steps may be added. For folders, the value is 0.
+      sizes: Maps the name of each append-only file to the number of bytes that are covered. For
+        eval_metrics.jsonl, this is the number of lines up to the last step instead, because these
+        steps may be evaluated again later. For folders, the value is 0.
     """
 
     last_step: int

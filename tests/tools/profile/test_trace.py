@@ -81,7 +81,7 @@ def test_a_trace_without_the_program_and_a_file_that_is_none_are_refused(tmp_pat
     file = write_trace(
         tmp_path / "a.xplane.pb", {"/host:CPU": {"a": [on_cpu("dot.1", 0, 1, 0, 1, "jit_other")]}}
     )
-    with pytest.raises(ConfigError, match="no instructions of jit_step, only of jit_other"):
+    with pytest.raises(ConfigError, match="no instructions from jit_step, only from jit_other"):
         read_trace(file, "jit_step")
     file.write_bytes(b"no trace")
     with pytest.raises(ConfigError, match=r"a\.xplane\.pb cannot be read as a trace"):

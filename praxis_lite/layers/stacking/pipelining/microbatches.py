@@ -53,8 +53,8 @@ def num_microbatches_of(
     if must_divide and num_rows % actual:
         raise ConfigError(
             f"Pipeline.{name} is {actual}; expected a divisor of the batch size {num_rows}, "
-            "because the blocks assign variables, which padding rows in the last microbatches "
-            f"would affect. Change {name} or the batch size."
+            "because the blocks update variables, and padding rows in the last microbatches "
+            f"would change these updates. Change {name} or the batch size."
         )
     return -(-num_rows // actual) if by_size else actual
 
