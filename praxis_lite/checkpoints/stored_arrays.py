@@ -159,6 +159,7 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
 
 def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, keyed by their Orbax names."""
+    # Orbax stores all arrays in one OCDBT database, or each array in a folder.
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
         kvstore = {"driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"}
@@ -174,6 +175,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
         keys = ts.KvStore.open(kvstore, context=context).result().list().result()
     except ValueError as error:
         raise _unreadable(folder, DATABASE, error) from None
+    # A key is the metadata or one chunk of an array. The chunks are compared with the shape below.
     for key in keys:
         match = _KEY.fullmatch(key.decode())
         if match and match[1].startswith(prefix):

@@ -131,6 +131,7 @@ class VerifiedSteps:
         if errors := self._errors(number):
             others = ", ".join(str(other) for other in steps if other != number)
             advice = f"Choose a different step: {others}." if others else "There is no other step."
+            # Only the job that owns the directory may rename a damaged step.
             if self._owned:
                 self._reject(number, errors)
             raise StepLost(
