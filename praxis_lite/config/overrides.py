@@ -198,6 +198,7 @@ def _checked_value(
     """Parses the text after `path=`. Raises ConfigError if the value has the wrong type."""
     text = text.strip()
     is_config = not holds_only_literals(current)
+    # The text that is shown for a config or function leaves it unchanged.
     if text == text_of_value(current, annotation) and is_config:
         return current
     may_be_named = object_kind(annotation) is not None or (is_config and _is_single(current))
@@ -208,6 +209,7 @@ def _checked_value(
         if value is not None:
             return value
     try:
+        # A literal replaces a config only if the annotation allows it.
         if is_config and (annotation in (UNKNOWN, Any) or not _is_single(current)):
             raise WrongType("the name of a function, a class or a config")
         return parse_value(text, annotation, None if isinstance(current, Unknown) else current)

@@ -174,6 +174,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if origin is typing.Annotated:
         return _fit(read, text, args[0], lenient)
+    # The first member that accepts the value is used. `parse_value` tries exact matches first.
     if (members := union_parts(expected)) != (expected,):
         for member in members:
             with contextlib.suppress(WrongType):
@@ -182,6 +183,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
     if origin is typing.Literal:
         # The words "none" and "true" may be members of the Literal.
         actual = text if lenient and text in args else _plain(read)
+        # Compare types too, because True == 1.
         is_member = any(type(a) is type(actual) and a == actual for a in args)
         return _require(is_member, actual, expected)
     kind = origin or expected
@@ -191,6 +193,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
         return float(read.text)
     if kind is str and isinstance(read, _Word):
         return read.text
+    # For a str, `--set name=7` means the text "7".
     if kind is str and lenient and text is not None and type(read) is not str:
         return text
     if kind in (bool, int, float, str):
