@@ -106,6 +106,7 @@ class Family:
             another field.
         """
         self._check_fields(config)
+        # The family's constants override config.json, which overrides the family's defaults.
         values = {**self.defaults, **self._values_in(config), **self.constants}
         fields = dataclasses.fields(DecoderSettings)
         missing = [

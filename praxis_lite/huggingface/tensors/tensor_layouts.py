@@ -110,6 +110,8 @@ def named_form(piece: Piece, dims: str) -> Form:
     """
     group = r"\([\w\s]*\)|\w+"
     remaining = list(range(len(piece.sizes)))
+    # `remaining` contains the dims that are not yet named. Each entry of `form` is a dim of the
+    # tensor.
     form: list[tuple[int, ...]] = []
     for names in re.findall(group, dims):
         form.append(())
