@@ -74,6 +74,7 @@ class Mixture(IndexedPipeline):
             if length == 0:
                 raise ConfigError(f"Mixture: the source {name!r} is empty. Remove it, or add data.")
         self._check_leaves()
+        # This checks the weights.
         _ = self._phases
         if self.stop == "first" and self._end is None:
             raise ConfigError(
@@ -149,6 +150,7 @@ class Mixture(IndexedPipeline):
             dict(weights),
             "non-negative numbers that are not all 0",
         )
+        # Sources whose rows contain more tokens are drawn less often.
         if self.unit == "tokens":
             return rounded_parts(
                 [value / tokens for value, tokens in zip(values, self._tokens_per_row, strict=True)]

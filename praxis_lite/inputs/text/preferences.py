@@ -92,6 +92,7 @@ class PreferenceData(DocumentPipeline):
                 f"empty: {len(self.documents.lengths):,} pairs in all splits, skipped: "
                 f"{self.documents.left_out or 'none'}. Change heldout_percent, or add pairs."
             )
+        # A document contains the chosen answer, followed by the rejected one.
         chosen = self.documents.chosen_lengths
         longest = np.maximum(chosen, self.documents.lengths - chosen)[self._numbers]
         if longest.max() > self.seq_len + 1:

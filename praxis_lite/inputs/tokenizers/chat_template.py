@@ -139,11 +139,14 @@ class ChatTemplate:
                     f"{name} is set, but the chat template does not use it. Remove {name}, or use "
                     "a template that supports it."
                 )
+        # A refusal is raised last, because an unread key is a better explanation of it.
         try:
             result, refusal = rendered(messages), None
         except RefusedConversation as error:
             refusal = error
 
+        # Returns whether the text stays the same without a message, or with a replacement for it.
+        # If the template refuses the conversation, this is unknown, and is assumed.
         def is_lost(number: int, *replacement: Message) -> bool:
             if refusal is not None:
                 return True
@@ -155,6 +158,7 @@ class ChatTemplate:
 
         for number, message in enumerate(messages):
             role = message["role"]
+            # Rendering only tests keys that do not occur in the source of the template, and `name`.
             for keys in unread_candidates(message):
                 is_mentioned = not self._mentioned.isdisjoint(keys)
                 if is_mentioned and (keys != ("name",) or refusal is not None):
