@@ -181,6 +181,7 @@ def _train_with_roll_backs(
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
+            # From now on, also skip the batch of the loss spike.
             skipped = tuple(sorted({*start.skipped_batches, ended.batch_index}))
             start = starting_points.rolled_back(checkpoints, ended, skipped)
             _print_line(_roll_back_line(ended, start))
