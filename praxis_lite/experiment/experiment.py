@@ -127,6 +127,7 @@ class Experiment:
         Raises:
             ConfigError: A method is missing, or returns a value of the wrong type.
         """
+        # A method is missing if it is not overridden.
         if missing := [
             name
             for name in _EXAMPLES
