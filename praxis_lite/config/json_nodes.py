@@ -215,8 +215,7 @@ class _Reader:
             import numpy as np
 
             return np.dtype(content)
-        # Children are read in the order in which they were written, so that "again" finds its
-        # object.
+        # Children are read in the order in which they were written, as "again" requires.
         pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in _children(node, kind)]
         values = [value for _, value in pairs]
         if kind in _SEQUENCES:

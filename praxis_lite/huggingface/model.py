@@ -231,8 +231,7 @@ class HuggingFaceModel:
                 f"{expected!r}",
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
-        # Settings of a decoder are part of its task, so each combination has a separate
-        # Partitioner.
+        # The decoder is part of the task, so each combination of settings has its own Partitioner.
         config = self.experiment.task
         greedy = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
         decoder = changed_decoder(self.partitioner.task, config, greedy, settings)

@@ -110,8 +110,7 @@ def named_form(piece: Piece, dims: str) -> Form:
     """
     group = r"\([\w\s]*\)|\w+"
     remaining = list(range(len(piece.sizes)))
-    # `remaining` contains the dims that are not yet named. Each entry of `form` is a dim of the
-    # tensor.
+    # `remaining` contains our dims without a name so far. Each item of `form` is a tensor's dim.
     form: list[tuple[int, ...]] = []
     for names in re.findall(group, dims):
         form.append(())

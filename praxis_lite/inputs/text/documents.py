@@ -144,8 +144,7 @@ class Documents:
             if isinstance(tokens, str):
                 return tokens
             if isinstance(tokens, Pair):
-                # The percentile depends only on the content, so new examples do not move others
-                # between splits.
+                # A hash of the content, so new examples do not move others between splits.
                 content = json.dumps(example, sort_keys=True, default=repr).encode()
                 return tokens, int(hashlib.sha256(content).hexdigest(), 16) % 100
             digest = hashlib.sha256(tokens.ids.tobytes() + tokens.is_answer.tobytes())

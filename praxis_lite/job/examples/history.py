@@ -261,8 +261,7 @@ def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
                 f"steps {first} to {last} were fed the batches {span.batches[0]} to "
                 f"{span.batches[1]}; expected {expected[0]} to {expected[1]}"
             )
-        # The first and the last batch of a span were fed, so only batches between them can be
-        # skipped.
+        # The first and last batch of a span were fed, so only batches between them can be skipped.
         skipped = tuple(k for k in segment.skipped if expected[0] < k < expected[1])
         if span.skipped != skipped:
             yield (

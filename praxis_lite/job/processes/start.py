@@ -173,8 +173,7 @@ def find_others(
             "cluster_detection_method": "deactivate",
         }
         return settings, f"--coordinator={coordinator}"
-    # Empty settings let JAX detect the cluster. In a Kubernetes job, JAX needs the package
-    # `kubernetes`.
+    # Empty settings let JAX detect the cluster, for which it needs the package `kubernetes`.
     if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
         if _is_tpu(environment) or find_spec("kubernetes"):
             return {}, "the Kubernetes job"

@@ -56,8 +56,7 @@ class MetricsColumns:
         try:
             with opened(self._path) as file:
                 status = os.fstat(file.fileno())
-                # The file was replaced if it has another inode, or if the last bytes that were read
-                # have changed.
+                # A replaced file has another inode, or other bytes before the current offset.
                 is_replaced = (status.st_dev, status.st_ino) != self._identity
                 file.seek(max(0, self._offset - _TAIL_BYTES))
                 is_replaced = is_replaced or file.read(_TAIL_BYTES)[: len(self._tail)] != self._tail
