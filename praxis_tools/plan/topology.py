@@ -101,6 +101,7 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     expected_dims = 1 if kind == "cpu" else 2
     if len(dims) != expected_dims:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims, expected {expected_dims}")
+    # Without JAX's CUDA plugin, the step is compiled for simulated devices.
     if kind != "cpu" and (gpus := _gpus(name, chip, dims)):
         return Topology(name, chip, dims, dims[0], gpus)
     devices = simulated_devices(math.prod(dims))
