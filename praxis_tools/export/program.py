@@ -90,6 +90,7 @@ def exported_program(
         mdl_vars = jax.tree.unflatten(structure, weights)
         return function(mdl_vars, GlobalBatch(arrays, num_rows), named_inputs.get(KEY))
 
+    # A decode step also takes a random key, as raw data.
     if what == "decode":
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=partitioner.replicated)

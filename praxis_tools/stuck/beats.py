@@ -94,11 +94,13 @@ class StuckBeats(Beats):
         identity = tuple((progress.process, progress.arrived) for progress in reported)
         if identity == self._reported:
             return None
+        # The next heartbeat asks the stuck processes for their stacks, which arrive later.
         for progress in stuck.processes:
             if not self._asked.get(progress.process):
                 is_own = progress.process == processes.index()
                 self._asked[progress.process] = stacks() if is_own else read_stacks(progress) or ""
         self._num_asked += 1
+        # Wait a few heartbeats for the stacks.
         if not all(self._asked.values()) and self._num_asked <= _MAX_BEATS_FOR_STACKS:
             return None
         self._reported, received = identity, self._asked
