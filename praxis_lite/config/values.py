@@ -148,6 +148,7 @@ def _read(text: str) -> Any:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         pass
+    # Items need not be literals, as in `data,mdl`.
     if "," in text:
         items = text.strip().removesuffix(",").split(",")
         return tuple(_read(item) for item in items)
@@ -219,6 +220,7 @@ def _fit_items(read: Any, expected: Any, kind: Any, args: tuple[Any, ...], lenie
     else:
         item_types = [args[0] if args else UNKNOWN] * len(read)
     items = [_fit(item, None, type_, lenient) for item, type_ in zip(read, item_types, strict=True)]
+    # For an abstract type such as Sequence, the parsed type is used.
     return (type(read) if kind in _SEQUENCES else kind)(items)
 
 
@@ -238,6 +240,7 @@ def _type_of(current: Any) -> Any:
     """Returns the type that a replacement for `current` must have."""
     if current is None or current is UNKNOWN:
         return UNKNOWN
+    # If all items have the same type, so must the items of the replacement.
     if type(current) in (tuple, list) and current:
         kinds = {type(item) for item in current}
         if len(kinds) == 1 and (kind := kinds.pop()) in (int, float, str, bool):
