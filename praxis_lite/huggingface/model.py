@@ -255,6 +255,7 @@ class HuggingFaceModel:
                 key=ids.shape,
             )
         )
+        # Greedy decoding has a single hypothesis, which has index 0.
         return [
             row[0, : length[0]].tolist()
             for row, length in zip(outputs["output_ids"], outputs["decode_lengths"], strict=True)

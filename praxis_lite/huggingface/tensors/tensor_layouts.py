@@ -144,6 +144,7 @@ def joined_form(piece: Piece, form: Form, joined: str) -> Form:
             f"{piece.description}, but joined = 'heads' requires a dim named heads. Name the dims "
             "in the layer's `splits`."
         )
+    # The index of the interleaved weights follows the heads, or is innermost.
     previous_dim = piece.names.index(_HEADS) if joined == _HEADS else form[-1][-1]
     new_dim = len(piece.sizes)
     return tuple(

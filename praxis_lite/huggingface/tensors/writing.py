@@ -64,6 +64,7 @@ def write_tensors(
         file = (
             SINGLE if len(files) == 1 else (f"model-{number:05d}-of-{len(files):05d}.safetensors")
         )
+        # Every process collects the tensors, because replicating a slice involves all devices.
         tensors = {}
         for name in names:
             tensor = as_tensor(
