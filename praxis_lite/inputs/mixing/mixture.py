@@ -206,6 +206,7 @@ class Mixture(IndexedPipeline):
             return ""
         number = int(self.sources_of(position, 1)[0])
         name, source = list(self.sources.items())[number]
+        # The index of this row in its source.
         source_row = int(self._schedule.counts_before(position)[number])
         if length := self._lengths[name]:
             source_row %= length
@@ -241,6 +242,7 @@ def _num_rows(source: IndexedPipeline) -> int | None:
     """Returns the number of rows in one pass, excluding padding, or None for an endless source."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
+    # Rows of the last batch whose weights are all 0 are padding.
     last_batch = source.rows(source.num_batches - 1, slice(0, source.batch_size))
     weights = last_batch.get("weights")
     if weights is None:
@@ -273,6 +275,7 @@ def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> f
             "a number above 0",
         )
         return tokens
+    # Count the labels in a sample of rows.
     count = _NUM_SAMPLED_ROWS if length is None else min(length, _NUM_SAMPLED_ROWS)
     chunks = _row_chunks(source, length, 0, count)
     return max(1.0, sum(int((chunk["weights"] > 0).sum()) for chunk in chunks)) / count

@@ -127,6 +127,7 @@ class Schedule:
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
         targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
         self.segments: list[Segment] = []
+        # The number of rows of each source before the segment.
         counts = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):
             phase = _Phase(phases, number, targets)
@@ -153,6 +154,7 @@ class Schedule:
 
     def position_of(self, source: int, row: int) -> int | None:
         """Returns the position of row `row` of a source, or None if the row is never scheduled."""
+        # The last segment before which the source has had at most `row` rows.
         number = (
             bisect.bisect_right(
                 self.segments, row, key=lambda segment: segment.counts_at_start[source]

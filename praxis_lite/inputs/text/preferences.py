@@ -156,6 +156,7 @@ class PreferenceData(DocumentPipeline):
         for row, number in enumerate(self.example_indices(index, rows)):
             batch["weights"][row] = 1.0
             pair = self.documents.pair(self._numbers[number])
+            # Side 0 is the chosen answer, and side 1 the rejected one.
             for side, (ids, is_answer) in enumerate(pair):
                 target = row, side, slice(0, len(ids) - 1)
                 batch["ids"][target], batch["labels"][target] = ids[:-1], ids[1:]

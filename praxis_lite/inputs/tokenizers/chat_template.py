@@ -199,6 +199,7 @@ class ChatTemplate:
     def _reads_parts(self, role: str) -> bool:
         """Returns whether the template accepts lists of parts as the content of a role."""
         if role not in self._parts_read_of:
+            # Some templates require a user's message before an answer, or after a system message.
             before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
             after = [{"role": USER, "content": "a"}] if role == "system" else []
 
@@ -313,6 +314,7 @@ def _environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
+            # The block becomes a call of `mark`, whose caller renders the body.
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             name = jinja2.nodes.Name(_marked_name, "load", lineno=line)
