@@ -91,6 +91,7 @@ def in_kept_form(
         return {name: _padded(part, part_leaves[name]) for name, part in parts.items()}
 
     shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in part_leaves.items()}
+    # Free the weight before the next one is read, to limit the peak memory.
     parts = jax.block_until_ready(jax.jit(pack, out_shardings=shardings)(weight))
     weight.delete()
     return {f"{path}/{name}": part for name, part in parts.items()}

@@ -374,6 +374,7 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
     if key is None:
         reach, bind = addresses.format_address(*to_reach), addresses.format_address(*to_bind)
     else:
+        # JAX connects to the gate of this process through a Unix socket.
         gate = Gate(
             to_bind if is_first else to_reach, key, settings["num_processes"], is_first=is_first
         )
