@@ -170,6 +170,7 @@ def _parse_uniform_lines(text: bytes) -> Columns | None:
         lines = orjson.loads(b"[" + text[:-1].replace(b"\n", b",") + b"]")
         names = list(lines[0])
         rows = np.array(list(map(operator.itemgetter(*names), lines)))
+        # `itemgetter` fails if a line lacks a key, and the lengths show whether it has other keys.
         is_regular = set(map(len, lines)) == {len(names)} and len(lines) == text.count(b"\n")
     except (ValueError, LookupError, TypeError):
         return None
