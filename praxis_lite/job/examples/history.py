@@ -154,6 +154,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
             f"{record.num_unreadable} lines of the record cannot be read: they are incomplete, "
             "because a process was killed, or damaged"
         )
+    # Steps that a start computed, but that are not in the history, were lost.
     num_computed = sum(ends[number] - starts[0].step for number, starts in groups.items())
     num_valid = sum(segment.last_step - segment.first_step + 1 for segment in segments)
     return History(
