@@ -51,6 +51,7 @@ def has_order_independent_sums(mesh: Mesh, reordered: Mesh) -> bool:
 def _sums(mesh: Mesh) -> list[bytes]:
     """Returns the bits of all-reduces over each axis, and of a reduce-scatter over all axes."""
     axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
+    # Sums of random numbers have different bits if the order of summation differs.
     values = np.random.default_rng(0).normal(size=(mesh.size, mesh.size * _NUM_SUMMED))
     x = jax.make_array_from_callback(
         values.shape, NamedSharding(mesh, split), lambda index: values[index].astype(np.float32)

@@ -182,6 +182,7 @@ class Supervisor:
     def _check_number_is_free(self) -> None:
         before = self._rendezvous.read(self._settings.member)
         deadline = time.monotonic() + 4 * _BEAT_SECONDS
+        # If the file is from an earlier launch, its heartbeats do not continue.
         while before is not None and time.monotonic() < deadline:
             time.sleep(self._poll_seconds)
             after = self._rendezvous.read(self._settings.member)

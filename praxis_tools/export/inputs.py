@@ -74,6 +74,7 @@ def inputs_of(
             f"{type(task).__name__} cannot decode, because it has no `decode` method. Export the "
             "forward pass with --what=predict instead."
         )
+    # The shapes are set by --inputs, by --batch and --length, or by a dataset.
     if given:
         if batch is not None or length is not None:
             raise ConfigError(

@@ -42,6 +42,7 @@ class StuckBeats(Beats):
 
     def check(self, service: Any) -> int | None:
         process = processes.index()
+        # The first process has asked this process for its stacks.
         if 0 in self._last and process in self._last[0]["asks"]:
             key = _stacks_key(progress_recorder.progress_of(process))
             service.key_value_set(key, stacks(), allow_overwrite=True)

@@ -231,6 +231,7 @@ def equal_results(what: str, check: Check, runner: TaskRunner) -> Iterator[list[
     actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return
+    # In addition to the expected result, there is exactly one other result.
     expected = actual.pop(properties.EXPECTED)
     nudged = runner.call(function, check.nudged.mdl_vars, batch)[properties.EXPECTED]
     (name,) = actual

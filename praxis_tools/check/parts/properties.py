@@ -173,6 +173,7 @@ def _has_cache(task: Task, batch: Batch) -> bool:
         return False
     if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
         return False
+    # `init_cache` must require only the numbers of rows and of tokens.
     required = {
         name
         for name, parameter in _parameters(getattr(model, "init_cache", None)).items()

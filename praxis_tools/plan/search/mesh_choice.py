@@ -236,6 +236,7 @@ def _formula_inputs(
         parameters += size
         num_split.update({axis: size for entry in spec for axis in axes_of(entry)})
         num_weights_with_dim.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
+    # The axes that split the rows of a batch. Without a mapping, these are all axes.
     mapping = task.inputs_split_mapping
     row_axes = (
         set(sizes)
