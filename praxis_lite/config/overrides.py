@@ -151,11 +151,14 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     for key, value, hint in below:
         if key == token or (isinstance(key, int) and str(key) == token):
             return key, value, hint
+    # An index from the end.
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
+    # A new item of a dict.
     if isinstance(node, dict) and object_kind(hint := item_type(annotation, token)) == "instance":
         return token, UNSET, hint
+    # A new argument that the callable accepts as one of its **kwargs.
     settings = settings_of(node)
     if settings is None or not token.isidentifier() or token.startswith("__"):
         return None

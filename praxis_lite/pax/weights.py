@@ -49,6 +49,7 @@ class _Leaf:
         """
         num_blocks = math.prod(self.spec.stack_shape)
         first, step = self.split.block * num_blocks, per_block[self.split.stack]
+        # Layers are numbered block by block.
         return [(first + i) * step + self.split.inner for i in range(num_blocks)]
 
 

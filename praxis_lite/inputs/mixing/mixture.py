@@ -216,6 +216,7 @@ class Mixture(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         batch = zero_rows(self.element_spec(), count)
+        # Rows after the end are padding.
         if self.stop == "first" and self._end is not None:
             count = max(0, min(count, self._end - first))
         numbers, counts = self.sources_of(first, count), self._schedule.counts_before(first)
@@ -223,6 +224,7 @@ class Mixture(IndexedPipeline):
             targets = np.flatnonzero(numbers == number)  # Rows in the batch to fill.
             chunks = _row_chunks(source, self._lengths[name], int(counts[number]), len(targets))
             for chunk in chunks:
+                # A chunk fills the first of the rows that remain.
                 filled, targets = np.split(targets, [len(next(iter(chunk.values())))])
                 for leaf, values in chunk.items():
                     batch[leaf][filled] = values
@@ -259,6 +261,7 @@ def _row_chunks(
     while count:
         row = first if length is None else first % length
         index, start = divmod(row, source.batch_size)
+        # A chunk ends with a batch of the source, or with the source's last row.
         stop = min(start + count, source.batch_size)
         if length is not None:
             stop = min(stop, start + length - row)
