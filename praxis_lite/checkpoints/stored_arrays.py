@@ -80,6 +80,7 @@ class StoredArray:
             block = self.read_block((rows,)[: len(self.shape)])
             if self.shape:
                 num_logical = max(0, min(self.shape[0] - rows.start, len(block)))
+                # Clear the logical part: what remains is padding.
                 block[tuple(slice(0, dim) for dim in (num_logical, *self.shape[1:]))] = 0
                 if (block != 0).any():
                     return False
@@ -93,6 +94,7 @@ class StoredArray:
         assert chunk is not None and chunk[0] is not None, "Only scalars have no chunk shape."
         chunk_rows = chunk[0]
         row_bytes = max(1, math.prod(self.padded_shape[1:]) * self.dtype.itemsize)
+        # Blocks contain entire chunks, so that no chunk is read twice.
         num_rows = max(1, _BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
         for start in range(0, shape[0], num_rows):
             yield slice(start, min(start + num_rows, shape[0]))

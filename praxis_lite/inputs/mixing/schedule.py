@@ -192,6 +192,7 @@ class _Target:
         start, parts = self._phases[number]
         if parts[self._source] == 0:
             return math.inf
+        # In this phase, the target rises by a constant amount per position.
         rise = goal - self.at_starts[number]
         return start + math.ceil(rise * sum(parts) / parts[self._source])
 

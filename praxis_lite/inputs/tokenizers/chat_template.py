@@ -239,6 +239,7 @@ class ChatTemplate:
             _BEGIN
         ):
             inside, is_end, after = piece.partition(_END)
+            # The markers themselves are left out of the text, so positions do not count them.
             if is_end:
                 spans.append((len(text), len(text) + len(inside)))
             text += inside + after
