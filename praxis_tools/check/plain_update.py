@@ -69,6 +69,7 @@ def is_step_kept(
     if not limit:
         return is_finite
     norm = functools.reduce(jnp.maximum, norms.values())
+    # Rounding may move a norm this close to the limit to either side, so `was_kept` decides.
     is_near = jnp.abs(norm / limit - 1.0) <= margin
     return is_finite & jnp.where(is_near, was_kept, norm < limit)
 

@@ -136,6 +136,7 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
             max(device.coords[dim] for device in devices) + 1 for dim in range(chip.torus_dims)
         )
     else:
+        # Without a torus, each process (a node) counts as a slice.
         num_slices = len({device.process_index for device in devices})
         dims = (num_devices,)
     shape = "x".join(map(str, dims))
