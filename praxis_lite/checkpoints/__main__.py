@@ -64,6 +64,7 @@ def _verify(directory: Path, *, step: int | None) -> int:
 
 def _diff(directory: Path, *, other: str | None, step: int | None, other_step: int | None) -> int:
     other_directory = directory if other is None else tools.steps_directory(other)
+    # Within one job, the default is the step before.
     if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
         newer = max(steps, default=0) if other_step is None else other_step

@@ -42,7 +42,9 @@ def mdl_vars_from_nnx(
     """
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)
+    # `unused` is reduced to the arrays in the checkpoint that the model does not have.
     errors, unused, actual = [], set(arrays.values()), {}
+    # Random streams and recorded values belong to no collection. They may be in the checkpoint.
     for keys, leaf in leaves_of(model.abstract_module()):
         if collection(leaf) is None:
             unused.discard(arrays.get(path_text(keys)))
@@ -58,6 +60,7 @@ def mdl_vars_from_nnx(
         expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
         if saved_as != expected:
             errors.append(f"{name} is {saved_as} in the checkpoint, but {expected} in the model.")
+    # Scalars, such as a step, only cause the warning below.
     left_over = sorted(array.path.removesuffix("/value") for array in unused if array.shape)
     errors += [f"{path} is only in the checkpoint." for path in left_over]
     if errors:

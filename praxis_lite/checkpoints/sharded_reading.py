@@ -53,6 +53,7 @@ def read_state(
     prefixes: tuple[str, ...] = ("mdl_vars/", "opt_states/")
     if opt_states_keys is not None:
         prefixes = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
+    # A key of opt_states may be a leaf itself, so "/" is appended to the path.
     saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
     leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(prefixes)}
     check_same(step_dir, saved, {path: manifest_leaf(leaf) for path, leaf in leaves.items()})

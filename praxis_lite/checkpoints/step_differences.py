@@ -71,6 +71,7 @@ def _value_differences(path: str, array: StoredArray, other: StoredArray) -> Ite
     largest: Any = 0
     for rows in array.parts():
         x, y = np.ravel(array.read(rows)), np.ravel(other.read(rows))
+        # Compare bits, because NaN != NaN and -0.0 == 0.0.
         bits = [np.ascontiguousarray(a).view(np.uint8).reshape(a.size, -1) for a in (x, y)]
         different = (bits[0] != bits[1]).any(axis=1)
         num_different += int(different.sum())

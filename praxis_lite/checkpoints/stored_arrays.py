@@ -80,6 +80,7 @@ class StoredArray:
             block = self.read_block((rows,)[: len(self.shape)])
             if self.shape:
                 num_logical = max(0, min(self.shape[0] - rows.start, len(block)))
+                # Clear the logical part: what remains is padding.
                 block[tuple(slice(0, dim) for dim in (num_logical, *self.shape[1:]))] = 0
                 if (block != 0).any():
                     return False
@@ -93,6 +94,7 @@ class StoredArray:
         assert chunk is not None and chunk[0] is not None, "Only scalars have no chunk shape."
         chunk_rows = chunk[0]
         row_bytes = max(1, math.prod(self.padded_shape[1:]) * self.dtype.itemsize)
+        # Blocks contain entire chunks, so that no chunk is read twice.
         num_rows = max(1, _BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
         for start in range(0, shape[0], num_rows):
             yield slice(start, min(start + num_rows, shape[0]))
@@ -159,6 +161,7 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
 
 def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, keyed by their Orbax names."""
+    # Orbax stores all arrays in one OCDBT database, or each array in a folder.
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
         kvstore = {"driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"}
@@ -174,6 +177,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
         keys = ts.KvStore.open(kvstore, context=context).result().list().result()
     except ValueError as error:
         raise _unreadable(folder, DATABASE, error) from None
+    # A key is the metadata or one chunk of an array. The chunks are compared with the shape below.
     for key in keys:
         match = _KEY.fullmatch(key.decode())
         if match and match[1].startswith(prefix):

@@ -82,6 +82,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
     try:
         yield
     except ConfigError as error:
+        # Additions go before Fiddle's text, in which `build` finds the path of the constructor.
         message, fiddle, context = str(error).partition(_FIDDLE)
         if isinstance(error, MissingPackage):
             message += _other_missing_packages(config, error.package)

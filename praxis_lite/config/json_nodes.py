@@ -92,10 +92,12 @@ class _Writer:
                     f"{path}: the config contains itself, which config.json cannot represent. "
                     "Remove this reference."
                 )
+            # Only objects that occur more than once get an id.
             if "id" not in node:
                 self._num_ids += 1
                 node["id"] = self._num_ids
             return {"again": node["id"]}
+        # Until its node is complete, an object is marked with None, so that cycles are detected.
         self._written[id(value)] = (value, None)
         node = self._new(value, path)
         self._written[id(value)] = (value, node)
@@ -103,6 +105,7 @@ class _Writer:
 
     def _new(self, value: Any, path: str) -> dict[str, Any]:
         kind = type(value).__name__
+        # Do not import these modules: if one is not loaded, the value cannot have one of its types.
         numpy, sharding = sys.modules.get("numpy"), sys.modules.get("jax.sharding")
         if isinstance(value, fdl.Buildable):
             # Fiddle's other Buildables are for tools that edit configs.
@@ -137,6 +140,7 @@ class _Writer:
             return {kind: self._items(value, path)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"namedtuple": self._name(type(value), path), "items": self._items(value, path)}
+        # Other values are written by name, or refused if they have none.
         return {"name": self._name(value, path)}
 
     def _items(self, values: Collection[Any], path: str) -> list[Any]:
@@ -211,6 +215,7 @@ class _Reader:
             import numpy as np
 
             return np.dtype(content)
+        # Children are read in the order in which they were written, as "again" requires.
         pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in _children(node, kind)]
         values = [value for _, value in pairs]
         if kind in _SEQUENCES:
@@ -222,7 +227,9 @@ class _Reader:
 
             return PartitionSpec(*values)
         if kind == "dict":
+            # Keys and values alternate.
             return dict(zip(values[::2], values[1::2], strict=True))
+        # In the remaining kinds, the content is the name of a class or function.
         function = self._named(content)
         if kind == "namedtuple":
             is_tuple = isinstance(function, type) and issubclass(function, tuple)
@@ -232,6 +239,7 @@ class _Reader:
             return make(values)
         if not callable(function):
             raise damaged(path, f"{content} is {describe(function)}, which cannot be called")
+        # `items` are positional arguments, which `_children` yields before the named arguments.
         num_items = len(node.get("items", ()))
         arguments = dict(pairs[num_items:])
         if kind == "functools.partial":

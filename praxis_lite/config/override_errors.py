@@ -56,6 +56,7 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
             "your package, add --packages), and the result of a call with (), such as "
             "optax.constant_schedule()"
         )
+    # If a trailing comma makes the text valid, the user has probably forgotten it.
     if "Sequence[" in expected and "," not in text:
         with contextlib.suppress(WrongType):
             parse_value(f"{text},", annotation)
@@ -107,6 +108,7 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
             f"{_last(below[1])} is the mapping itself, a plain sequence: --set "
             f"{shortened(below[1])}=data,mdl."
         )
+    # Probably an attribute of an experiment's class, but the config was read from a job.
     elif path.isupper() and not attributes:
         same = [field.path for field in fields if _last(field.path) == path.lower()]
         hint = (

@@ -151,11 +151,14 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     for key, value, hint in below:
         if key == token or (isinstance(key, int) and str(key) == token):
             return key, value, hint
+    # An index from the end.
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
+    # A new item of a dict.
     if isinstance(node, dict) and object_kind(hint := item_type(annotation, token)) == "instance":
         return token, UNSET, hint
+    # A new argument that the callable accepts as one of its **kwargs.
     settings = settings_of(node)
     if settings is None or not token.isidentifier() or token.startswith("__"):
         return None
@@ -198,6 +201,7 @@ def _checked_value(
     """Parses the text after `path=`. Raises ConfigError if the value has the wrong type."""
     text = text.strip()
     is_config = not holds_only_literals(current)
+    # The text that is shown for a config or function leaves it unchanged.
     if text == text_of_value(current, annotation) and is_config:
         return current
     may_be_named = object_kind(annotation) is not None or (is_config and _is_single(current))
@@ -208,6 +212,7 @@ def _checked_value(
         if value is not None:
             return value
     try:
+        # A literal replaces a config only if the annotation allows it.
         if is_config and (annotation in (UNKNOWN, Any) or not _is_single(current)):
             raise WrongType("the name of a function, a class or a config")
         return parse_value(text, annotation, None if isinstance(current, Unknown) else current)

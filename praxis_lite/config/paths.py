@@ -180,8 +180,10 @@ def _parameter_types(config: fdl.Buildable) -> dict[str | int, Any]:
     hints: dict[str | int, Any] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         hint = resolved.get(name, parameter.annotation)
+        # An annotation that cannot be evaluated is a string.
         hint = UNKNOWN if isinstance(hint, str) else hint
         if parameter.kind is parameter.VAR_POSITIONAL:
+            # Fiddle stores positional arguments by index.
             hints |= {key: hint for key in config.__arguments__ if isinstance(key, int)}
         elif parameter.kind is parameter.VAR_KEYWORD:
             hints["**"] = hint
@@ -197,9 +199,11 @@ def _resolved_annotations(function: Any) -> dict[str, Any]:
     # typing.get_type_hints would fail for all parameters if one annotation uses a name that is
     # imported under TYPE_CHECKING.
     if isinstance(function, type):
+        # The class whose __init__ is called.
         owner = next(base for base in function.__mro__ if "__init__" in vars(base))
         if "__dataclass_fields__" in vars(owner):
             annotations: dict[str, Any] = {}
+            # The fields of a dataclass are annotated in the class bodies.
             for base in reversed(owner.__mro__):
                 local = inspect.get_annotations(base).items()
                 annotations |= {key: _evaluate(hint, base) for key, hint in local}
@@ -216,6 +220,7 @@ def _evaluate(hint: Any, owner: Any) -> Any:
     namespace = getattr(owner, "__globals__", None)
     if namespace is None:
         namespace = vars(inspect.getmodule(owner) or typing)
+    # `get_type_hints` evaluates all annotations of an object, so pass one with a single annotation.
     item = types.SimpleNamespace(__annotations__={"hint": hint})
     try:
         return typing.get_type_hints(item, namespace, include_extras=True)["hint"]

@@ -148,6 +148,7 @@ def _read(text: str) -> Any:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         pass
+    # Items need not be literals, as in `data,mdl`.
     if "," in text:
         items = text.strip().removesuffix(",").split(",")
         return tuple(_read(item) for item in items)
@@ -174,6 +175,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if origin is typing.Annotated:
         return _fit(read, text, args[0], lenient)
+    # The first member that accepts the value is used. `parse_value` tries exact matches first.
     if (members := union_parts(expected)) != (expected,):
         for member in members:
             with contextlib.suppress(WrongType):
@@ -182,6 +184,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
     if origin is typing.Literal:
         # The words "none" and "true" may be members of the Literal.
         actual = text if lenient and text in args else _plain(read)
+        # Compare types too, because True == 1.
         is_member = any(type(a) is type(actual) and a == actual for a in args)
         return _require(is_member, actual, expected)
     kind = origin or expected
@@ -191,6 +194,7 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
         return float(read.text)
     if kind is str and isinstance(read, _Word):
         return read.text
+    # For a str, `--set name=7` means the text "7".
     if kind is str and lenient and text is not None and type(read) is not str:
         return text
     if kind in (bool, int, float, str):
@@ -216,6 +220,7 @@ def _fit_items(read: Any, expected: Any, kind: Any, args: tuple[Any, ...], lenie
     else:
         item_types = [args[0] if args else UNKNOWN] * len(read)
     items = [_fit(item, None, type_, lenient) for item, type_ in zip(read, item_types, strict=True)]
+    # For an abstract type such as Sequence, the parsed type is used.
     return (type(read) if kind in _SEQUENCES else kind)(items)
 
 
@@ -235,6 +240,7 @@ def _type_of(current: Any) -> Any:
     """Returns the type that a replacement for `current` must have."""
     if current is None or current is UNKNOWN:
         return UNKNOWN
+    # If all items have the same type, so must the items of the replacement.
     if type(current) in (tuple, list) and current:
         kinds = {type(item) for item in current}
         if len(kinds) == 1 and (kind := kinds.pop()) in (int, float, str, bool):

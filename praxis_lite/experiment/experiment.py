@@ -127,6 +127,7 @@ class Experiment:
         Raises:
             ConfigError: A method is missing, or returns a value of the wrong type.
         """
+        # A method is missing if it is not overridden.
         if missing := [
             name
             for name in _EXAMPLES
@@ -231,6 +232,7 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
     set_sharding_params(task.model, preset)
     batch = SHARDING_PRESETS[preset]["batch"]
     mapping = getattr(task, "inputs_split_mapping", None) or {}
+    # The preset only changes how rows are split.
     if mapping:
         task.inputs_split_mapping = {rank: (batch, *dims[1:]) for rank, dims in mapping.items()}
     if preset in COMPILER_OPTIONS:

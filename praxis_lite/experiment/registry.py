@@ -170,6 +170,7 @@ def _import_all(packages: Sequence[str]) -> None:
             reason = describe_error(error) or f"{type(error).__name__}: {error}"
             _log.warning("WARNING: %s cannot be imported: %s", name, reason)
             continue
+        # Importing a `__main__` module would run a program.
         remaining += [
             f"{name}.{module.name}"
             for module in pkgutil.iter_modules(list(folders))

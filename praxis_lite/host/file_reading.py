@@ -119,6 +119,7 @@ def finish_last_line(file: IO[bytes]) -> None:
     """
     end = None
     for offset, text in lines_from_end(file):
+        # If the text after the last line break, at `end`, is JSON, it only lacks its line break.
         end = offset if end is None else end
         if text and not is_json(text):
             os.ftruncate(file.fileno(), offset)

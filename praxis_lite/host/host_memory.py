@@ -91,6 +91,7 @@ def check_program_fits(
     if stats is None or any(device.platform != "cpu" for device in devices):
         return
     num_buffers = num_processes * len(devices)
+    # Outputs that reuse the memory of an argument need no additional memory.
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     needed = num_buffers * (stats.temp_size_in_bytes + outputs)
     available = available_bytes()

@@ -98,6 +98,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
             moved.append(path / name)
             os.replace(partial / name, path / name)
         partial.rmdir()
+    # Undo also after an interrupt, so that the command can be repeated.
     except BaseException as error:
         _undo(path, partial, moved, is_new)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):

@@ -78,6 +78,7 @@ def write_peft(
         for part in [part for part in parts if part.path == f"params/{path}/w"]:
             matrix = matrix_of(layer.equation, layer.letters)
             _check_maps_to_one_tensor(part, layer, matrix)
+            # GPT-2 stores matrices as [in, out], which PEFT calls fan_in_fan_out.
             is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
             module = part.tensor.removesuffix(".weight")
             modules.append(module)

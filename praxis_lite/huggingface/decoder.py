@@ -96,6 +96,7 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
+        # Only models whose scores are sigmoids have these settings.
         if settings.score_func == "sigmoid":
             for name in (
                 "num_shared_experts",

@@ -169,6 +169,7 @@ class DecoderSettings:
         elif self.layer_types is not None:
             slides = self.layer_types[layer] == SLIDING
         else:
+            # The values are in the order of WINDOWS.
             slides = (
                 True,
                 layer % 2 == 0,

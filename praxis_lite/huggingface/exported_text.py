@@ -46,7 +46,9 @@ def write_text_files(
     vocab_size = next(
         (x["vocab_size"] for x in _nested_configs(config) if x.get("vocab_size")), None
     )
+    # A tokenizer may have more tokens than the model has rows.
     eos_ids = [i for i in eos_ids if vocab_size is None or i < vocab_size]
+    # The job has a different tokenizer: the token ids in the files of `base` no longer apply.
     if has_files and not _has_same_tokenizer(base, tokenizer):
         _copy_tokenizer(tokenizer.directory, target)
         ids = {
@@ -62,11 +64,13 @@ def write_text_files(
                 f"only {vocab_size} rows"
             )
         return _with_ids(config, ids)
+    # The job has no tokenizer files, so those of `base` would be wrong.
     if has_tokenizer(base) and not has_files:
         note(f"the export has no tokenizer, because the job's tokenizer {tokenizer} has no files")
         copy_files(base, target, [GENERATION_CONFIG])
     else:
         _copy_tokenizer(base, target)
+    # Keep the base model's end-of-sequence ids, unless the job ends sequences differently.
     is_changed = has_files and eos_ids and set(eos_ids) != _base_eos_ids(tokenizer, fields, config)
     if is_explicit or is_changed:
         _write_generation(target, fields | {"eos_token_id": eos_ids})

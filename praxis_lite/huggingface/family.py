@@ -106,6 +106,7 @@ class Family:
             another field.
         """
         self._check_fields(config)
+        # The family's constants override config.json, which overrides the family's defaults.
         values = {**self.defaults, **self._values_in(config), **self.constants}
         fields = dataclasses.fields(DecoderSettings)
         missing = [
@@ -317,6 +318,7 @@ def _merged(name: str) -> dict[str, Any]:
         del base["defaults"][setting]
     for part in _MERGED:
         entries = {**base.get(part, {}), **table.get(part, {})}
+        # An entry that is false removes the entry of the base table, except in VALUES.
         merged[part] = {key: x for key, x in entries.items() if x is not False or part in VALUES}
     return {**base, **table, **merged}
 

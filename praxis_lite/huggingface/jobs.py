@@ -117,6 +117,7 @@ def export_job(
             f"export: --adapters {adapters} requires a model with adapters, but the job's model "
             "has none. Omit --adapters."
         )
+    # Weights that the job stores in packed form are exported in the form that their layers declare.
     paths = [leaf.path for leaf in stored_layout.leaves()]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
     arrays = whole_arrays(stored_layout, arrays, mesh)

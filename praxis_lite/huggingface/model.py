@@ -155,6 +155,7 @@ class HuggingFaceModel:
             )
         ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
         inputs: dict[str, Any] = {}
+        # Packed rows mark padding by segment 0, other rows by `paddings`.
         if segment_ids is not None:
             segment_ids = _ids_like(ids, segment_ids, "logits: segment_ids")
             inputs["segment_ids"] = segment_ids if mask is None else np.where(mask, segment_ids, 0)
@@ -164,6 +165,7 @@ class HuggingFaceModel:
             inputs["positions"] = _ids_like(
                 ids, position_ids, "logits: position_ids", self._sizes.get("segment_pos"), mask
             )
+        # Padding on the left does not shift the positions.
         elif mask is not None and segment_ids is None:
             inputs["positions"] = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
         self._require_positions(ids.shape[1], "logits: the length of ids")
@@ -213,6 +215,7 @@ class HuggingFaceModel:
         if eos_id is not None:
             given = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
             eos_ids = tuple(token_ids(given, "generate: eos_id", vocab_size, ndim=1).tolist())
+        # Pad to one of a few lengths, because each length is compiled separately.
         padded_length = length_of_prompts(longest, max_new_tokens, num_positions)
         ids = np.zeros((len(lengths), padded_length), np.int32)
         for padded, row in zip(ids, rows, strict=True):
@@ -228,6 +231,7 @@ class HuggingFaceModel:
                 f"{expected!r}",
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
+        # The decoder is part of the task, so each combination of settings has its own Partitioner.
         config = self.experiment.task
         greedy = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
         decoder = changed_decoder(self.partitioner.task, config, greedy, settings)
@@ -251,6 +255,7 @@ class HuggingFaceModel:
                 key=ids.shape,
             )
         )
+        # Greedy decoding has a single hypothesis, which has index 0.
         return [
             row[0, : length[0]].tolist()
             for row, length in zip(outputs["output_ids"], outputs["decode_lengths"], strict=True)

@@ -113,10 +113,12 @@ def _scaling(settings: DecoderSettings, layer_kind: LayerKind) -> tuple[str, dic
     # transformers 5 may specify a separate scaling for each kind of layer.
     if local is not None and scaling.keys() & {SLIDING, FULL}:
         scaling = dict(scaling.get(SLIDING if layer_kind.slides else FULL) or {})
+    # A separate theta for sliding layers implies that these layers are not scaled.
     elif is_local:
         scaling = {}
     # transformers before 4.43 writes only "type"; later versions write "rope_type", "type" or both.
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    # The name in early versions of Phi-3.
     kind = "longrope" if kind == "su" else kind
     require_choice(f"{WHERE}: rope_type", kind, KINDS)
     fields = {name: x for name, x in scaling.items() if x is not None and name not in _IGNORED}

@@ -138,6 +138,7 @@ def map_tensors(
             f"The table of {family.name} has no tensor for {first_few(missing)}, which the config "
             "needs. Add it to the table."
         )
+    # No two tensors may store the same slice of a weight.
     tensor_of: dict[tuple[str, tuple[int, ...]], str] = {}
     for part in parts:
         if (key := (part.path, part.index)) in tensor_of:
@@ -158,6 +159,7 @@ def _parts_of(
 ) -> Iterator[Part]:
     """Yields the parts that an entry of the table describes in a layer, for every expert."""
     entry, has_expert = family.tensors[name], "{expert}" in name
+    # For each expert, where its next target starts in the tensor's output dim.
     starts: dict[int | None, int] = collections.defaultdict(int)
     for number, target in enumerate(entry.to):
         path = _path(target, layer, settings)
@@ -171,11 +173,13 @@ def _parts_of(
             form = form_of(piece, inputs_first=family.inputs_first)
         else:
             form = named_form(piece, entry.dims)
+        # A tensor with several targets interleaves them, or concatenates them along its output dim.
         if entry.joined is not None:
             form = joined_form(piece, form, entry.joined)
             sizes, interleave_index = (*sizes, len(entry.to)), number
         elif len(entry.to) > 1:
             dim = piece.output_dim(form)
+        # Each block of a repeated pattern is a stack, with an entry for each repetition.
         repeat = () if layer is None else (layer // len(settings.pattern),)
         for expert in range(weight.shape[len(repeat)]) if has_expert else [None]:
             index = repeat if expert is None else (*repeat, expert)

@@ -250,6 +250,7 @@ def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
         input_dataset=variant, external_state_policy=ignore_state, strip_device_assignment=True
     )
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    # Functions that are passed to operations such as map are in the graph's library.
     functions = {f.signature.name: list(f.node_def) for f in graph.library.function}
     for node in [*graph.node, *(node for nodes in functions.values() for node in nodes)]:
         if node.attr["deterministic"].s == b"false":

@@ -257,8 +257,10 @@ class SyntheticLm(IndexedPipeline):
         streams = range(first + rows.start, first + rows.stop)
         bits = np.array([random_bits(self.seed, row, length) for row in streams], np.uint64)
         bits = bits.reshape(count, length)  # np.array([]) has the wrong rank if count is 0.
+        # A run of consecutive tokens starts where the low bits are 0, with probability 1/8.
         times = np.arange(length)
         is_new = (bits & np.uint64(7) == 0) | (times == 0)
+        # The time at which the run of each token starts.
         run_start = np.maximum.accumulate(np.where(is_new, times, 0), axis=1)
         drawn = (bits >> np.uint64(3)) % np.uint64(self.vocab_size)
         token_at_start = np.take_along_axis(drawn, run_start, axis=1).astype(np.int64)

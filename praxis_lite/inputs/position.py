@@ -27,6 +27,7 @@ class DataPosition:
     def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
         """Returns the position after `step` steps, given the batches that training skips."""
         next_batch, skipped = step, tuple(sorted(set(skipped)))
+        # Each batch that was skipped before this position moves it by one.
         for index in skipped:
             if index <= next_batch:
                 next_batch += 1

@@ -98,6 +98,7 @@ class WithWorkers(IndexedPipeline):
         executor = concurrent.futures.ThreadPoolExecutor(self.num_workers, "batches")
         pending: collections.deque[concurrent.futures.Future] = collections.deque()
         try:
+            # A limited number of batches are computed ahead, and returned in order.
             for index in strided_range(start, 1, self.num_batches):
                 pending.append(executor.submit(self.rows, index, rows))
                 if len(pending) > num_ahead:

@@ -94,6 +94,7 @@ def is_training(directory: Path) -> bool:
     except OSError as error:
         return error.errno in _LOCKED_ERRORS
     finally:
+        # This also releases the lock, if it was acquired.
         os.close(file)
     return False
 

@@ -138,6 +138,7 @@ def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
             flat["/".join(tokens)] = value
 
     add([], pax_vars)
+    # Of a train state, only the variables are kept.
     if any(path.startswith(f"{STATE}/") for path in flat):
         flat = {p.removeprefix(f"{STATE}/"): x for p, x in flat.items() if p.startswith(STATE)}
     return {_below_collection(path): value for path, value in flat.items()}

@@ -49,6 +49,7 @@ class _Leaf:
         """
         num_blocks = math.prod(self.spec.stack_shape)
         first, step = self.split.block * num_blocks, per_block[self.split.stack]
+        # Layers are numbered block by block.
         return [(first + i) * step + self.split.inner for i in range(num_blocks)]
 
 
@@ -91,6 +92,7 @@ def mdl_vars_from_pax(
     pax_arrays = _without_prefix(pax_arrays, {_first_name(leaf.pax_path) for leaf in leaves})
     layers = _PaxLayers(leaves, pax_arrays)
     layers.check_names()
+    # `array_of` records errors, so that `check_shapes` can list all of them.
     arrays = {leaf.path: layers.array_of(leaf) for leaf in leaves}
     layers.check_shapes()
     if len(leaves) < len(all_leaves):
@@ -165,6 +167,7 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
         array = np.asarray(arrays[leaf.path])
         collection, split = leaf.path.split("/")[0], leaf.split
         names = [collection, leaf.pax_path]
+        # The variable is in a stack of layers.
         if split != StackPath(leaf.pax_path):
             if split.is_stacked:
                 levels = ["repeat", "sub", f"x_layers_{split.inner}"]
@@ -256,6 +259,7 @@ class _PaxLayers:
     def check_names(self) -> None:
         """Raises ConfigError if there are variables without Pax arrays, or unused Pax arrays."""
         self.check_shapes()
+        # Variables by (stack, rest, layer), as in `sources`.
         expected: dict[tuple[str, str, int], str] = {}
         for leaf in self.leaves:
             for layer in leaf.layers(self.per_block):
@@ -305,6 +309,7 @@ class _PaxLayers:
         if len(arrays) < len(paths):
             return np.zeros(leaf.spec.shape, leaf.spec.dtype)
         array = arrays[parts[0][0]]
+        # Stack the layers, unless one Pax array contains exactly these layers in order.
         if len(paths) > 1 or [i for _, i in parts] != list(range(len(array))):
             array = np.stack([arrays[path][i] for path, i in parts])
         return array.reshape(leaf.spec.shape).astype(leaf.spec.dtype, copy=False)
@@ -341,6 +346,7 @@ def _describe_layers(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str
     layers: dict[str, list[int]] = {}
     for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)
+        # Without a rest, the path is not in a stack.
         if not rest:
             layers[path].clear()
     return {

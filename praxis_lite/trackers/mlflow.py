@@ -67,6 +67,7 @@ class MLflow(Tracker):
         for path, text in {**run.facts, **changed}.items():
             client.set_tag(self._id, path, text)
         new = [self._entities.Param(path, x) for path, x in texts.items() if path not in before]
+        # Log only new params, in requests of at most _PARAMS.
         for start in range(0, len(new), _PARAMS):
             client.log_batch(self._id, params=new[start : start + _PARAMS])
 

@@ -83,6 +83,7 @@ def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
     def forward(mdl_vars: Any, arrays: list[jax.Array], static: tuple) -> Any:
         structure, others = static
         leaves = iter(task.cast_inputs(dict(enumerate(arrays))).values())
+        # Insert the arrays between the static arguments.
         args, kwargs = jax.tree.unflatten(
             structure, [next(leaves) if is_array else x for is_array, x in others]
         )

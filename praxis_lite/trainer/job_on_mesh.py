@@ -125,6 +125,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 def _mesh_of(job: Job) -> Mesh:
     """Builds and prints the job's mesh, with simulated devices if there is no accelerator."""
     mesh_config = filled_mesh(job.mesh)
+    # The number of simulated devices must be set before JAX initializes its devices.
     check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
     mesh = make_mesh(mesh_config)
     if jax.process_count() != processes.count():

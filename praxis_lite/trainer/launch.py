@@ -101,6 +101,7 @@ def train(
         # the wait as time spent saving.
         stack.callback(events.begins, SAVE)
         other_saves = stack.enter_context(tools.other_saves(job, _print_line))
+        # The newest state may be in the memory of the job's hosts instead of a checkpoint.
         with events.phase(RESTORE):
             saved = other_saves.newest(checkpoints)
             newest_step = saved.latest_step()
@@ -171,6 +172,7 @@ def _train_with_roll_backs(
                 for name, pipeline in job.datasets.items()
             )
         roll_backs = RollBacks()
+        # Each iteration trains until the end of training, or until a loss spike.
         while True:
             check_batches_left(train_set, run, start.skipped_batches)
             progress = ProgressLine(
@@ -181,6 +183,7 @@ def _train_with_roll_backs(
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
+            # From now on, also skip the batch of the loss spike.
             skipped = tuple(sorted({*start.skipped_batches, ended.batch_index}))
             start = starting_points.rolled_back(checkpoints, ended, skipped)
             _print_line(_roll_back_line(ended, start))

@@ -280,6 +280,7 @@ def optimizer_report(groups: WeightGroups) -> list[str]:
     members: dict[str, list[tuple[str, int]]] = {}
     for path, spec in spec_items(groups.weight_specs):
         name = names.get(path)
+        # The name of the main optimizer is "". Frozen weights are in no group.
         label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
         members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
     notes = [

@@ -92,6 +92,7 @@ class LateMetrics:
         }
         line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
         self.last_time = now
+        # `metrics` contains this dict, so hooks see the values that earlier hooks add.
         metrics = StepMetrics(
             pending.step, line, weight, pending.batch_index, pending.inputs, pending.first_row
         )

@@ -160,6 +160,7 @@ class Certificates(Hook):
             differences = self._agree_on_first(
                 replica_differences(self._layout, self._mesh, self._digests)
             )
+            # Most steps only compare the replicas of the state. A step that is due is also re-run.
             if dispatched.step % self._interval and not differences:
                 return None
             certified = None if differences else self._rerun_step(dispatched)
@@ -172,6 +173,7 @@ class Certificates(Hook):
                 loop.note(f"step {dispatched.step} is not certified; looking for the cause")
                 difference = CauseSearch(certifier, certified).find()
                 differences = self._agree_on_first([difference])
+            # Compilation does not count as time spent on the certificate.
             began += self._compile_wait_seconds
             self._record(dispatched.step, began, differences, certified)
             self._compile_wait_seconds = 0.0

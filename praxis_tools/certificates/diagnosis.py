@@ -262,6 +262,7 @@ class CauseSearch:
 
         # A single device cannot be rotated. Swap each remaining suspect with a correct device.
         candidates = suspects(all_positions)
+        # Every set contained a faulty device. Look for two devices that are correct.
         if not correct:
             pairs = itertools.combinations(candidates, 2)
             correct = next(

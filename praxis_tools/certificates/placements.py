@@ -51,6 +51,7 @@ def has_order_independent_sums(mesh: Mesh, reordered: Mesh) -> bool:
 def _sums(mesh: Mesh) -> list[bytes]:
     """Returns the bits of all-reduces over each axis, and of a reduce-scatter over all axes."""
     axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
+    # Sums of random numbers have different bits if the order of summation differs.
     values = np.random.default_rng(0).normal(size=(mesh.size, mesh.size * _NUM_SUMMED))
     x = jax.make_array_from_callback(
         values.shape, NamedSharding(mesh, split), lambda index: values[index].astype(np.float32)
@@ -88,6 +89,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 
     replicated = with_copies(*(1,) * len(own), size)
     if len(own) == 1:
+        # `divisors[1]` is the smallest way to split: the smallest prime factor of the size.
         return [with_copies(size // divisors[1], divisors[1]), replicated]
     shapes = [
         shape
@@ -95,6 +97,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         if math.prod(shape) == size and shape != own
     ]
 
+    # Meshes that split the same axes, or to the same sizes, are similar and come last.
     def similarity(shape: tuple[int, ...]) -> tuple:
         num_equal = sum(a == b for a, b in zip(own, shape, strict=True) if b > 1)
         num_split_in_both = sum(min(a, b) > 1 for a, b in zip(own, shape, strict=True))

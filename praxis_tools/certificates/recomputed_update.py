@@ -205,6 +205,7 @@ def _gradients_and_errors(
             return jnp.zeros(a.shape, jnp.float32)
         return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
 
+    # Iteration 0 computes the exact gradients, and each later iteration perturbs the weights.
     def body(number: jax.Array, carry: tuple) -> tuple:
         exact, errors = carry
         nudge = jnp.where(number == 0, 0.0, rounding.nudge)
@@ -215,6 +216,7 @@ def _gradients_and_errors(
         )
         return exact, errors
 
+    # The carry starts at zero, and iteration 0 replaces `exact`.
     shapes = jax.eval_shape(gradients, rounding.salt, rounding.nudge)
     zeros = jax.tree.map(
         lambda x: (
@@ -243,6 +245,7 @@ def _update_and_tolerances(
     is random, so the mean of this effect over the array is used.
     """
 
+    # The sign of the first pattern is 0, so `exact` is the update with unperturbed gradients.
     def body(carry: tuple, pattern: tuple) -> tuple:
         exact, own_effect, other_effect = carry
         half, sign = pattern

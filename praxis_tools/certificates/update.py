@@ -404,6 +404,7 @@ def _split_into_parts(
     every part.
     """
     groups = partitioner.learner.groups.by_name.values()
+    # A weight and its slots form a unit, which is never split.
     unit_of_weight = {}
     for group in groups:
         for parts_of_path in group.paths:
@@ -425,6 +426,7 @@ def _split_into_parts(
 
     if max_bytes is None:
         max_bytes = max(num_bytes(leaves, of_weights=True), LEAST_BYTES)
+    # Fill the parts greedily, by the size of slots and averages.
     parts: list[list[str]] = [[]]
     for paths in units.values():
         if parts[-1] and num_bytes([*parts[-1], *paths]) > max_bytes:

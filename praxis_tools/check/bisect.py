@@ -54,6 +54,7 @@ def first_difference(
     first = failed[0]
     axis, layer = None, ""
     is_of_training = first.what in OF_TRAINING
+    # Look for the smallest set of axes that reproduces the difference, and for the first layer.
     if runner is not None and split_axes(runner.mesh.shape) and first.mesh != "one device":
         axes = list(split_axes(runner.mesh.shape))
         if is_of_training and len(axes) > 1:
@@ -62,6 +63,7 @@ def first_difference(
     can_record_layers = is_of_training and first.what != "initial state"
     if runner is not None and can_record_layers and first.step is not None:
         layer = _first_layer(check, runner, first.step)
+    # In this layer, or else among all comparisons of this kind, report the worst leaf.
     same_kind = [x for x in failed if x.what == first.what and x.step == first.step]
     in_layer = [x for x in same_kind if layer and f"{layer}/" in f"{x.leaf}/"]
     worst = max(in_layer or same_kind, key=lambda x: x.share)

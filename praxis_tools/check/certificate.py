@@ -206,6 +206,7 @@ def _difference(expected: Any, actual: Any) -> float:
         return 0.0
     if not np.issubdtype(expected.dtype, np.inexact):
         return float(np.max(np.abs(expected.astype(np.float64) - actual.astype(np.float64))))
+    # Two NaNs, or two equal infinities, are no difference.
     is_same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
     with np.errstate(invalid="ignore"):
         difference = np.where(is_same, 0.0, np.abs(expected - actual))

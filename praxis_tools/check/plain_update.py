@@ -69,6 +69,7 @@ def is_step_kept(
     if not limit:
         return is_finite
     norm = functools.reduce(jnp.maximum, norms.values())
+    # Rounding may move a norm this close to the limit to either side, so `was_kept` decides.
     is_near = jnp.abs(norm / limit - 1.0) <= margin
     return is_finite & jnp.where(is_near, was_kept, norm < limit)
 
@@ -114,6 +115,7 @@ def updated_weights(
         new_weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         updated |= {f"mdl_vars/params/{path}": x for path, x in leaves_with_path(new_weights)}
         updated |= {f"opt_states/slots/{name}/{path}": x for path, x in leaves_with_path(slots)}
+    # The averages are taken over the weights before the update, as in Pax.
     if decay := learner.ema_decay:
         num_updates = old.opt_states["num_updates"]
         decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))

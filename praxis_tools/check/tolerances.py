@@ -92,6 +92,7 @@ def in_own_dtypes(
       rounding: Largest known rounding error of each leaf. If the input of a ReLU is close to 0, one
         of the two runs may have a large error while the other has no error.
     """
+    # `share_of_kind` is the largest relative error of the leaves of each kind.
     errors, scales = differences(expected, one_device), _scales(expected)
     share_of_kind: dict[str, float] = {}
     for leaf, share in _relative(errors, scales).items():

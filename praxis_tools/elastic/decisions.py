@@ -114,6 +114,7 @@ def decide(view: View) -> Decision:
     The cases in order: a worker refused to start, no generation is running, training is complete, a
     worker failed, all workers have stopped on request, and members are waiting to join or leave.
     """
+    # The members that could be in the next generation.
     available = tuple(
         k
         for k in sorted(view.alive)
@@ -126,12 +127,14 @@ def decide(view: View) -> Decision:
     last = view.generation
     if last is None or not any(_participates(view, last, k) for k in last.members):
         return _decide_first(view, available)
+    # A member that has not joined this generation yet still has its previous end.
     ends = {
         k: end
         for k in last.members
         if _participates(view, last, k) and view.members[k].generation == last.number
         if (end := view.members[k].end) is not None
     }
+    # If one worker has trained to the end, the others will too. Wait until they have exited.
     if trained := [end.status for end in ends.values() if end.kind == TRAINED]:
         running = [k for k in last.members if _participates(view, last, k) and k not in ends]
         return Wait() if running else EndJob(max(trained), "trained")
@@ -214,12 +217,15 @@ def _decide_after_failure(
     if view.is_asked_to_stop and (joining or leaving) and not (gone or causes or view.stuck):
         # Some workers stopped on request before others had started training.
         return _decide_after_stop(view, last, joining, leaving, available)
+    # In the order below: wait for the cause of lost connections, end the job if a retry would not
+    # help, wait for more members, or start the next generation.
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
     times = [_end_time(view, k) for k in (*causes, *lost)]
     if lost and not (gone or causes or view.stuck):
         if 0 <= view.now - min(times) < CAUSE_SECONDS:
             return Wait()
         causes = lost
+    # `last.kind` is the event that ended the previous generation, so this is the second failure.
     if failed and not gone and last.kind == "failed" and not has_stepped(view, last):
         k, end = min(failed.items())
         return EndJob(
@@ -234,6 +240,7 @@ def _decide_after_failure(
     kind, who = "died", (*gone, *causes)
     reasons = [f"{_name(view, k)} was lost with its host" for k in gone]
     reasons += [f"{view.members[k]} {end.why}" for k, end in causes.items()]
+    # Stuck workers have been stuck for a while, so the event is in the past.
     if view.stuck and not (gone or causes):
         kind, who = "stuck", tuple(view.stuck)
         reasons = [f"{view.members[k]} {why}" for k, why in view.stuck.items()]

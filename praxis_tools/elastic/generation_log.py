@@ -110,6 +110,7 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
     if worker is not None and worker.phases:
         last_began = worker.phases[-1][1]
         end = worker.first_step_time or (worker.end.time if worker.end else last_began)
+        # Each phase lasts until the next one begins.
         for (phase, since), (_, until) in itertools.pairwise([*worker.phases, ("", end)]):
             name = _PARTS.get(phase, phase)
             parts[name] = parts.get(name, 0.0) + max(0.0, until - since)

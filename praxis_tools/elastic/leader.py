@@ -165,6 +165,7 @@ class Leader:
 
     def _start_generation(self, start: StartGeneration, view: View) -> None:
         noticed, last = time.time(), view.generation
+        # Convert the time of the event to Unix time.
         event = noticed - max(0.0, time.monotonic() - start.event)
         if last is not None and last.number not in self._recorded:
             self._record(generation_record(last, view.members))
@@ -185,6 +186,7 @@ class Leader:
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
             ),
         )
+        # If another member also leads, it may have created this generation already.
         if self._rendezvous.create_generation(generation):
             names = ", ".join(map(str, start.members))
             self._print_status(

@@ -203,6 +203,7 @@ class StoreClient:
                 why = getattr(error, "strerror", None) or error
                 raise StoreFailed(f"the store of {self.name} does not answer ({why})") from None
             raise
+        # Connections are reused only if the transfer was complete.
         self._idle.append(connection)
 
     def _connect(self) -> socket.socket:

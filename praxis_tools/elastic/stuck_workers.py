@@ -39,6 +39,7 @@ class StuckWorkers:
             return self._stuck
         self._updated_at = now
         numbers = self.generation.members
+        # Processes are counted by index in the generation, not by the number of the member.
         training = {
             index: members[k]
             for index, k in enumerate(numbers)

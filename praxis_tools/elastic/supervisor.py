@@ -141,6 +141,7 @@ class Supervisor:
         The order matters: the worker's state is read before the heartbeat that publishes it, and
         the members' files are read before the leader decides.
         """
+        # The other members are about to start a generation without this host.
         if time.monotonic() - self._last_beat_time > _LEASE_SECONDS and self._worker is not None:
             self._end_worker(
                 self._worker, "was stopped because its supervisor could not write heartbeats"
@@ -181,6 +182,7 @@ class Supervisor:
     def _check_number_is_free(self) -> None:
         before = self._rendezvous.read(self._settings.member)
         deadline = time.monotonic() + 4 * _BEAT_SECONDS
+        # If the file is from an earlier launch, its heartbeats do not continue.
         while before is not None and time.monotonic() < deadline:
             time.sleep(self._poll_seconds)
             after = self._rendezvous.read(self._settings.member)
@@ -218,6 +220,7 @@ class Supervisor:
             return
         self._worker.read_reports()
         status = self._worker.status()
+        # These reports are only for this host. The heartbeat publishes all others.
         local_only = ("progress", "stacks", "stacks_file")
         reports = {k: v for k, v in self._worker.reports.items() if k not in local_only}
         progress = self._worker.progress(self._generation.members.index(self._settings.member))
@@ -261,12 +264,14 @@ class Supervisor:
                 report_stuck(self._worker, generation.why, self._settings.job.stacks_txt)
             self._worker.kill()
             self._worker = None
+        # A member that has restarted since the generation was created has a new incarnation.
         is_participant = own in generation.members and (
             generation.incarnations[generation.members.index(own)] == self._own.incarnation
         )
         if not is_participant:
             return
         members = {k: self._rendezvous.read(k) for k in generation.members}
+        # Use the spare worker, which was started in advance.
         self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
         self._own = dataclasses.replace(
             self._own,

@@ -102,6 +102,7 @@ def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[st
     Groups consist of neighboring devices along the longest axes, and are numbered from 0.
     """
     sizes = dict(axis_sizes)
+    # Merge neighbors along the longest axis until the mesh is small enough.
     while math.prod(sizes.values()) > MAX_DRAWN_DEVICES:
         longest = max(sizes, key=lambda axis: sizes[axis])
         size = sizes[longest]

@@ -56,6 +56,7 @@ def _groups_of_mesh(mesh: str, axes: str) -> np.ndarray:
     dim = 0
     for axis, size in sizes.items():
         cuts = sorted((before, part) for name, before, part in parts if name == axis)
+        # `at` is the product of the sub-axes so far.
         at = 1
         for before, part in cuts:
             shape += [before // at, part]

@@ -121,6 +121,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
     limit = 0 if right[0] is None else initial(right[0])
     if start is None or limit is None or not by:
         return None
+    # The loop runs while counter + left[1] < limit + right[1] (or another direction).
     distance = limit + right[1] - start - left[1]
     distance += {"LE": 1, "GE": -1}.get(direction, 0)
     stops = {"LT": by > 0, "LE": by > 0, "GT": by < 0, "GE": by < 0, "NE": distance % by == 0}
@@ -180,6 +181,7 @@ def _scalar(
         match = re.search(r"index=(\d+)", instruction.attributes)
         assert match is not None, instruction
         index = int(match.group(1))
+        # The computation may have built the tuple itself.
         source = computation[instruction.operands[0]]
         if source.opcode == "tuple":
             return _scalar(program, computation, source.operands[index], argument)
@@ -188,9 +190,11 @@ def _scalar(
         left, right = operand(0), operand(1)
         if instruction.opcode == "subtract" and right is not None:
             right = (None, -right[1]) if right[0] is None else None
+        # A sum of two elements of the loop state is not of the form (i, c).
         if left is None or right is None or None not in (left[0], right[0]):
             return None
         return (left[0] if right[0] is None else right[0]), left[1] + right[1]
+    # Inline the computation, whose parameters are the operands.
     if instruction.opcode in ("fusion", "call"):
         callee = _called(program, instruction)
         return _scalar(program, callee, root_of(callee).name, operand)

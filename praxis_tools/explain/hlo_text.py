@@ -88,6 +88,7 @@ def _parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in _lines(text[header.end() :]):
+        # A line that begins a computation, or an instruction of the current computation.
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*\) -> .*)?\{$", line):
             current = computations.setdefault(opening.group(2), {})
             entry = opening.group(2) if opening.group(1) else entry
@@ -143,6 +144,7 @@ def _instruction(head: re.Match, line: str) -> Instruction:
 def bracket(text: str, start: int) -> tuple[list[str], int]:
     """Returns the comma-separated parts in the bracket at `start`, and the index after it."""
     parts, depth, begin = [], 0, start + 1
+    # A quoted string is a single mark, so that brackets and commas in it are ignored.
     for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
         depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
         if depth == 0 or (depth == 1 and mark.group(0) == ","):

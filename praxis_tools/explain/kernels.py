@@ -154,10 +154,12 @@ def _cudnn_flops(instruction: Instruction, computation: Computation, of_model: b
         return 0
     rows, heads, num_queries, num_keys = map(int, re.findall(r"\d+", logits[1]))
     pairs = num_queries * num_keys
+    # With a causal mask, only these pairs of queries and keys are computed.
     if "CAUSAL" in attributes:
         window = re.search(r'"sliding_window_length":"?(\d+)', attributes)
         widest = int(window[1]) if window and int(window[1]) else num_keys
         pairs = sum(min(query + 1, num_keys, widest) for query in range(num_queries))
     dim = arrays_of(computation[instruction.operands[0]].shape)[0].dims[-1]
+    # The kernel's backward pass also recomputes the logits, which are not counted for the model.
     matmuls = (4 if of_model else 5) if "Backward" in attributes else 2
     return 2 * matmuls * rows * heads * pairs * dim

@@ -74,6 +74,7 @@ def inputs_of(
             f"{type(task).__name__} cannot decode, because it has no `decode` method. Export the "
             "forward pass with --what=predict instead."
         )
+    # The shapes are set by --inputs, by --batch and --length, or by a dataset.
     if given:
         if batch is not None or length is not None:
             raise ConfigError(
@@ -91,6 +92,7 @@ def inputs_of(
     if what == "predict" and not takes_batches(task):
         arguments = _leaf_names_by_argument(task)
     names = list(task.required_decode_inputs if arguments is None else arguments)
+    # A language model's inputs are known without a dataset.
     if num_rows and length and names and set(names) <= _TEXT_INPUTS.keys():
         specs = {}
         for name in names:
@@ -109,6 +111,7 @@ def inputs_of(
     def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not x.shape:
             return jax.ShapeDtypeStruct((), x.dtype)
+        # Only the time dim depends on --length.
         rows, *dims = x.shape
         if length is not None and tuple(dims[:1]) == dataset_length:
             dims[0] = length

@@ -81,15 +81,18 @@ def exported_program(
         )
     specs = _with_shardings(inputs, mesh)
     num_rows = next((x.shape[0] for x in specs.values() if x.shape), 0)
+    # Each returns the layout of the weights, and a function of (weights, batch, key).
     build = _decode_function if what == "decode" else _forward_function
     layout, function = build(partitioner, inputs)
     structure = jax.tree.structure(layout.shapes)
 
+    # The weights are a list, in the order of the leaves of the layout.
     def program(weights: list[jax.Array], named_inputs: Mapping[str, jax.Array]) -> Any:
         arrays = {name: _pad_and_split(named_inputs[name], mesh) for name in specs}
         mdl_vars = jax.tree.unflatten(structure, weights)
         return function(mdl_vars, GlobalBatch(arrays, num_rows), named_inputs.get(KEY))
 
+    # A decode step also takes a random key, as raw data.
     if what == "decode":
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=partitioner.replicated)

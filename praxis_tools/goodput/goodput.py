@@ -174,6 +174,7 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
     if not launches:
         return None
     seconds = {kind: sum(launch.seconds.get(kind, 0.0) for launch in launches) for kind in KINDS}
+    # Between launches, an elastic job regroups, and other jobs are idle.
     gaps = [
         (before.ended, after.began)
         for before, after in itertools.pairwise(launches)
@@ -239,6 +240,7 @@ def _launch(
     seconds = {
         kind: sum(span.seconds.get(kind, 0.0) for span, _ in spans_with_losses) for kind in kinds
     }
+    # Time in steps that a later launch recomputed is lost.
     seconds[LOST_STEP] = sum(span.seconds[STEP] * lost.share for span, lost in spans_with_losses)
     seconds[STEP] = max(0.0, seconds[STEP] - seconds[LOST_STEP])
     if previous_end is not None and 0 < previous_end - began <= seconds[IMPORT]:

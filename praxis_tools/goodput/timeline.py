@@ -128,6 +128,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
                         "goodput is not recorded until writing succeeds"
                     )
                 return
+            # The closed lines are final. The next write replaces only the line after them.
             self._offset += len(self._closed)
             self._closed, self._num_bytes = b"", len(content) - len(self._closed)
             if self._has_failed:

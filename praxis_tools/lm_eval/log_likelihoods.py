@@ -112,6 +112,7 @@ class LogLikelihoods:
         for i, (row, num_scored) in enumerate(rows):
             end = len(row) - 1
             arrays["ids"][i, :end], arrays["labels"][i, :end] = row[:-1], row[1:]
+            # Label j follows id j, so the continuation's labels are at the end of the row.
             arrays["weights"][i, end - num_scored : end] = 1.0
             arrays["paddings"][i, :end] = 0.0
         return self._model.partitioner.global_batch(arrays)

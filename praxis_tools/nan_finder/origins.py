@@ -99,6 +99,7 @@ def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
     inner, eqns = open_jaxpr(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
     needed = set(map(id, outvars))
+    # Backwards, so that all uses of a value are seen before the operation that computes it.
     for eqn in reversed(inner.eqns):
         if not needed.isdisjoint(map(id, eqn.outvars)):
             eqns.append(eqn)

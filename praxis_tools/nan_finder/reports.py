@@ -126,6 +126,7 @@ class NonFiniteReports:
     def _reasons(self, args: tuple) -> list[str]:
         leaves = jax.tree.leaves_with_path(args)
         if self.search is None:
+            # The indices of the loss and the gradient among the flat outputs of the step.
             traced = self._partitioner.train_step.trace(*args)
             structure = jax.tree.structure(traced.out_info)
             num_outputs = len(jax.tree.leaves(traced.out_info))

@@ -77,6 +77,7 @@ def measure(
             f"--measure does not support {kind}. Add the chip's peak rates to "
             "praxis_tools/plan/chips.py."
         )
+    # Read the file before training, so that errors in it are raised early.
     previous_residuals = read_residuals(residuals) if residuals is not None else []
     pipeline = job.datasets[TRAIN]
     spec = pipeline.element_spec()

@@ -202,9 +202,11 @@ def bytes_moved(
     # The shape of a fusion-start also contains the operands.
     is_start = instruction.opcode == "fusion-start"
     written = size(root_of(fused).shape if is_start else instruction.shape)
+    # An update in place only writes the updated elements.
     if is_update(instruction, program) and written:
         update = _skip_views(root_of(fused), fused)
         written = bytes_of(fused[update.operands[_UPDATES[update.opcode]]].shape)
+    # If a fusion only reads slices of a parameter, count these slices.
     for inner in fused.values():
         index = int(inner.operands[0]) if inner.opcode == "parameter" else len(operands)
         if index < len(operands) and operands[index]:

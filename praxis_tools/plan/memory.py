@@ -175,6 +175,7 @@ def memory_advice(memory: Memory | None, layout: StateLayout, available: int) ->
     slots = state - bytes_by_kind.get("weights", 0)
     changes = []
     if state > available / 2:
+        # The state should use at most half of each device; the rest is for activations.
         factor = -(-2 * state // available)
         changes.append(
             f"use a mesh of at least {factor * num_devices} devices, and shard weights and slots "

@@ -82,6 +82,7 @@ def plan_of_compiled(
     fits = memory.peak <= chip.hbm_bytes
     device_positions = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
     has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
+    # In a decode step, each iteration of this loop is a token, and everything else is the prefill.
     loop = token_loop_body(parse(text)) if has_decoder else None
     fields = predicted_fields(
         text, topology, device_positions, num_units(element_spec), loop_body=loop
@@ -161,6 +162,7 @@ def predicted_fields(
             "the efficiencies for GPUs are not fitted: 60% of the peak and 80% of the network "
             "bandwidth are guesses"
         )
+    # A GPU whose compiler is not installed.
     elif chip.name != "cpu":
         work = timeline.compute_seconds + timeline.memory_seconds
         low = max(work, timeline.collective_seconds)

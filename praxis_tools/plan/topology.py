@@ -101,6 +101,7 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     expected_dims = 1 if kind == "cpu" else 2
     if len(dims) != expected_dims:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims, expected {expected_dims}")
+    # Without JAX's CUDA plugin, the step is compiled for simulated devices.
     if kind != "cpu" and (gpus := _gpus(name, chip, dims)):
         return Topology(name, chip, dims, dims[0], gpus)
     devices = simulated_devices(math.prod(dims))
@@ -135,6 +136,7 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
             max(device.coords[dim] for device in devices) + 1 for dim in range(chip.torus_dims)
         )
     else:
+        # Without a torus, each process (a node) counts as a slice.
         num_slices = len({device.process_index for device in devices})
         dims = (num_devices,)
     shape = "x".join(map(str, dims))

@@ -145,6 +145,7 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
     other_seconds: dict[str, float] = collections.defaultdict(float)
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     intervals: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+    # Each event is an execution of an instruction. Only those of this program are counted by op.
     for event in events:
         seconds = (event.end - event.start) * 1e-9
         if _base(event.module) != module:

@@ -111,6 +111,7 @@ def with_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), (max_points - 1) // 2 + 1).astype(np.int64)
     kept = {len(values) - 1}
+    # Each interval contributes up to two points: its minimum and its maximum.
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         part = values[start:end]
         if not np.isnan(part).all():

@@ -123,9 +123,11 @@ def _job(
     job: JobState, names: Sequence[str], num_buckets: int, num_evaluations: int
 ) -> dict[str, Any]:
     axes = progress_axes(job.columns)
+    # Each curve is reduced to buckets of lines, to limit the size of the page.
     buckets = buckets_of(len(job.columns["step"]), num_buckets)
     arrays, totals = job.layout
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
+    # The steps to mark in the curves, by kind of event.
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
     marked["regroupings"] = np.array([change.from_step for change in job.regroupings], float)

@@ -225,6 +225,7 @@ class Engine:
                 self._in_rows[index] = generation
         if not self._in_rows:
             return
+        # If requests are waiting, stop as soon as a row is free.
         for new in rows.advance(STEPS_BETWEEN_CHECKS, until_one_ends=bool(self._waiting)):
             generation = self._in_rows[new.index]
             self.num_tokens += len(new.ids)

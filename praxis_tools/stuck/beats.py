@@ -42,6 +42,7 @@ class StuckBeats(Beats):
 
     def check(self, service: Any) -> int | None:
         process = processes.index()
+        # The first process has asked this process for its stacks.
         if 0 in self._last and process in self._last[0]["asks"]:
             key = _stacks_key(progress_recorder.progress_of(process))
             service.key_value_set(key, stacks(), allow_overwrite=True)
@@ -94,11 +95,13 @@ class StuckBeats(Beats):
         identity = tuple((progress.process, progress.arrived) for progress in reported)
         if identity == self._reported:
             return None
+        # The next heartbeat asks the stuck processes for their stacks, which arrive later.
         for progress in stuck.processes:
             if not self._asked.get(progress.process):
                 is_own = progress.process == processes.index()
                 self._asked[progress.process] = stacks() if is_own else read_stacks(progress) or ""
         self._num_asked += 1
+        # Wait a few heartbeats for the stacks.
         if not all(self._asked.values()) and self._num_asked <= _MAX_BEATS_FOR_STACKS:
             return None
         self._reported, received = identity, self._asked

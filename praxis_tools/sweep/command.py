@@ -81,6 +81,7 @@ def sweep(
 
     with JobLock(path, note):
         study = Study(journal, settings)
+        # If the sweep was killed, trials may have ended without a recorded result.
         for trial in study.unfinished():
             if (job := job_of(trial)).is_complete():
                 record_result(trial, job, status=0)

@@ -144,6 +144,7 @@ def _distribution(
             return None
         low, high, scale = is_range.groups()
         return _range(path, low, high, scale, before, value_after)
+    # The field accepts the text as one string. Several values must be quoted, or be single words.
     if isinstance(single, str):
         if not all(map(_QUOTED.fullmatch, items)) and not all(
             isinstance(word, str) and _WORD.fullmatch(word) for word in (current, *items)
@@ -151,6 +152,7 @@ def _distribution(
             raise _ambiguous(
                 setting, f'"{text}"', ",".join(f'"{item}"' for item in items), len(items)
             )
+    # The field accepts the text as one sequence. This is ambiguous if it also accepts each item.
     elif isinstance(single, tuple | list | set | frozenset | dict):
         if isinstance(current, type(single)) or not _all_accepted(path, items, before, value_after):
             return None

@@ -58,6 +58,7 @@ class Study:
         self._optuna = optuna = optional_module("optuna", "--mode=sweep")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
+        # Without settings, the sweep is only read.
         if settings is not None:
             _remove_incomplete_line(journal)
         try:
@@ -92,6 +93,7 @@ class Study:
         if settings is not None and recorded != settings.as_json():
             self._study.set_user_attr("settings", settings.as_json())
         self._study.pruner = self._pruner()
+        # A grid is a queue of all combinations. Combinations that are in the journal are skipped.
         if settings is not None and settings.search == "grid":
             for values in settings.space.combinations():
                 self._study.enqueue_trial(values, skip_if_exists=True)

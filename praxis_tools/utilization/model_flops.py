@@ -118,6 +118,7 @@ def _convolution(eqn: core.JaxprEqn) -> int:
     lhs, rhs = map(_shape, eqn.invars)
     out = _shape(eqn.outvars[0])
     batch, features = numbers.out_spec[:2]
+    # Flops per window tap and output position. Taps on padding or gaps are not counted.
     flops = 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
     for dim in range(len(params["window_strides"])):
         sizes = (shape[spec[dim + 2]] for shape, spec in zip((lhs, rhs, out), numbers, strict=True))

@@ -34,11 +34,13 @@ def check_frozen_base(groups: WeightGroups, loaded: Collection[str], *, may_be_n
     loaded = {path.removeprefix("mdl_vars/params/") for path in loaded}
     specs = dict(spec_items(groups.weight_specs))
     trained = {path for group in groups.by_name.values() for path in group.paths}
+    # Sizes of the frozen matrices that are random.
     new = {
         path: _size(spec)
         for path, spec in specs.items()
         if path not in trained and "/".join(path) not in loaded and _is_matrix(spec)
     }
+    # Adapters are in the same module as the weight that they adapt.
     trained_by_module: dict[Path, list[Path]] = {}
     for path in trained:
         trained_by_module.setdefault(path[:-1], []).append(path)

@@ -18,6 +18,7 @@ def whole_layout(layout: StateLayout) -> StateLayout:
     """Returns the layout with each packed weight replaced by the leaf that its layer declares."""
     axis_names = tuple(layout.axis_sizes)
 
+    # In the trees of a layout, a packed weight is a subtree of parts. Replace it by a single leaf.
     def replace_packed(tree: Any, leaf_for: Any, path: str = "") -> Any:
         if path in layout.forms:
             return leaf_for(path, layout.forms[path])
@@ -90,6 +91,7 @@ def in_kept_form(
         return {name: _padded(part, part_leaves[name]) for name, part in parts.items()}
 
     shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in part_leaves.items()}
+    # Free the weight before the next one is read, to limit the peak memory.
     parts = jax.block_until_ready(jax.jit(pack, out_shardings=shardings)(weight))
     weight.delete()
     return {f"{path}/{name}": part for name, part in parts.items()}
@@ -111,6 +113,7 @@ def whole_arrays(
             part_leaves: Mapping[str, LeafLayout] = part_leaves,
             leaf: LeafLayout = whole_leaves[path],
         ) -> jax.Array:
+            # The parts are unpadded before they are combined, because their padding may differ.
             logical = {
                 name: x[tuple(map(slice, part_leaves[name].shape))] for name, x in parts.items()
             }

@@ -62,6 +62,7 @@ class InitPlan:
             if source is None:
                 new[item].append(name_of(path))
             else:
+                # The key is (item, directory, step, rule).
                 loaded[item, *source[:3]].append(self._line(path))
         lines = [
             f"{item}: {len(names)} from {source_text(directory, step)} by {rule}: "
@@ -169,6 +170,7 @@ class _Planner:
         used = set()
         for name in names:
             rule = self._rule_of(name)
+            # Earlier checkpoints take precedence.
             if rule is not None and f"mdl_vars/{name}" not in self.sources:
                 pattern, template = rule
                 used.add(pattern)
@@ -179,9 +181,11 @@ class _Planner:
                     f"mdl_vars/{name}", self._stored_path(source), f"{pattern!r}: {template!r}"
                 )
                 self.weights[name.removeprefix("params/")] = _weight(source)
+        # A pattern without effect is probably a typo.
         if self.rules.safe_load:
             unused = [pattern for pattern, _ in self.rules.load_rules if pattern not in used]
             unused += [p for p in self.rules.ignore_rules if not any(_matching(p, names))]
+            # Cast rules may also name opt_states.
             everything = [name_of(path) for path in self.expected]
             unused += [p for p in self.rules.cast_rules if not any(_matching(p, everything))]
             self.errors += [_why_unused(pattern, names) for pattern in unused]

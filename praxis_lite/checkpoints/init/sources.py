@@ -30,6 +30,7 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     if NnxCheckpoint.is_at(given):
         return given, rules.step
     directory, step = given, rules.step
+    # The given directory may be that of a job, or of a single step.
     if (given / "checkpoints").is_dir():
         directory = given / "checkpoints"
     elif given.name.isdigit() and (given / MANIFEST_JSON).is_file():

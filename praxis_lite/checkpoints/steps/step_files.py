@@ -56,6 +56,7 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
         except OSError as error:
             return {}, [f"{name} cannot be read ({error.strerror})"]
     committed, text = texts[COMMIT_JSON], texts[MANIFEST_JSON]
+    # Check the digest before parsing, so that damage is not reported as a different format.
     if xxhash.xxh3_128_hexdigest(text).encode() not in committed:
         return {}, [f"the digest of {MANIFEST_JSON} differs from {COMMIT_JSON}: one has changed"]
     try:
@@ -67,6 +68,7 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
     step = manifest["step"]
     if committed != commit_text(step, text).encode():
         return {}, [f"{COMMIT_JSON} has changed"]
+    # Steps that are set aside have a suffix, as in "300.damaged".
     if str(step) != step_dir.name.partition(".")[0]:
         return {}, [f"{COMMIT_JSON} and {MANIFEST_JSON} belong to step {step}"]
     return manifest, []

@@ -55,6 +55,7 @@ class VerifiedSteps:
             action = "deletion" if ".deleting" in path.name else "save"
             if self._remove_leftover(path):
                 self._note(f"removed {path.name}, left by an interrupted {action}")
+        # A save commits before its final rename, so a numbered folder without a commit is damaged.
         for step in step_dirs.numbered_steps(self.directory):
             if not step_dirs.is_committed(self._dir(step)):
                 self._reject(step, step_files.verify(self._dir(step)))
@@ -131,6 +132,7 @@ class VerifiedSteps:
         if errors := self._errors(number):
             others = ", ".join(str(other) for other in steps if other != number)
             advice = f"Choose a different step: {others}." if others else "There is no other step."
+            # Only the job that owns the directory may rename a damaged step.
             if self._owned:
                 self._reject(number, errors)
             raise StepLost(

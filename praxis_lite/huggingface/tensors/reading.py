@@ -45,6 +45,7 @@ def parts_in_files(
             if name in files.file_of:
                 names.setdefault(part.tensor, name)
     missing = sorted({part.tensor for part in parts} - names.keys())
+    # Entries for the output head, which a model that ties its weights does not have.
     heads = {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
     if missing:
         tied = (
@@ -57,6 +58,7 @@ def parts_in_files(
             f"{files.directory}: the checkpoint lacks {first_few(missing)}, which config.json "
             f"requires.{tied}"
         )
+    # The tensors of the checkpoint must have the shapes and dtypes that config.json implies.
     parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
         parts_by_tensor[part.tensor].append(part)
@@ -75,6 +77,7 @@ def parts_in_files(
                 "Quantized models are not supported. Convert the weights to bfloat16 with "
                 "transformers."
             )
+    # All other tensors must be skipped by the table, or be copies of a tied embedding.
     known = set(names.values())
     skipped = [
         re.escape(x).replace(r"\{layer\}", r"\d+").replace(r"\{any\}", ".*") for x in family.skipped
@@ -165,6 +168,7 @@ def _read_sharded(
     `jax.make_array_from_callback` would store the shards for all devices on the host at once.
     """
     sharding = NamedSharding(mesh, leaf.spec)
+    # The devices that store each shard, by the shard's bounds. Replicas are read only once.
     devices_of = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items():
         assert index is not None, "Each addressable device has a shard."

@@ -110,6 +110,7 @@ def named_form(piece: Piece, dims: str) -> Form:
     """
     group = r"\([\w\s]*\)|\w+"
     remaining = list(range(len(piece.sizes)))
+    # `remaining` contains our dims without a name so far. Each item of `form` is a tensor's dim.
     form: list[tuple[int, ...]] = []
     for names in re.findall(group, dims):
         form.append(())
@@ -143,6 +144,7 @@ def joined_form(piece: Piece, form: Form, joined: str) -> Form:
             f"{piece.description}, but joined = 'heads' requires a dim named heads. Name the dims "
             "in the layer's `splits`."
         )
+    # The index of the interleaved weights follows the heads, or is innermost.
     previous_dim = piece.names.index(_HEADS) if joined == _HEADS else form[-1][-1]
     new_dim = len(piece.sizes)
     return tuple(

@@ -55,6 +55,7 @@ def write_tensors(
         name: dtypes[name].itemsize * math.prod(tensor_shape(tensor_parts))
         for name, tensor_parts in parts_by_tensor.items()
     }
+    # Plan all files first, because each name contains the number of files.
     files = list(in_groups(sizes, max_file_bytes))
     pieces = Pieces(arrays, mesh)
     weight_map: dict[str, str] = {}
@@ -63,6 +64,7 @@ def write_tensors(
         file = (
             SINGLE if len(files) == 1 else (f"model-{number:05d}-of-{len(files):05d}.safetensors")
         )
+        # Every process collects the tensors, because replicating a slice involves all devices.
         tensors = {}
         for name in names:
             tensor = as_tensor(

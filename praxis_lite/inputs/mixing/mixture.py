@@ -74,6 +74,7 @@ class Mixture(IndexedPipeline):
             if length == 0:
                 raise ConfigError(f"Mixture: the source {name!r} is empty. Remove it, or add data.")
         self._check_leaves()
+        # This checks the weights.
         _ = self._phases
         if self.stop == "first" and self._end is None:
             raise ConfigError(
@@ -149,6 +150,7 @@ class Mixture(IndexedPipeline):
             dict(weights),
             "non-negative numbers that are not all 0",
         )
+        # Sources whose rows contain more tokens are drawn less often.
         if self.unit == "tokens":
             return rounded_parts(
                 [value / tokens for value, tokens in zip(values, self._tokens_per_row, strict=True)]
@@ -204,6 +206,7 @@ class Mixture(IndexedPipeline):
             return ""
         number = int(self.sources_of(position, 1)[0])
         name, source = list(self.sources.items())[number]
+        # The index of this row in its source.
         source_row = int(self._schedule.counts_before(position)[number])
         if length := self._lengths[name]:
             source_row %= length
@@ -213,6 +216,7 @@ class Mixture(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         batch = zero_rows(self.element_spec(), count)
+        # Rows after the end are padding.
         if self.stop == "first" and self._end is not None:
             count = max(0, min(count, self._end - first))
         numbers, counts = self.sources_of(first, count), self._schedule.counts_before(first)
@@ -220,6 +224,7 @@ class Mixture(IndexedPipeline):
             targets = np.flatnonzero(numbers == number)  # Rows in the batch to fill.
             chunks = _row_chunks(source, self._lengths[name], int(counts[number]), len(targets))
             for chunk in chunks:
+                # A chunk fills the first of the rows that remain.
                 filled, targets = np.split(targets, [len(next(iter(chunk.values())))])
                 for leaf, values in chunk.items():
                     batch[leaf][filled] = values
@@ -239,6 +244,7 @@ def _num_rows(source: IndexedPipeline) -> int | None:
     """Returns the number of rows in one pass, excluding padding, or None for an endless source."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
+    # Rows of the last batch whose weights are all 0 are padding.
     last_batch = source.rows(source.num_batches - 1, slice(0, source.batch_size))
     weights = last_batch.get("weights")
     if weights is None:
@@ -255,6 +261,7 @@ def _row_chunks(
     while count:
         row = first if length is None else first % length
         index, start = divmod(row, source.batch_size)
+        # A chunk ends with a batch of the source, or with the source's last row.
         stop = min(start + count, source.batch_size)
         if length is not None:
             stop = min(stop, start + length - row)
@@ -271,6 +278,7 @@ def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> f
             "a number above 0",
         )
         return tokens
+    # Count the labels in a sample of rows.
     count = _NUM_SAMPLED_ROWS if length is None else min(length, _NUM_SAMPLED_ROWS)
     chunks = _row_chunks(source, length, 0, count)
     return max(1.0, sum(int((chunk["weights"] > 0).sum()) for chunk in chunks)) / count

@@ -72,6 +72,7 @@ def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, .
     shares = np.array(weights, float) / sum(weights) * total
     parts = np.floor(shares).astype(int)
     num_missing = total - parts.sum()
+    # Round up the parts with the largest remainders.
     parts[np.argsort(parts - shares, kind="stable")[:num_missing]] += 1
     parts[(np.array(weights) > 0) & (parts == 0)] = 1
     return tuple(int(part) for part in parts // np.gcd.reduce(parts))
@@ -127,6 +128,7 @@ class Schedule:
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
         targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
         self.segments: list[Segment] = []
+        # The number of rows of each source before the segment.
         counts = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):
             phase = _Phase(phases, number, targets)
@@ -153,6 +155,7 @@ class Schedule:
 
     def position_of(self, source: int, row: int) -> int | None:
         """Returns the position of row `row` of a source, or None if the row is never scheduled."""
+        # The last segment before which the source has had at most `row` rows.
         number = (
             bisect.bisect_right(
                 self.segments, row, key=lambda segment: segment.counts_at_start[source]
@@ -175,6 +178,7 @@ class _Target:
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
         self._phases, self._source = phases, source
+        # The target at the start of each phase is the sum of its rises in all phases before.
         rises = (
             Fraction(parts[source] * (end - start), sum(parts))
             for (start, parts), (end, _) in pairwise(phases)
@@ -183,10 +187,12 @@ class _Target:
 
     def first_position_at(self, goal: int) -> int | float:
         """Returns the first position at which the target is at least `goal`, or infinity."""
+        # The phase in which the target reaches `goal`.
         number = max(0, bisect.bisect_left(self.at_starts, goal) - 1)
         start, parts = self._phases[number]
         if parts[self._source] == 0:
             return math.inf
+        # In this phase, the target rises by a constant amount per position.
         rise = goal - self.at_starts[number]
         return start + math.ceil(rise * sum(parts) / parts[self._source])
 
@@ -265,6 +271,7 @@ class _Phase:
         for source, part in enumerate(parts):
             if part:
                 unreleased.append(((rows[source] * period - upper[source]) // part, source))
+            # The source has no share in this phase, but is still owed a row.
             elif rows[source] < self._at_start[source]:
                 released.append((self._deadlines_after_end[source], source))
         heapq.heapify(unreleased)
@@ -274,6 +281,7 @@ class _Phase:
             while unreleased and unreleased[0][0] <= first + index:
                 _, source = heapq.heappop(unreleased)
                 deadline = -((lower[source] - (rows[source] + 1) * period) // parts[source])
+                # The row is due in a later phase, whose shares determine its deadline.
                 if deadline > self._end:
                     deadline = self._deadlines_after_end[source]
                 heapq.heappush(released, (deadline, source))

@@ -53,6 +53,7 @@ def run_on_all_cores(
                 pending, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
+                # Raises the exception of the call, if any.
                 future.result()
             progress.add(sum(sizes_by_future[future] for future in done))
     progress.end()

@@ -39,9 +39,11 @@ def row_digests(batch: Any, index: int, first_row: int = 0) -> np.ndarray:
         else:
             seed.update(leaf.tobytes())
     num_rows = len(rows[0]) if rows else 0
+    # The bytes of a row start with the indices of the batch and of the row.
     row_indices = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
     positions = np.stack([np.full_like(row_indices, index), row_indices], axis=1)
     rows.insert(0, positions.astype("<u8").view(np.uint8).reshape(num_rows, 16))
+    # Hash a limited number of rows at a time, because hashing copies them.
     chunk_rows = max(1, _CHUNK_BYTES // sum(part.shape[1] for part in rows))
     digests = []
     for start in range(0, num_rows, chunk_rows):

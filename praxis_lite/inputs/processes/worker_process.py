@@ -100,6 +100,7 @@ class WorkerProcess:
                 traceback.
         """
         try:
+            # A message is a header, followed by the bytes of each leaf.
             header = json.loads(self._batches.recv_bytes())
             if "error" in header:
                 if header["kind"]:

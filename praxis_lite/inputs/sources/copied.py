@@ -163,6 +163,7 @@ class FileSource(CopiedFiles):
                 if len(rows) == ROWS_PER_BATCH or size > BYTES_PER_BATCH:
                     yield table()
                     rows, records, faults, size = [], [], [], 0
+        # The rest of the file becomes one row with the fault, which is raised when the row is read.
         except BadExample as error:
             rows.append(row + 1)
             records.append(None)

@@ -118,6 +118,7 @@ def function_recipe(function: Callable[..., Any] | None) -> Any:
     while isinstance(inner, functools.partial):
         inner = inner.func
     try:
+        # An object with a __call__ method is identified by the source of its class.
         text = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
     except (OSError, TypeError):
         text = ""

@@ -190,6 +190,7 @@ class FromGrainIter(_GrainPipeline, SequentialPipeline):
         indices = itertools.count(start) if end is None else range(start, end)
         for index in indices:
             examples = list(itertools.islice(elements, self.batch_size))
+            # Only the last batch may have fewer examples.
             is_last = end is not None and index + 1 == end
             if not examples or (len(examples) < self.batch_size and not is_last):
                 expected = "an endless dataset" if end is None else f"{end} batches"

@@ -79,6 +79,7 @@ class TfRecords(FileSource):
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             while True:
                 try:
+                    # The length of the record in 8 bytes, and its checksum in 4.
                     header = file.read(12)
                     if not header:
                         return

@@ -69,6 +69,7 @@ def _example_class() -> Any:
     feature.oneof_decl.add(name="kind")
     for list_field in feature.field:
         list_field.oneof_index = 0
+    # `map<string, Feature>` is declared as a repeated message with a key and a value.
     features = add_message(
         file.message_type, "Features", ("feature", "Features.FeatureEntry", True)
     )

@@ -143,6 +143,7 @@ class TextCorpus:
         for name, text in documents:
             held_out = _percentile(name) < self.heldout_percent
             splits["heldout" if held_out else "train"].append((name, text))
+        # No paragraph of a held-out document may occur in a training document.
         held_out_paragraphs = {
             paragraph for _, text in splits["heldout"] for paragraph in _paragraphs(text)
         }

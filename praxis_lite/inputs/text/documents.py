@@ -144,6 +144,7 @@ class Documents:
             if isinstance(tokens, str):
                 return tokens
             if isinstance(tokens, Pair):
+                # A hash of the content, so new examples do not move others between splits.
                 content = json.dumps(example, sort_keys=True, default=repr).encode()
                 return tokens, int(hashlib.sha256(content).hexdigest(), 16) % 100
             digest = hashlib.sha256(tokens.ids.tobytes() + tokens.is_answer.tobytes())
@@ -151,6 +152,7 @@ class Documents:
 
         for number, (tokens, percentile) in self.source.map_part(part, encode, left_out):
             if isinstance(tokens, Pair):
+                # A pair is stored as one document. `chosen_lengths` determines where it is split.
                 chosen_lengths.append(len(tokens.chosen.ids))
                 tokens = _concatenate(tokens)
             documents.append(tokens)
@@ -167,6 +169,7 @@ class Documents:
             arrays["chosen_lengths"] = np.array(chosen_lengths, np.int32)
         if self.cache_tokens:
             ids = np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)])
+            # Store ids in the smallest unsigned integers.
             arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
             if self.has_answers:
                 arrays["answers"] = np.concatenate(

@@ -95,6 +95,7 @@ def _of_completion(
         require_known(row, ("prompt", key, *CONTEXT_KEYS), where)
         before, after = conversation(prompt, where), conversation(completion, where)
         both = with_context([*before, *after], row, where)
+        # Count from the end, because `with_context` may insert a system message.
         return _of_conversation(both, tokenizer, where, first=len(both.messages) - len(after))
     require_known(row, ("prompt", key), where)
     prompt, completion = _text(prompt, "prompt", where), _text(completion, key, where)

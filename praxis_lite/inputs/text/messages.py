@@ -231,6 +231,7 @@ def with_context(
     system = row.get("system", "")
     if not isinstance(system, str):
         raise _wrong_value(row, "system", where, "a string")
+    # `system` may repeat the first message.
     if system:
         first = {"role": "system", "content": system}
         if not messages or messages[0] != first:
@@ -248,6 +249,7 @@ def with_context(
         if not isinstance(value, list | None):
             raise _wrong_value(row, name, where, "a list of objects, or a JSON string of one")
         items = [_parse_json(item, name, row, where) for item in value or ()]
+        # Outside of JSON strings, nulls may come from Arrow, where all structs have equal fields.
         if not isinstance(row.get(name), str):
             items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):
@@ -263,6 +265,7 @@ def with_context(
     kwargs = without_nulls(kwargs)
     if not isinstance(kwargs, dict):
         raise _wrong_value(row, "chat_template_kwargs", where, "an object")
+    # chat_template_kwargs must not replace variables that are set elsewhere.
     if reserved := [name for name in kwargs if name in (*variables, *_RENDERING_VARIABLES)]:
         raise BadExample(
             "unknown_key",

@@ -119,6 +119,7 @@ class PackedText(DocumentPipeline):
         num_documents, num_cut = len(chosen), 0
         if self.shuffle:
             chosen = chosen[epoch_order(self.seed, 0, len(chosen))]
+        # The first token of a document is not a label.
         counts = self.documents.lengths[chosen] - 1
         if not self.split_documents and self.too_long != "split":
             is_long = counts > self.seq_len
@@ -168,12 +169,14 @@ class PackedText(DocumentPipeline):
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
         batch["weights"] = np.zeros((count, self.seq_len), np.float32)
         positions = np.arange(self.seq_len, dtype=np.int32)
+        # A row consists of consecutive pieces in the table, each of which is part of a document.
         for row, number in enumerate(self.example_indices(index, rows)):
             first_piece, stop_piece = self.table.starts[number : number + 2].tolist()
             ids, labels, segment_ids, segment_pos, weights = (
                 batch[name][row] for name in (*names, "weights")
             )
             start = 0
+            # Segments count from 1, because 0 marks padding at the end of the row.
             for segment, piece in enumerate(range(first_piece, stop_piece), 1):
                 label, size = int(self.table.firsts[piece]), int(self.table.counts[piece])
                 tokens, is_answer = self.documents[self.table.documents[piece]]

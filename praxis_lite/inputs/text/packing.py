@@ -57,6 +57,7 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
     rows: list[int] = []  # Indices of the open rows, oldest first.
     room: list[int] = []  # Number of free labels in each open row.
     num_rows = 0
+    # Place each piece, in order, into the oldest open row with enough room.
     for number, size in enumerate(sizes.tolist()):
         k = next((k for k, free in enumerate(room) if free >= size), None)
         if k is None:
@@ -70,6 +71,7 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
         room[k] -= size
         if not room[k]:
             del rows[k], room[k]
+    # The pieces of a row need not be consecutive. Sort them by row.
     order = np.argsort(row_of, kind="stable")
     starts = np.searchsorted(row_of[order], np.arange(num_rows + 1))
     return Packing(starts, documents[order], firsts[order], sizes[order])

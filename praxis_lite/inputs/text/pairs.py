@@ -84,15 +84,18 @@ def pair_of(
     require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
     if is_text and not isinstance(prompt, list):
         return _of_texts(prompt, answers, tokenizer)
+    # Strings after a prompt of messages are assistant messages.
     if is_text:
         answers = [[{"role": ASSISTANT, "content": answer}] for answer in answers]
     answers = [conversation(answer, where) for answer in answers]
     before, answers = _split(prompt, answers, where)
+    # An answer without any text has nothing to compare.
     for answer in answers:
         turns = [message for message in answer if message["role"] == ASSISTANT]
         if turns and all(map(is_empty, turns)):
             return None
     sides = [with_context([*before, *answer], example, where) for answer in answers]
+    # Count from the end, because `with_context` may insert a system message.
     return Pair(
         *(
             tokens_of(side, tokenizer, where, first=len(side.messages) - len(answer))
@@ -107,9 +110,11 @@ def _split(
     """Splits two conversations into the messages in the prompt and in each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
+        # Answers may repeat the messages of the prompt.
         if all(answer[: len(before)] == before for answer in answers):
             answers = [answer[len(before) :] for answer in answers]
     else:
+        # Without messages in the prompt, the prompt is what both answers start with.
         count = _common_prefix_length(*answers)
         before, answers = answers[0][:count], [answer[count:] for answer in answers]
         if (

@@ -92,6 +92,7 @@ class PreferenceData(DocumentPipeline):
                 f"empty: {len(self.documents.lengths):,} pairs in all splits, skipped: "
                 f"{self.documents.left_out or 'none'}. Change heldout_percent, or add pairs."
             )
+        # A document contains the chosen answer, followed by the rejected one.
         chosen = self.documents.chosen_lengths
         longest = np.maximum(chosen, self.documents.lengths - chosen)[self._numbers]
         if longest.max() > self.seq_len + 1:
@@ -155,6 +156,7 @@ class PreferenceData(DocumentPipeline):
         for row, number in enumerate(self.example_indices(index, rows)):
             batch["weights"][row] = 1.0
             pair = self.documents.pair(self._numbers[number])
+            # Side 0 is the chosen answer, and side 1 the rejected one.
             for side, (ids, is_answer) in enumerate(pair):
                 target = row, side, slice(0, len(ids) - 1)
                 batch["ids"][target], batch["labels"][target] = ids[:-1], ids[1:]

@@ -39,6 +39,7 @@ def token_ids(
     largest = _MAX if size is None else size - 1
     is_wrong = (x < 0) | (x > largest)
     if counts is not None:
+        # In padding, negative numbers are allowed, but too large numbers are not.
         is_wrong &= counts | (x > largest)
     for index in np.argwhere(is_wrong)[:1]:
         raise ConfigError(

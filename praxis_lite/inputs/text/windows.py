@@ -43,6 +43,8 @@ class TrainingWindows:
         offset_of_epoch = {epoch: self._offset(epoch) for epoch in set(epochs.tolist())}
         offsets = np.array([offset_of_epoch[epoch] for epoch in epochs.tolist()], np.int64)
         starts = offsets + indices * self.seq_len
+        # The stream starts and ends with EOS, so the positions num_labels and 0 have the same
+        # token.
         positions = (starts[:, None] + np.arange(self.seq_len + 1)) % self.num_labels
         return positions, np.ones((count, self.seq_len), np.float32)
 
@@ -70,6 +72,7 @@ class EvaluationWindows:
     def windows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         indices = np.arange(first, first + count, dtype=np.int64)[:, None]
         positions = indices * self.stride + np.arange(self.seq_len + 1)
+        # Positions after the stream, and all positions of windows after the last, are padding.
         exists = (indices < self.num_windows) & (positions <= self.num_labels)
         is_new = (indices == 0) | (np.arange(self.seq_len) >= self.seq_len - self.stride)
         weights = (exists[:, 1:] & is_new).astype(np.float32)

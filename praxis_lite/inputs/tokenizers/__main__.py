@@ -103,6 +103,7 @@ def _train(
         ]
     )
     result.decoder = decoders.ByteLevel()
+    # With all bytes in the alphabet, any text can be encoded.
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,

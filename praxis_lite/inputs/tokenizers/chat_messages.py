@@ -83,6 +83,7 @@ def _message(value: Message, name: str) -> Message:
         result["tool_calls"] = [_call(call, f"tool_calls of {name}") for call in calls]
     if isinstance(result.get("function_call"), dict):
         result["function_call"] = _call(result["function_call"], f"function_call of {name}")
+    # Templates differ in the key from which they read the reasoning, so set both keys.
     reasoning = next((result[key] for key in REASONING if key in result), None)
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
@@ -186,6 +187,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
         arguments = call.get("arguments")
         if not isinstance(arguments, dict):
             return call
+        # Arguments that were parsed from a string get back exactly this string.
         if isinstance(arguments, _Arguments):
             text = arguments.text
         else:

@@ -139,11 +139,14 @@ class ChatTemplate:
                     f"{name} is set, but the chat template does not use it. Remove {name}, or use "
                     "a template that supports it."
                 )
+        # A refusal is raised last, because an unread key is a better explanation of it.
         try:
             result, refusal = rendered(messages), None
         except RefusedConversation as error:
             refusal = error
 
+        # Returns whether the text stays the same without a message, or with a replacement for it.
+        # If the template refuses the conversation, this is unknown, and is assumed.
         def is_lost(number: int, *replacement: Message) -> bool:
             if refusal is not None:
                 return True
@@ -155,6 +158,7 @@ class ChatTemplate:
 
         for number, message in enumerate(messages):
             role = message["role"]
+            # Rendering only tests keys that do not occur in the source of the template, and `name`.
             for keys in unread_candidates(message):
                 is_mentioned = not self._mentioned.isdisjoint(keys)
                 if is_mentioned and (keys != ("name",) or refusal is not None):
@@ -195,6 +199,7 @@ class ChatTemplate:
     def _reads_parts(self, role: str) -> bool:
         """Returns whether the template accepts lists of parts as the content of a role."""
         if role not in self._parts_read_of:
+            # Some templates require a user's message before an answer, or after a system message.
             before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
             after = [{"role": USER, "content": "a"}] if role == "system" else []
 
@@ -234,6 +239,7 @@ class ChatTemplate:
             _BEGIN
         ):
             inside, is_end, after = piece.partition(_END)
+            # The markers themselves are left out of the text, so positions do not count them.
             if is_end:
                 spans.append((len(text), len(text) + len(inside)))
             text += inside + after
@@ -309,6 +315,7 @@ def _environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
+            # The block becomes a call of `mark`, whose caller renders the body.
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             name = jinja2.nodes.Name(_marked_name, "load", lineno=line)

@@ -96,6 +96,7 @@ def _is_plain(directory: Path) -> bool:
 def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
     """Returns whether tokenizer.json includes all settings from the directory's other files."""
     fields = read_fields(directory / TOKENIZER_CONFIG)
+    # Each added token must be in tokenizer.json, with the same flags.
     added = tokenizer.get_added_tokens_decoder()
     if "added_tokens_decoder" in fields:
         for number, token in fields["added_tokens_decoder"].items():
@@ -112,11 +113,13 @@ def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
                 return False
     elif (directory / ADDED_TOKENS).exists():
         return False
+    # Each token with a role, such as the end token, must be marked as special.
     roles = special_tokens(directory)
     special = {token.content for token in added.values() if token.special}
     extra = [*_texts(fields, "extra_special_tokens"), *_texts(fields, "additional_special_tokens")]
     if not special.issuperset([*roles.values(), *extra]):
         return False
+    # special_tokens_map.json must not contradict tokenizer_config.json.
     for role, value in read_fields(directory / SPECIAL_TOKENS).items():
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, list) or text != roles.get(role):

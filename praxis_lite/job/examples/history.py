@@ -115,6 +115,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
       saved_step: Step of the latest checkpoint, from which the job would resume, or None if there
         is no checkpoint.
     """
+    # The lines of each start, one per process.
     groups = {
         number: list(group)
         for number, group in itertools.groupby(record.starts, lambda start: start.start)
@@ -122,6 +123,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     spans: dict[int, list[RowSpan]] = {number: [] for number in groups}
     for span in record.spans:
         spans.setdefault(span.start, []).append(span)
+    # The last step that each start recorded, or the step that it resumed from.
     ends = {
         number: max((span.steps[1] for span in spans[number]), default=starts[0].step)
         for number, starts in groups.items()
@@ -134,6 +136,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
         notes.append("there is no checkpoint, so it is not known whether the steps were saved")
     elif last_recorded > saved_step:
         notes.append(f"steps {saved_step + 1} to {last_recorded} are on record, but not saved")
+    # Only the steps that were not recomputed after a later start belong to a segment.
     segments = [
         _segment(groups[number], spans[number], last_step, faults)
         for number, last_step in _chain(
@@ -151,6 +154,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
             f"{record.num_unreadable} lines of the record cannot be read: they are incomplete, "
             "because a process was killed, or damaged"
         )
+    # Steps that a start computed, but that are not in the history, were lost.
     num_computed = sum(ends[number] - starts[0].step for number, starts in groups.items())
     num_valid = sum(segment.last_step - segment.first_step + 1 for segment in segments)
     return History(
@@ -202,6 +206,7 @@ def _segment(
                     f"{where}: {name} is {values[0]} in process {first.process} and {values[1]} in "
                     f"process {start.process}"
                 )
+    # Each process must have written exactly one line.
     processes = [start.process for start in starts]
     if processes != list(range(first.num_processes)):
         faults.append(
@@ -236,6 +241,7 @@ def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
 
 def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
     """Yields a message for each range of steps that is not recorded exactly once and in order."""
+    # The invariant is that all steps up to `end` are on record.
     end = segment.first_step - 1
     for span in spans:
         first, last = span.steps
@@ -256,6 +262,7 @@ def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
                 f"steps {first} to {last} were fed the batches {span.batches[0]} to "
                 f"{span.batches[1]}; expected {expected[0]} to {expected[1]}"
             )
+        # The first and last batch of a span were fed, so only batches between them can be skipped.
         skipped = tuple(k for k in segment.skipped if expected[0] < k < expected[1])
         if span.skipped != skipped:
             yield (
@@ -285,6 +292,7 @@ def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]
                 f"steps {previous.last_step + 1} to {segment.first_step - 1} are not on record: "
                 f"start {segment.number} resumed from step {segment.first_step - 1}"
             )
+        # Before the batch at which they meet, both segments must have skipped the same batches.
         next_batch = previous.batch_of(previous.last_step) + 1
         expected = [index for index in previous.skipped if index < next_batch]
         actual = [index for index in segment.skipped if index < next_batch]

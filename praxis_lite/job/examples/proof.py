@@ -43,6 +43,7 @@ def faults_of_data(
         spans_by_first_step: dict[int, list[int]] = {}
         for number, span in enumerate(segment.spans):
             spans_by_first_step.setdefault(span.steps[0], []).append(number)
+        # `sums` has the digest of each span's rows so far. `active` are the spans of the step.
         sums, active = [0] * len(segment.spans), []
         for step in range(segment.first_step, segment.last_step + 1):
             digests = next(batches, None)

@@ -32,6 +32,7 @@ def from_first(name: str, decide: Callable[[], Any]) -> Any:
     if processes.is_first():
         try:
             message = {"decided": decide()}
+        # The other processes wait for a message, so errors are sent as well.
         except Exception as error:
             message, own_error = {"error": str(error)}, error
     message = json.loads(processes.exchange(name, json.dumps(message), _TIMEOUT_SECONDS)[0])

@@ -76,6 +76,7 @@ class Gate:
             text=True,
         )
         file: Path | None = None
+        # With a file, the first process chooses the key, and the others read it.
         if isinstance(key, Path):
             file, key = key, secrets.token_bytes(32) if is_first else b""
         settings = {
@@ -93,6 +94,7 @@ class Gate:
         answer = self._stdout.readline().strip()
         if answer != "ready":
             raise OSError(answer or "the gate of the coordination service has failed")
+        # The other processes may connect as soon as they can read the key.
         if is_first and file is not None:
             _write_key(file, key)
         _gates.append(self)

@@ -60,6 +60,7 @@ def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
         deadline, size = time.monotonic() + seconds, before
         while time.monotonic() < deadline:
             time.sleep(0.1)
+            # The stacks are complete once the file has stopped growing.
             last, size = size, file.stat().st_size
             if before < last == size:
                 break

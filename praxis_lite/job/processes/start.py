@@ -160,6 +160,7 @@ def find_others(
     """
     launcher, size, rank = _launcher(environment)
     if (coordinator, num_processes, process_id) != (None, None, None):
+        # With --coordinator alone, the launcher's numbers are used.
         if num_processes is None and process_id is None and size is not None:
             num_processes, process_id = size, rank
         _check_flags(coordinator, num_processes, process_id)
@@ -172,6 +173,7 @@ def find_others(
             "cluster_detection_method": "deactivate",
         }
         return settings, f"--coordinator={coordinator}"
+    # Empty settings let JAX detect the cluster, for which it needs the package `kubernetes`.
     if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
         if _is_tpu(environment) or find_spec("kubernetes"):
             return {}, "the Kubernetes job"
@@ -372,6 +374,7 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
     if key is None:
         reach, bind = addresses.format_address(*to_reach), addresses.format_address(*to_bind)
     else:
+        # JAX connects to the gate of this process through a Unix socket.
         gate = Gate(
             to_bind if is_first else to_reach, key, settings["num_processes"], is_first=is_first
         )

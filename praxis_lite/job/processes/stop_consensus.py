@@ -99,6 +99,7 @@ class StopConsensus:
             np.float32,
         )
         self._host_seconds = 0.0
+        # Each device stores the row of its process. The gather replicates all rows.
         rows = jax.make_array_from_callback(
             (self._mesh.size, row.shape[1]), self._row_sharding, lambda index: row
         )
@@ -107,6 +108,7 @@ class StopConsensus:
         if previous is None:
             return False
         with events.phase(ON_DEVICES):
+            # The devices of a process have equal rows. Read one row for each process.
             requests = np.asarray(previous)[
                 [self._device_indices[k] for k in sorted(self._device_indices)]
             ]

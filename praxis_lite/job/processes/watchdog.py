@@ -134,6 +134,7 @@ class Watchdog(contextlib.AbstractContextManager):
         while True:
             with self._lock:
                 self._restart_faulthandler(seconds)
+            # Wait until a report would be due if there is no progress.
             seconds_left = last_sign + timeout - time.monotonic()
             if self._stopped.wait(min(max(seconds_left, 0.0), seconds)):
                 return

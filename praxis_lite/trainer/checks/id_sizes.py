@@ -104,6 +104,7 @@ class _IndexTracker:
             return [eqn.params["shape"][eqn.params["dimension"]]]
         if primitive in _ELEMENT_PRESERVING and labels:
             return [labels[0], *unknown[1:]]
+        # Probably x + n, which JAX selects below for negative indices.
         if primitive == "add" and isinstance(labels[0], str) and isinstance(eqn.invars[1], Literal):
             return [_Shifted(labels[0])]
         if primitive == "select_n":
@@ -111,12 +112,14 @@ class _IndexTracker:
             leaves = {label.name if isinstance(label, _Shifted) else label for label in labels[1:]}
             is_same = len(leaves) == 1 and leaves <= set(labels)
             return [leaves.pop() if is_same else None]
+        # Indices into several dims, with an entry of the last dim for each.
         if primitive == "concatenate" and eqn.params["dimension"] == eqn.outvars[0].aval.ndim - 1:
             return [tuple(labels) if any(labels) else None]
         if primitive == "gather":
             self._add_gather(eqn, labels[1])
         elif primitive == "eq":
             self._add_comparison(labels)
+        # Values may change in a loop, so they are not tracked through `while`.
         elif primitive != "while":
             return self._visit_inner(eqn, labels) or unknown
         return unknown

@@ -208,6 +208,7 @@ def check_watched_metrics(
         names = []
         for name, pipeline in datasets.items():
             if name != TRAIN:
+                # The names of the metrics are known from tracing the eval step.
                 scalars = partitioner.eval_step.trace(pipeline.element_spec()).out_info
                 names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
         if watcher.metric not in names:

@@ -38,6 +38,7 @@ def check_resumable(
     names = sorted(old.keys() | new.keys())
     allowed: set[str] = set()
     for name in accepted:
+        # A name also covers all names below it.
         covered = {n for n in names if f"{n}.".startswith(f"{name}.")}
         if not covered and name != RUN_SEED:
             raise ConfigError(

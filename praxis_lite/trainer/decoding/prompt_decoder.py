@@ -157,6 +157,7 @@ class PromptDecoder:
                 settings = task.per_row_settings(inputs)
                 for hyp in range(num_hyps):
                     row = hyp // decoder.num_hyps
+                    # Rows with weight 0 are padding.
                     if inputs["weights"][row] > 0:
                         positions.append((len(batches) - 1, hyp))
                         yield Prompt(
@@ -166,6 +167,7 @@ class PromptDecoder:
                             **{setting: x[row] for setting, x in settings.items()},
                         )
 
+        # If tokens are streamed, they are read after every step.
         stream_settings: dict[str, Any] = {} if on_tokens is None else {"num_steps": 1}
         if decoder.stop_strings:
             # Compare text, because different tokens can spell the same stop string.

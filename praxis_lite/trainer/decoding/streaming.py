@@ -59,6 +59,7 @@ class ContinuationPrinter:
         self._print()
 
     def _print(self) -> None:
+        # Continuations are printed in order, so one that is not done blocks all later ones.
         while self._next < len(self._texts):
             text, is_done = self._texts[self._next], self._is_done[self._next]
             if not self._has_heading and (text.waiting or is_done):

@@ -220,6 +220,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
     try:
         ids = np.asarray(prompt)
         kind = f"{ids.dtype}{list(ids.shape)}"
+        # NumPy converts an empty list to floats.
         is_valid = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
     except (TypeError, ValueError, OverflowError):
         kind, is_valid = shortened(repr(prompt)), False

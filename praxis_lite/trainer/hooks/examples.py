@@ -54,6 +54,7 @@ class Examples(Hook):
             "start of examples", lambda: (next_start(folder), events.began)
         )
         train, mesh = self._job.datasets[TRAIN], self._job.partitioner.mesh
+        # Several processes may feed the same row. Count each row only in the process of one device.
         is_local = [device.process_index == jax.process_index() for device in mesh.devices.flat]
         is_own = np.repeat(is_local, -(-train.batch_size // mesh.size))[: train.batch_size]
         self._is_own = is_own[self._job.partitioner.process_rows(train.batch_size)]
@@ -80,6 +81,7 @@ class Examples(Hook):
             is_truncated = _has_incomplete_last_line(self._path)
         except OSError as error:
             raise not_written(self._path, error) from error
+        # A process that was killed may have left an incomplete line.
         self._write(loop.first_step, "\n" * is_truncated + line_of(self._start))
         self._reset()
 

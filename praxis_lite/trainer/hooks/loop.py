@@ -109,6 +109,7 @@ class Loop:
         is_save_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
         num_requested = self._requests.take()
         self.has_profile_request |= bool(num_requested)
+        # The processes exchange their requests, and receive those of the previous call.
         self.stops |= self.consensus.should_stop(
             self.stop.reason is not None,
             is_save_due,

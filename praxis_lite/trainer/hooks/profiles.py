@@ -49,6 +49,7 @@ class ProfileBegins(Hook):
             self._loop.note(_TOO_LATE)
         else:
             end = min(dispatched.step + num_requested, self._run.num_train_steps) + 1
+            # A configured range of steps takes precedence over a request.
             steps = self._configured_after(dispatched.step) or range(dispatched.step + 1, end)
             self._profiler.begin(steps, dispatched.state)
 

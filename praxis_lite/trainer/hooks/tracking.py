@@ -107,6 +107,7 @@ class Trackers(contextlib.AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         deadline = time.monotonic() + END_SECONDS
         started = [thread for thread in self._threads if thread.ident is not None]
+        # End all threads before waiting, so that they finish at the same time.
         for thread in started:
             thread.end(self._ending if kind is None else "failed")
         for thread in started:

@@ -56,6 +56,7 @@ class MetricsColumns:
         try:
             with opened(self._path) as file:
                 status = os.fstat(file.fileno())
+                # A replaced file has another inode, or other bytes before the current offset.
                 is_replaced = (status.st_dev, status.st_ino) != self._identity
                 file.seek(max(0, self._offset - _TAIL_BYTES))
                 is_replaced = is_replaced or file.read(_TAIL_BYTES)[: len(self._tail)] != self._tail
@@ -169,6 +170,7 @@ def _parse_uniform_lines(text: bytes) -> Columns | None:
         lines = orjson.loads(b"[" + text[:-1].replace(b"\n", b",") + b"]")
         names = list(lines[0])
         rows = np.array(list(map(operator.itemgetter(*names), lines)))
+        # `itemgetter` fails if a line lacks a key, and the lengths show whether it has other keys.
         is_regular = set(map(len, lines)) == {len(names)} and len(lines) == text.count(b"\n")
     except (ValueError, LookupError, TypeError):
         return None

@@ -116,6 +116,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         for offset, line in _newest_first(self.path, file):
             step = line["step"]
             if step > last:
+                # In reverse order, the first lost line has the newest step.
                 newest = step if cut is None else newest
                 cut, self.lost_steps = offset, (step, newest)
             else:
@@ -233,6 +234,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             try:
                 yield restore_non_finite(_parse_line(text))
             except _PARSE_ERRORS as error:
+                # The last line may be incomplete.
                 if isinstance(error, ValueError) and not file.read(1):
                     return
                 raise _bad_line_error(path, number, text) from error
@@ -265,9 +267,11 @@ def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             if number:
                 file.readline()  # Skip the rest of the line at this position.
             offset, text = file.tell(), file.readline()
+            # A long line may contain several of the positions.
             if offset > last_offset and text.endswith(b"\n"):
                 last_offset = offset
                 yield restore_non_finite(_line_at(path, file, offset, text))
+        # The sample includes the last line.
         for offset, line in itertools.islice(_newest_first(path, file), 1):
             if offset > last_offset:
                 yield restore_non_finite(line)

@@ -129,6 +129,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     half = max(1, round(num_values * 0.02))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, num_values)
 
+    # The sum over each window is a difference of two cumulative sums.
     def sums(terms: np.ndarray) -> np.ndarray:
         total = np.concatenate([[0.0], np.cumsum(np.where(is_finite, terms, 0.0))])
         return total[high] - total[low]
@@ -139,6 +140,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
     values = np.where(is_finite, values, 0.0)
     smooth, center = means(values), means(index)
+    # The slope of a line that is fitted by least squares is covariance / variance.
     spread = means(index**2) - center**2
     is_start = (index < half) & (spread > 0)
     slope = np.divide(

@@ -47,6 +47,7 @@ def pack_scalars(tree: PyTree) -> Packed:
     leaves, structure = jax.tree.flatten(tree)
     if not leaves or not all(isinstance(x, jax.Array) and x.shape == () for x in leaves):
         return Packed(tree)
+    # Scalars of the same dtype are stacked into one array, which is a single transfer.
     by_dtype: dict[Any, list[int]] = {}
     for index, x in enumerate(leaves):
         by_dtype.setdefault(x.dtype, []).append(index)

@@ -46,6 +46,7 @@ class Pause:
             count = (num_steps - 1) // self.every_steps - (step - 1) // self.every_steps
         if self.every_seconds:
             count = max(count, seconds / self.every_seconds)
+        # Add the pause after the last step.
         return max(0.0, count) + 1
 
 
@@ -97,6 +98,7 @@ class Rates:
         self._weight += weight
         self._seconds += line[STEP_TIME]
         self._input_seconds += line[INPUT_TIME]
+        # The rest of the loop's time was spent in hooks that wait.
         self._hook_seconds = max(0.0, loop_seconds - self._began - self._seconds)
 
     @property

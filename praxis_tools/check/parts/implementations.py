@@ -110,6 +110,7 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
             yield from _compare_results(runner.name, what, expected, nudged, actual)
             break
         else:
+            # No alternative could be used.
             reason = "; ".join(reasons) or "no other value is known"
             check.add_note(f"{setting.name} = {setting.value!r}: not switched ({reason}).")
 

@@ -73,6 +73,7 @@ def reference_update(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     one_device, num_steps = check.one_device, check.num_steps
     bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
 
+    # One step in float64, from the gradients and the loss that the train step has reported.
     def step(state: TrainState, grads: dict[str, jax.Array], loss: jax.Array) -> TrainState:
         squares = {path: jnp.sum(g * g) for path, g in grads.items()}
         norm, norms = plain_update.grad_norms(bound, squares)
@@ -131,6 +132,7 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
     if "weights" not in batch:
         check.add_note("Padding rows: not checked, because batches have no weights.")
         return
+    # Replace the last rows by padding, with contents from the same batch and from another batch.
     num_padding_rows = max(1, len(batch["weights"]) // 2)
     other_rows = data.with_rows(check.batches[-1], slice(None, None, -1))
     with_same = rows.with_padding_rows(batch, num_padding_rows, batch)
@@ -147,6 +149,7 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
         actual, _ = check.train_once(runner, padded)
         comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
         yield tolerances.with_suffix(f"{kind} padding rows", comparisons)
+    # Removing the padding rows must not change the evaluation.
     if not check.couplings:
         one_device = check.one_device
         runner = runner if reference is one_device else one_device
@@ -180,6 +183,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
         def train(task: Task = task) -> tuple[Leaves, Leaves]:
             return check.train_once(check.on_mesh(check.own_shape, task), batch)
 
+        # Rows depend on each other, so the reference must process the same microbatches one by one.
         if check.couplings:
             in_turn = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
             reference = check.on_one_device(in_turn, task)
@@ -227,6 +231,7 @@ def equal_results(what: str, check: Check, runner: TaskRunner) -> Iterator[list[
     actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return
+    # In addition to the expected result, there is exactly one other result.
     expected = actual.pop(properties.EXPECTED)
     nudged = runner.call(function, check.nudged.mdl_vars, batch)[properties.EXPECTED]
     (name,) = actual

@@ -98,6 +98,7 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
     def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         model = task.module(mdl_vars)
         ids, rows = inputs["ids"][:, :length], jnp.arange(num_rows)
+        # Lengths from 1 to `longest`, which differ between neighboring rows.
         lengths = 1 + (rows + longest // 2) % longest
         keys = jax.random.split(jax.random.key(0), num_rows)
         prefix = prefill(decoder, model, Prompts(ids[:, :longest], lengths, keys))
@@ -111,6 +112,7 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
         _, steps = jax.lax.scan(step, prefix.cache, jnp.arange(num_steps))
         full_logits = rebuilt(model)(ids)[0].astype(jnp.float32)
+        # Positions whose logits both ways compute: the prompt's last token and all tokens after it.
         compared = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
         return {
             EXPECTED: full_logits[rows[:, None], compared],
@@ -144,6 +146,7 @@ def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
         # Weight each token differently, so that swapped tokens change the loss.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
         separate["weights"] = weights.astype(jnp.float32)
+        # Row i of `packed` contains the rows i and num_pairs + i of `separate`.
         packed = {
             name: jnp.concatenate([x[:num_pairs], x[num_pairs:]], axis=1)
             for name, x in separate.items()
@@ -170,6 +173,7 @@ def _has_cache(task: Task, batch: Batch) -> bool:
         return False
     if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
         return False
+    # `init_cache` must require only the numbers of rows and of tokens.
     required = {
         name
         for name, parameter in _parameters(getattr(model, "init_cache", None)).items()

@@ -132,6 +132,7 @@ def _compare_decoded_rows(check: Check, batches: Sequence[Batch]) -> Iterator[li
         decoded = one_device.decode(mdl_vars, batch, without_randomness=is_random)
         return {k: x for k, x in decoded.items() if x.ndim and len(x) == num_rows_of(batch)}
 
+    # Each row must have the same result in any batch and at any position.
     others, order = shuffled(batches)
     expected, nudged = (
         _concatenate([run(batch, is_nudged) for batch in batches]) for is_nudged in (False, True)
@@ -145,6 +146,7 @@ def _compare_decoded_rows(check: Check, batches: Sequence[Batch]) -> Iterator[li
     )
     if "weights" not in batches[0] or num_rows < 2:
         return
+    # Replace about half of the rows by padding with other contents, and then remove them.
     real_rows = slice(0, num_rows - num_rows // 2)
     reverse = data.with_rows(batches[-1], slice(None, None, -1))
     padded = with_padding_rows(batches[0], num_rows - real_rows.stop, reverse)

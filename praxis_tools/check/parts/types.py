@@ -77,6 +77,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
     jaxpr = open_jaxpr(step.trace(element_spec).jaxpr)
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     confirmed, others = [], []
+    # The first outputs of a train step are the leaves of the new state.
     for leaf, var in zip(partitioner.layout.leaves(), jaxpr.outvars, strict=False):
         actual = _inferred_spec(var, producers)
         if actual == leaf.spec:

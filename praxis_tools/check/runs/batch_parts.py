@@ -184,6 +184,7 @@ def _split_rows(
             for i in range(num_parts)
         ]
     missing = -num_rows % (num_parts * num_micro_batches)
+    # Padding rows repeat the first row, so that the model sees valid values.
     if missing:
         arrays = jax.tree.map(
             lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, arrays

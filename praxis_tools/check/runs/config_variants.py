@@ -20,6 +20,7 @@ def toggle_unroll(config: "fdl.Config") -> "fdl.Config | None":
     Returns None if the config has no stacks.
     """
     config, has_stack = copy.deepcopy(config), False
+    # A stack that is a class instead of a config has no settings to change, so wrap it in a config.
     for buildable in list(buildables(config.task)):
         for name, value in settings_of(buildable).items():
             if callable(value) and not isinstance(value, fdl.Buildable) and _is_stack(value):

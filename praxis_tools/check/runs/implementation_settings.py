@@ -219,6 +219,7 @@ def _is_implementation_setting(name: str, value: Any) -> bool:
         return bool(words & NUMBERS or (words & BLOCKS and words & ATTENTION))
     if not isinstance(value, str | enum.Enum | type(None)):
         return False
+    # The setting is named after a kernel, or its value is a known implementation.
     is_kernel = words & KERNELS and words & (ATTENTION | {"scan", "loss"})
     has_known_value = words & (KERNELS | ATTENTION) and (
         value in FASTER.union(IMPLEMENTATIONS[:-1])

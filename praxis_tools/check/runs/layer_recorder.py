@@ -135,6 +135,7 @@ class LayerRecorder(Interpreter):
         self._record_last()
         layers: list[str] = []
 
+        # Each device adds a leading dim to its summaries, along which they are concatenated.
         def body(values: tuple) -> tuple:
             outs, layers[:], summaries = self._record_separately(eqn.params["jaxpr"], values)
             return tuple(outs), [x[None] for x in summaries]

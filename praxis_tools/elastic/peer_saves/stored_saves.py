@@ -44,6 +44,7 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
       cannot be used.
     """
     reasons: list[str] = []
+    # Maps (generation, number of the save) to the indices of the stores that have each part.
     found: dict[tuple[int, int], dict[int, list[int]]] = collections.defaultdict(dict)
     with ThreadPoolExecutor(len(stores)) as pool:
         for index, saves in enumerate(pool.map(lambda store: _try(store.saves), stores)):
@@ -63,6 +64,7 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
         if not headers:
             continue
         step, members = headers[0]["step"], headers[0]["members"]
+        # The pieces on the hosts that are alive must cover every array.
         if all(covers(*leaf) for leaf in _boxes(headers)):
             return SaveChoice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
@@ -144,6 +146,7 @@ class StoredSave:
 
     def __init__(self, stores: Sequence[StoreClient], own: int, choice: SaveChoice):
         self.step, pieces = choice.step, collections.defaultdict(list)
+        # Of several copies, the one on this host is read first.
         parts = [
             (
                 SaveId(choice.generation, choice.number, origin),
@@ -228,6 +231,7 @@ class StoredArray:
                     f"The peer save of {self.path} by process {piece.save.origin} is damaged or "
                     f"missing in the memory of {names}."
                 )
+            # Copy the overlap of piece and block, whose index is relative to the start of each.
             values = np.frombuffer(data, self.dtype).reshape([b - a for a, b in piece.box])
             in_block = _relative_index(overlap, [s.start for s in index])
             block[in_block] = values[_relative_index(overlap, [start for start, _ in piece.box])]

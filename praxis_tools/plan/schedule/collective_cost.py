@@ -50,6 +50,7 @@ class CollectiveSpec:
             return self.operand_bytes * others
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.operand_bytes
+        # An all-reduce is a reduce-scatter followed by an all-gather.
         passes = 2 if self.kind == "all-reduce" else 1
         return self.operand_bytes * others / self.group_size * passes
 

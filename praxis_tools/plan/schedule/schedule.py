@@ -319,6 +319,7 @@ class _ComputationRun:
             self._start_collective(instruction, *self._sparsecore_calls.pop(first_operand))
         elif opcode.removesuffix("-start") in hlo.KINDS or is_slice_transfer(instruction):
             self._start_collective(instruction, instruction, self._computation)
+            # A synchronous transfer ends before the next instruction.
             if not is_async:
                 self._wait(instruction, instruction.name)
         elif copy := host_copy(instruction, self._computation):
@@ -355,6 +356,7 @@ class _ComputationRun:
     def _compute(self, instruction: Instruction) -> None:
         """Simulates a compute instruction, overlapped with the collectives fused into it."""
         collectives = self._scheduler.nested.in_fusion(instruction)
+        # The first fusion of a chain starts its collective, and the last one waits for it.
         new_chains = {collective.chain for collective in collectives} - self._in_flight.keys()
         for chain, inner, computation in collectives:
             if chain in new_chains:

@@ -69,10 +69,13 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
     for (replica, data, mdl), (preset, splits), policy in itertools.product(
         _meshes(per_slice), _PRESETS.items(), policies
     ):
+        # The axis `mdl` must split something other than rows, unless its size is 1.
         if (mdl == 1) != (splits == "rows"):
             continue
+        # The preset `replicated` does not use the axes `data` and `mdl`.
         if preset == "replicated" and (data > 1 or mdl > 1):
             continue
+        # With all devices in `replica`, fsdp shards nothing.
         if preset == "fsdp" and replica > 1 and replica == per_slice:
             continue
         for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
@@ -113,6 +116,7 @@ def _pipelines(
         pipeline = getattr(pipeline, name)
     stages, layers = pipeline.num_stages, shape.num_layers
     sizes = dict(zip(config.mesh.axis_names, config.mesh.ici_mesh_shape, strict=True))
+    # The formulas treat stages like `data`, because they also split the weights.
     stage_size, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
     own_layout = Layout(
         replica=math.prod(sizes.values()),
@@ -124,6 +128,7 @@ def _pipelines(
     repeats = [repeat for repeat in (1, 2, 4) if layers % (repeat * stages) == 0]
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if shape.rows % number == 0]
     for repeat, number, policy in itertools.product(repeats, numbers, POLICIES):
+        # A circular schedule requires a microbatch for each stage.
         if repeat > 1 and number < stages:
             continue
         layout = dataclasses.replace(own_layout, policy=policy)

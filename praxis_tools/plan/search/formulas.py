@@ -95,7 +95,9 @@ def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
     """
     tokens = _tokens_per_device(shape, layout) * layout.micro_batches
     *_, recomputed = POLICIES[layout.policy]
+    # For each parameter and token: 2 flops forwards, 4 backwards, and up to 2 for recomputation.
     flops = (6 + 2 * recomputed) * shape.parameters * tokens
+    # With a causal mask, a token attends to half of its row on average.
     attention = shape.num_layers * shape.model_dims * shape.tokens_per_row / 2
     flops += (12 + 4 * recomputed) * attention * tokens
     # Complete models reach 75% of the peak, according to the compiler's cycle estimates.
@@ -104,6 +106,7 @@ def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
     bandwidth = num_links * chip.link_bandwidth * FITTED.link
     weight_seconds = _bytes_for_weights(shape, layout) / bandwidth
     activation_seconds = _bytes_for_activations(shape, layout, recomputed) / bandwidth
+    # Each weight, slot and gradient is read once and written once.
     update_bytes = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
     update_seconds = update_bytes / chip.hbm_bandwidth
     return max(matmul_seconds, weight_seconds) + activation_seconds + update_seconds
@@ -150,7 +153,9 @@ def _bytes_for_weights(shape: Shape, layout: Layout) -> float:
     weight_bytes = BF16 * shape.parameters / layout.tensor_size
     if not layout.gathers_weights:
         group *= layout.replica
+        # An all-reduce sends the weights twice: a reduce-scatter and an all-gather.
         return 2 * weight_bytes * (group - 1) / group
+    # For each microbatch, weights are gathered in both passes, and gradients are scattered once.
     gathered = 3 * weight_bytes * layout.micro_batches * (group - 1) / group
     return gathered + 2 * F32 * _weights_per_device(shape, layout) * (layout.replica > 1)
 

@@ -71,6 +71,7 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     candidates = _rank_candidates(job, devices, chip)
     validation_errors: list[ConfigError] = []
     too_large: list[tuple[int, MeshConfig, OutOfMemory]] = []
+    # The candidates are sorted, so the first valid candidate is chosen.
     for candidate in candidates:
         try:
             partitioner = partitioner_on(job, make_mesh(candidate.mesh, devices))
@@ -134,6 +135,7 @@ def _rank_candidates(job: Job, devices: Sequence[jax.Device], chip: Chip) -> lis
     available = math.inf if chip.name == "cpu" else chip.hbm_bytes
 
     def rank(candidate: _Candidate) -> tuple:
+        # Candidates with almost the same time are ranked by their distance from the job's mesh.
         slowdown = round(math.log(candidate.seconds / fastest) / _TIME_TOLERANCE)
         return (
             not candidate.keeps_slices,
@@ -224,6 +226,7 @@ def _formula_inputs(
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     decided = decide_shardings(weight_specs, task.weight_sharding, sizes).weight_specs
+    # The number of weights that each axis splits, and how often each dim occurs in a matrix.
     num_split: Counter[str] = Counter()
     num_weights_with_dim: Counter[int] = Counter()
     parameters = 0
@@ -233,6 +236,7 @@ def _formula_inputs(
         parameters += size
         num_split.update({axis: size for entry in spec for axis in axes_of(entry)})
         num_weights_with_dim.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
+    # The axes that split the rows of a batch. Without a mapping, these are all axes.
     mapping = task.inputs_split_mapping
     row_axes = (
         set(sizes)

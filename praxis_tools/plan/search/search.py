@@ -72,6 +72,7 @@ def search(
         raise ConfigError(f"--search_minutes={minutes:g}: expected a number above 0.")
     deadline = time.monotonic() + 60 * minutes
     shape = shape_of(launched.config, topology)
+    # Rank all candidates by formulas, and discard those that cannot fit.
     ranked = sorted(candidates(launched.config, shape, topology), key=lambda x: x.seconds)
     max_bytes = _BYTES_TOLERANCE * topology.chip.hbm_bytes
     fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
@@ -85,6 +86,7 @@ def search(
         best, seconds_left = fastest(plans), deadline - time.monotonic()
         if plans and seconds_left < 0:
             break
+        # According to the formulas, this candidate cannot be the fastest.
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             break
         print(

@@ -30,6 +30,7 @@ def pareto_front(plans: Plans) -> list[StepPlan]:
     )
     front: list[StepPlan] = []
     least_bytes = math.inf
+    # The plans get slower, so a plan is on the front only if it needs less memory than all before.
     for plan in fitting:
         if plan.peak_bytes_per_device < least_bytes:
             front.append(plan)

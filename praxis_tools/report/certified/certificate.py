@@ -169,6 +169,7 @@ def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
         return Verdict(title, UNKNOWN, here.why_not)
     if here.value != fact.value:
         return Verdict(title, DIFFERS, _difference(fact.value, here.value))
+    # The values are equal, but one side has found faults that the other has not.
     if here.faults != fact.faults:
         return Verdict(title, DIFFERS, faults or "the recorded fault no longer exists")
     return Verdict(title, SAME)

@@ -237,6 +237,7 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
       path: The file.
       may_be_cut: Whether lines may be truncated because the job was killed.
     """
+    # A truncated line does not end with "}".
     damaged = [
         str(number)
         for number, text in enumerate(_texts(path), start=1)
