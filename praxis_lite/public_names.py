@@ -12,6 +12,7 @@ stub.
 
 import ast
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,45 @@ PACKAGES = (
     "praxis_tools.lm_eval",
 )
 
+# Deprecated names of packages that have a stub, and their replacements, as in
+#
+#     {"praxis_lite.layers.Linear": "praxis_lite.layers.Dense"}
+#
+# A name in this table works in Python, in --set and in config.json. It is not a public name, but
+# the stub still contains it (`import Dense as Linear`), for type checkers. Entries are removed in
+# the next major version only, because every config.json of this major version must load.
+DEPRECATED: dict[str, str] = {}
+
+
+def current_name(package: str, name: str) -> tuple[str, str]:
+    """Returns the package and the name that replace a deprecated name; other names unchanged.
+
+    The name may contain attributes, as in `WeightInit.Xavier`.
+    """
+    first, dot, attributes = name.partition(".")
+    replacement = DEPRECATED.get(f"{package}.{first}")
+    if replacement is None:
+        return package, name
+    new_package, _, new_name = replacement.rpartition(".")
+    return new_package, f"{new_name}{dot}{attributes}"
+
+
+def warn_deprecated(package: str, name: str, stacklevel: int = 1) -> None:
+    """Warns that a name is deprecated, and names its replacement."""
+    new = ".".join(current_name(package, name))
+    # Python hides DeprecationWarning outside of __main__, and experiments are imported.
+    warnings.warn(
+        f"{package}.{name} is deprecated: use {new} instead (see CHANGELOG.md).",
+        FutureWarning,
+        stacklevel=stacklevel + 1,
+    )
+
 
 def homes_of(package: str) -> dict[str, str]:
     """Returns the module that defines each public name of a package, without importing it.
 
     Public names are the names imported in the package's stub `__init__.pyi` or, if there is no
-    stub, the names in its `__all__`.
+    stub, the names in its `__all__`, except deprecated names.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
@@ -76,6 +110,7 @@ def homes_of(package: str) -> dict[str, str]:
         for node in body
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
+        if f"{package}.{alias.asname or alias.name}" not in DEPRECATED
     }
     if stub.is_file():
         return imported
@@ -95,6 +130,10 @@ def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     homes = homes_of(package)
 
     def load(name: str) -> Any:
+        new_package, new_name = current_name(package, name)
+        if (new_package, new_name) != (package, name):
+            warn_deprecated(package, name, stacklevel=2)
+            return getattr(importlib.import_module(new_package), new_name)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:
