@@ -32,7 +32,7 @@ TEXTS = {
     )
     for name, sign, compute in (("sums", "+", int.__add__), ("products", "*", int.__mul__))
 }
-# Marks a job that has not ended; a picture; the files of a tracker. Later versions need none of them.
+# The mark of a job that did not end, a picture, and the files of a tracker.
 NOT_STORED = (".training", "loss_curve.png", "tensorboard")
 NUM_STEPS = 4
 
