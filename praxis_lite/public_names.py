@@ -60,13 +60,14 @@ PACKAGES = (
     "praxis_tools.lm_eval",
 )
 
-# Deprecated names of packages that have a stub, and their replacements, as in
+# Deprecated public names and their replacements, as in
 #
 #     {"praxis_lite.layers.Linear": "praxis_lite.layers.Dense"}
 #
 # A name in this table works in Python, in --set and in config.json. It is not a public name, but
-# the stub still contains it (`import Dense as Linear`), for type checkers. Entries are removed in
-# the next major version only, because every config.json of this major version must load.
+# the package's stub still contains it (`import Dense as Linear`), for type checkers. A package
+# without a stub needs `__getattr__ = functools.partial(replacement_of, __name__)`. Entries are
+# removed in the next major version only, because every config.json of this major version must load.
 DEPRECATED: dict[str, str] = {}
 
 
@@ -92,6 +93,19 @@ def warn_deprecated(package: str, name: str, stacklevel: int = 1) -> None:
         FutureWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def replacement_of(package: str, name: str, stacklevel: int = 1) -> Any:
+    """Returns the replacement of a deprecated name, with a warning at the caller's line.
+
+    Raises:
+      AttributeError: The name is not deprecated.
+    """
+    new_package, new_name = current_name(package, name)
+    if (new_package, new_name) == (package, name):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    warn_deprecated(package, name, stacklevel + 1)
+    return getattr(importlib.import_module(new_package), new_name)
 
 
 def homes_of(package: str) -> dict[str, str]:
@@ -130,12 +144,8 @@ def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     homes = homes_of(package)
 
     def load(name: str) -> Any:
-        new_package, new_name = current_name(package, name)
-        if (new_package, new_name) != (package, name):
-            warn_deprecated(package, name, stacklevel=2)
-            return getattr(importlib.import_module(new_package), new_name)
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return replacement_of(package, name, stacklevel=2)
         if homes[name] == package:
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(homes[name]), name)

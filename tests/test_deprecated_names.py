@@ -1,6 +1,8 @@
 """A deprecated public name works in Python, in --set and in config.json, and warns."""
 
+import importlib
 import json
+import re
 
 import fiddle as fdl
 import pytest
@@ -58,9 +60,12 @@ def test_a_config_may_use_a_deprecated_name_only_if_it_may_use_the_replacement()
         read("praxis_lite.layers:old_load")
 
 
-def test_each_replacement_is_public(monkeypatch):
+def test_each_deprecated_name_works_and_its_replacement_is_public(monkeypatch):
     monkeypatch.undo()
     for old, new in DEPRECATED.items():
-        assert old.rpartition(".")[0] in PACKAGES
-        package, _, name = new.rpartition(".")
-        assert name in homes_of(package), new
+        package, _, name = old.rpartition(".")
+        assert package in PACKAGES and name not in homes_of(package)
+        new_package, _, new_name = new.rpartition(".")
+        assert new_name in homes_of(new_package), new
+        with pytest.warns(FutureWarning, match=re.escape(new)):
+            getattr(importlib.import_module(package), name)
