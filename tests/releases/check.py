@@ -30,8 +30,6 @@ ALLOWED = re.compile(
     r"|\bzlib\b|public domain|cc0",
     re.IGNORECASE,
 )
-# Licences that the metadata do not contain; read in the packages' files.
-READ = {"namex": "Apache-2.0"}
 
 
 def main() -> None:
@@ -131,11 +129,8 @@ def check_licences() -> str:
 
 
 def licences(packages: Iterable[importlib.metadata.Distribution]) -> dict[str, str]:
-    """Returns the licence of each package, as its metadata name it, or as READ does."""
-    return {
-        package.name: " / ".join(_licence_texts(package)) or READ.get(package.name, "none")
-        for package in packages
-    }
+    """Returns the licence of each package, as its metadata name it, or "none"."""
+    return {package.name: " / ".join(_licence_texts(package)) or "none" for package in packages}
 
 
 def _licence_texts(package: importlib.metadata.Distribution) -> Iterator[str]:
