@@ -12,6 +12,10 @@
 #     make test-next  runs the quick tests with the newest jax, flax, optax, orbax and grain on PyPI,
 #                     and with their future default settings (Python 3.12 or newer)
 #   make lint    checks style and format with ruff, and types with mypy and pyright
+#   make release-check  builds a release, its documentation and an empty environment with it, trains
+#                  and decodes there, and checks the licences of all dependencies (TAG=v1.0.0 checks
+#                  the version too)
+#   make release-job    writes tests/releases/VERSION, a small job that later versions must load
 #   make clean   removes everything that the other targets created, except the demo's results
 #
 #   make PYTHON=python3.12 ...          uses a different interpreter
@@ -31,7 +35,7 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint clean
+.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint release-check release-job clean
 .DELETE_ON_ERROR:
 
 help:
@@ -98,6 +102,13 @@ lint: $(TESTING)
 	@$(VENV_PYTHON) -m mypy
 	@$(VENV_PYTHON) -m mypy --strict tests/typing/user_program.py
 	@$(VENV)/bin/basedpyright --pythonpath $(VENV_PYTHON)
+
+release-check: $(TESTING)
+	@$(MAKE) docs test-wheel
+	@$(VENV_PYTHON) -m tests.releases.check $(if $(TAG),--tag "$(TAG)")
+
+release-job: $(TESTING)
+	@$(VENV_PYTHON) -m tests.releases.releases
 
 clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache

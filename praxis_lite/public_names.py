@@ -12,6 +12,7 @@ stub.
 
 import ast
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,59 @@ PACKAGES = (
     "praxis_tools.lm_eval",
 )
 
+# Deprecated public names and their replacements, as in
+#
+#     {"praxis_lite.layers.Linear": "praxis_lite.layers.Dense"}
+#
+# A name in this table works in Python, in --set and in config.json. It is not a public name, but
+# the package's stub still contains it (`import Dense as Linear`), for type checkers. A package
+# without a stub needs `__getattr__ = functools.partial(replacement_of, __name__)`. Entries are
+# removed in the next major version only, because every config.json of this major version must load.
+DEPRECATED: dict[str, str] = {}
+
+
+def current_name(package: str, name: str) -> tuple[str, str]:
+    """Returns the package and the name that replace a deprecated name; other names unchanged.
+
+    The name may contain attributes, as in `WeightInit.Xavier`.
+    """
+    first, dot, attributes = name.partition(".")
+    replacement = DEPRECATED.get(f"{package}.{first}")
+    if replacement is None:
+        return package, name
+    new_package, _, new_name = replacement.rpartition(".")
+    return new_package, f"{new_name}{dot}{attributes}"
+
+
+def warn_deprecated(package: str, name: str, stacklevel: int = 1) -> None:
+    """Warns that a name is deprecated, and names its replacement."""
+    new = ".".join(current_name(package, name))
+    # Python hides DeprecationWarning outside of __main__, and experiments are imported.
+    warnings.warn(
+        f"{package}.{name} is deprecated: use {new} instead (see CHANGELOG.md).",
+        FutureWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def replacement_of(package: str, name: str, stacklevel: int = 1) -> Any:
+    """Returns the replacement of a deprecated name, with a warning at the caller's line.
+
+    Raises:
+      AttributeError: The name is not deprecated.
+    """
+    new_package, new_name = current_name(package, name)
+    if (new_package, new_name) == (package, name):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    warn_deprecated(package, name, stacklevel + 1)
+    return getattr(importlib.import_module(new_package), new_name)
+
 
 def homes_of(package: str) -> dict[str, str]:
     """Returns the module that defines each public name of a package, without importing it.
 
     Public names are the names imported in the package's stub `__init__.pyi` or, if there is no
-    stub, the names in its `__all__`.
+    stub, the names in its `__all__`, except deprecated names.
     """
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
@@ -76,6 +124,7 @@ def homes_of(package: str) -> dict[str, str]:
         for node in body
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
+        if f"{package}.{alias.asname or alias.name}" not in DEPRECATED
     }
     if stub.is_file():
         return imported
@@ -96,7 +145,7 @@ def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return replacement_of(package, name, stacklevel=2)
         if homes[name] == package:
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(homes[name]), name)

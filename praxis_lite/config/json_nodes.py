@@ -23,6 +23,7 @@ from praxis_lite.config.names import imported, name_of
 from praxis_lite.config.paths import describe, join
 from praxis_lite.config.values import dtype_name
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.public_names import current_name
 
 FORMAT = 3
 
@@ -248,6 +249,8 @@ class _Reader:
 
     def _named(self, text: str) -> Any:
         module, _, name = text.partition(":")
+        # Without a warning: a recorded config cannot be changed.
+        module, name = current_name(module, name)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
         return imported(module, name)

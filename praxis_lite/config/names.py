@@ -17,6 +17,7 @@ from praxis_lite.config.configurable import (
 )
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.public_names import current_name, warn_deprecated
 
 # The modules in which bare names after --set are looked up.
 SHORT = (
@@ -80,6 +81,10 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
     # Try every split into module and attribute, starting with the longest module name.
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
     for module, name in splits or [(module, text) for module in (*nearby, *SHORT)]:
+        new_module, new_name = current_name(module, name)
+        if (new_module, new_name) != (module, name):
+            warn_deprecated(module, name)
+            module, name = new_module, new_name
         is_nearby = module in nearby and module in sys.modules
         may_import = is_nearby or is_allowed(module, name, packages)
         value = _attribute_at(module, name) if may_import else None
