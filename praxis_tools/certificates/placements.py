@@ -89,8 +89,8 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 
     replicated = with_copies(*(1,) * len(own), size)
     if len(own) == 1:
-        # `divisors[1]` is the smallest way to split: the smallest prime factor of the size.
-        return [with_copies(size // divisors[1], divisors[1]), replicated]
+        # The smallest divisor above 1 splits the devices into the largest groups.
+        return [*(with_copies(size // n, n) for n in divisors[1:2]), replicated]
     shapes = [
         shape
         for shape in itertools.product(divisors, repeat=len(own))

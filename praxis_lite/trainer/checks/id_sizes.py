@@ -33,7 +33,6 @@ _ELEMENT_PRESERVING = {
     "convert_element_type",
     "stop_gradient",
     "sharding_constraint",
-    "optimization_barrier",
     "pvary",
 }
 
@@ -102,6 +101,8 @@ class _IndexTracker:
         primitive, unknown = eqn.primitive.name, [None] * len(eqn.outvars)
         if primitive == "iota":
             return [eqn.params["shape"][eqn.params["dimension"]]]
+        if primitive == "optimization_barrier":
+            return labels
         if primitive in _ELEMENT_PRESERVING and labels:
             return [labels[0], *unknown[1:]]
         # Probably x + n, which JAX selects below for negative indices.

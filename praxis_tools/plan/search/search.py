@@ -86,9 +86,10 @@ def search(
         best, seconds_left = fastest(plans), deadline - time.monotonic()
         if plans and seconds_left < 0:
             break
-        # According to the formulas, this candidate cannot be the fastest.
+        # According to the formulas, this candidate cannot be the fastest. Later ones can: only the
+        # candidates with the same preset and policy are in order of their estimates.
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
-            break
+            continue
         print(
             f"[{number}] {candidate.name}: estimated {seconds_text(candidate.seconds)}; "
             f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left",

@@ -138,6 +138,8 @@ def test_meshes_that_share_no_split_come_first(mesh_of):
     single, whole = other_meshes(mesh_of(8, axis_names=("data",)))
     assert dict(single.shape) == {"data": 4, "copies": 2}
     assert dict(whole.shape) == {"data": 1, "copies": 8}
+    (alone,) = other_meshes(mesh_of(1, axis_names=("data",)))
+    assert dict(alone.shape) == {"data": 1, "copies": 1}
     assert rotated_order([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
 
 
