@@ -115,6 +115,8 @@ setup(
         # 84), next to tensorflow's 1.9 GB; without it there would be no text but whole files.
         "datasets>=5.2,<6",
         "pyarrow>=26.0.1,<27",
+        # Repositories that hf:// URLs specify; `datasets` brings it too.
+        "huggingface-hub>=1.31,<3",
         # One process at a time prepares data in a folder.
         "filelock>=3.20,<5",
         # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of

@@ -1,8 +1,7 @@
-"""Training and fine-tuning of Hugging Face models that are loaded from local directories."""
+"""Training and fine-tuning of Hugging Face models, from directories or from the Hub."""
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
@@ -55,6 +54,8 @@ PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 class CausalLm(lm.PyDocs):
     """Fine-tunes the model in --set HF_DIR=DIRECTORY on text, or trains a new tiny Llama.
 
+    HF_DIR may also be hf://org/name[@revision], a model on the Hugging Face Hub.
+
     To train the architecture in HF_DIR from scratch, add run.init_from_huggingface=None. The
     default learning rate is meant for fine-tuning. If corpus.tokenizer is not set, the model's
     tokenizer is used if there is one.
@@ -65,7 +66,7 @@ class CausalLm(lm.PyDocs):
     @functools.cached_property
     def text(self):
         tokenizer = self.corpus.tokenizer
-        if tokenizer is None and self.HF_DIR is not None and has_tokenizer(Path(self.HF_DIR)):
+        if tokenizer is None and self.HF_DIR is not None and has_tokenizer(self.HF_DIR):
             tokenizer = self.HF_DIR
         return fdl.copy_with(self.corpus, tokenizer=tokenizer)
 

@@ -29,6 +29,7 @@ PIP_NAMES = {
     "array_record": "array-record",
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
+    "huggingface_hub": "huggingface-hub",
 }
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {

@@ -17,7 +17,12 @@ from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.tokenizers.files import CONFIG, has_tokenizer, names_of_tokenizer
+from praxis_lite.inputs.tokenizers.files import (
+    CONFIG,
+    has_tokenizer,
+    names_of_tokenizer,
+    tokenizer_folder,
+)
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.job.job_dir import JobDir
 
@@ -57,10 +62,9 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
     directories = dict.fromkeys(directory for _, directory in _tokenizers(config))
     copies = _copied_tokenizers(job_dir)
     for directory in directories:
-        source = Path(directory).expanduser()
-        if not has_tokenizer(source):
+        if not has_tokenizer(directory):
             continue
-        source = JsonTokenizer(source).directory
+        source = JsonTokenizer(directory).directory
         target = copies.setdefault(directory, job_dir.tokenizers / str(len(copies)))
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -87,11 +91,11 @@ def check_tokenizers(config: fdl.Buildable) -> None:
     """Checks that the tokenizer directories exist.
 
     Raises:
-      ConfigError: A directory is missing. The message lists the settings to change.
+      ConfigError: A directory is missing, or a hf:// repository cannot be downloaded.
     """
     missing: dict[str, list[str]] = {}
     for path, directory in _tokenizers(config):
-        if not Path(directory).expanduser().is_dir():
+        if not tokenizer_folder(directory).is_dir():
             missing.setdefault(directory, []).append(path)
     for directory, paths in missing.items():
         settings = " ".join(f"{path}=DIR" for path in paths)

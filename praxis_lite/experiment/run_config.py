@@ -51,8 +51,8 @@ class RunConfig:
             error, "report" saves, prints a line and continues.
         init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, keyed by
             job directory. If several rules match a weight, the first rule is used.
-        init_from_huggingface: Directory of a Hugging Face model from which to load all weights
-            except adapters.
+        init_from_huggingface: Directory of a Hugging Face model, or hf://org/name[@revision], from
+            which to load all weights except adapters.
         frozen_may_be_new: Whether a new job may freeze weights that were never trained, such as
             random features. If False, this is an error, because adapters over random weights learn
             nothing.

@@ -44,7 +44,9 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{import,export}")
     importing = commands.add_parser("import", help="create a job from a Hugging Face model")
     importing.add_argument(
-        "hf_dir", metavar="HF_DIR", help="directory with config.json and safetensors files"
+        "hf_dir",
+        metavar="HF_DIR",
+        help="directory with config.json and safetensors files, or hf:// URL",
     )
     importing.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="new directory for the job")
     importing.add_argument(
@@ -60,7 +62,11 @@ def _parser() -> Parser:
     exporting.add_argument(
         "job_log_dir", metavar="JOB_LOG_DIR", help="job that started from a Hugging Face model"
     )
-    exporting.add_argument("out_dir", metavar="OUT_DIR", help="new directory for the export")
+    exporting.add_argument(
+        "out_dir",
+        metavar="OUT_DIR",
+        help="new directory, or hf://org/name[@branch] to upload the export",
+    )
     exporting.add_argument(
         "--step", type=int, help="step of the checkpoint to export; default: the latest"
     )

@@ -22,6 +22,7 @@ from praxis_lite.core.errors import (
     shortened,
 )
 from praxis_lite.huggingface.decoder_settings import DecoderSettings
+from praxis_lite.huggingface.tensors.tensor_files import model_folder
 
 __all__ = ("family_of", "settings_in")
 
@@ -216,12 +217,15 @@ def _has_type(value: Any, annotation: Any) -> bool:
 
 
 def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
-    """Reads the settings of a model from the config.json in its directory.
+    """Reads the settings of a model from its config.json.
+
+    Args:
+      directory: Directory of the model, or hf://org/name[@revision] on the Hugging Face Hub.
 
     Raises:
       ConfigError: There is no config.json, or it contains an unknown field or value.
     """
-    config = read_config(Path(directory))
+    config = read_config(model_folder(directory, with_weights=False))
     return family_of(config).decoder_settings(config)
 
 

@@ -10,6 +10,7 @@ from praxis_lite.checkpoints.init.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.core.errors import ConfigError, first_few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.host.hub import check_upload, is_hub_url
 from praxis_lite.huggingface.adapters import merged_weights
 from praxis_lite.huggingface.model import EXPERIMENT
 from praxis_lite.huggingface.pretrained import (
@@ -18,9 +19,8 @@ from praxis_lite.huggingface.pretrained import (
     Pretrained,
     write_description,
 )
-from praxis_lite.huggingface.tensors.tensor_files import TensorFiles
+from praxis_lite.huggingface.tensors.tensor_files import TensorFiles, model_folder
 from praxis_lite.job.job_dir import JobDir, open_for_reading
-from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.trained_model.loading import load
 from praxis_lite.trainer.create_job import create_job, new_job_dir
@@ -41,7 +41,7 @@ def begin_job(
     the copy, so the job does not need the model's directory afterwards.
 
     Args:
-      directory: Directory of the model.
+      directory: Directory of the model, or hf://org/name[@revision].
       job_log_dir: New or empty directory for the job.
       settings: Settings "path=value", as for --set.
       note: Called with progress messages while the weights are read.
@@ -57,7 +57,7 @@ def begin_job(
         return FromHuggingFace(directory, partitioner.layout)
 
     # Raise errors about the model before anything is written.
-    TensorFiles(local_directory(directory))
+    TensorFiles(model_folder(directory))
     with new_job_dir(job_log_dir, EXPERIMENT) as job_dir:
         write_description(directory, job_dir.huggingface)
         settings = (hf_dir_setting(job_dir), *settings)
@@ -82,7 +82,8 @@ def export_job(
 
     Args:
       job_log_dir: Directory of a job that started from a Hugging Face model.
-      directory: New or empty directory for the export.
+      directory: New or empty directory for the export, or hf://org/name[@branch] to upload it to
+        the Hugging Face Hub. A new repository is private.
       step: Step of the checkpoint, or None for the latest.
       dtype: See `Pretrained.write`.
       adapters: How to export LoRA adapters: "merge" adds them to the weights, and "peft" writes
@@ -92,7 +93,8 @@ def export_job(
 
     Raises:
       ConfigError: The job did not start from a Hugging Face model; the model has adapters, but
-        `adapters` is None; or the model has no adapters, but `adapters` is set.
+        `adapters` is None; the model has no adapters, but `adapters` is set; or the repository
+        cannot be written.
     """
     if adapters is not None:
         require_choice("export: adapters", adapters, ("merge", "peft"))
@@ -103,6 +105,8 @@ def export_job(
         str(job_dir.path),
         "a job that started from a Hugging Face model (import, or run.init_from_huggingface)",
     )
+    if is_hub_url(directory):
+        check_upload(os.fspath(directory))  # Before the weights are read.
     model = load(job_log_dir, step)
     stored_layout = model.partitioner.layout.select("mdl_vars")
     layout, mesh, task = whole_layout(stored_layout), model.partitioner.mesh, model.partitioner.task

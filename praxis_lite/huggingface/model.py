@@ -43,7 +43,8 @@ def load(
     """Loads a Hugging Face model onto a mesh, with float32 weights.
 
     Args:
-      directory: Directory with config.json and safetensors files.
+      directory: Directory with config.json and safetensors files, or hf://org/name[@revision] on
+        the Hugging Face Hub.
       mesh: Mesh with the axes replica, data and mdl, or None for one device.
       settings: Settings "path=value" of the experiment huggingface.CausalLm, as for --set, such as
         "SHARDING_PRESET=fsdp".
@@ -274,13 +275,15 @@ class HuggingFaceModel:
         Weights that have not changed since `load` are bitwise equal to the tensors that were read.
 
         Args:
-          directory: New or empty directory.
+          directory: New or empty directory, or hf://org/name[@branch] to upload the files to the
+            Hugging Face Hub. A new repository is private.
           dtype: "float32", "bfloat16" or "float16". If None, each tensor keeps its original dtype.
           max_file_bytes: Maximum size of a file.
           note: Called with progress messages.
 
         Raises:
-          ConfigError: The directory is not empty, or the dtype is not supported.
+          ConfigError: The directory is not empty, the repository cannot be written, or the dtype
+            is not supported.
         """
         self.pretrained.write(
             directory,

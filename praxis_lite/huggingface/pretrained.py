@@ -16,13 +16,19 @@ from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, w
 from praxis_lite.core.errors import ConfigError, first_few, require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
+from praxis_lite.host.hub import is_hub_url, repo_name, uploaded
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.host.whole_files import new_directory
 from praxis_lite.huggingface.adapters import Layers, write_peft
 from praxis_lite.huggingface.exported_text import copy_files, write_text_files
 from praxis_lite.huggingface.family import family_of, read_config
 from praxis_lite.huggingface.tensors.reading import parts_in_files, read_weights
-from praxis_lite.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
+from praxis_lite.huggingface.tensors.tensor_files import (
+    DESCRIBED,
+    FLOATS,
+    TensorFiles,
+    model_folder,
+)
 from praxis_lite.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.huggingface.weights import map_tensors, weights_of
 from praxis_lite.inputs.tokenizers.files import names_of_tokenizer
@@ -30,7 +36,8 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 
-# File in the job directory that contains the path of the model that the job started from.
+# File in the job directory that contains the path of the model that the job started from, or its
+# name on the Hub, such as org/name.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"
 
@@ -39,7 +46,7 @@ class Pretrained:
     """A Hugging Face model on disk, with the mapping from its tensors to the weights in a layout.
 
     Args:
-      directory: Directory with config.json and safetensors files.
+      directory: Directory with config.json and safetensors files, or hf://org/name[@revision].
       layout: Layout of mdl_vars. Adapter weights in the layout are ignored, because the files
         contain no adapters. A frozen reference copy of the model is read from the same tensors, but
         never written.
@@ -56,7 +63,7 @@ class Pretrained:
     """
 
     def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
-        path = local_directory(directory)
+        path = model_folder(directory)
         require_package("safetensors", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
@@ -145,7 +152,8 @@ class Pretrained:
         """Writes a Hugging Face directory: config.json, safetensors files and the tokenizer.
 
         Args:
-          directory: New or empty directory.
+          directory: New or empty directory, or hf://org/name[@branch] to upload the files to the
+            Hugging Face Hub.
           arrays: Weights in their declared layout, keyed by path, padded and sharded as in
             `self.layout`.
           mesh: Mesh of the arrays.
@@ -155,7 +163,8 @@ class Pretrained:
           note: Called with progress messages.
 
         Raises:
-          ConfigError: The directory is not empty, or the dtype is not supported.
+          ConfigError: The directory is not empty, the repository cannot be written, or the dtype
+            is not supported.
         """
         _check_dtype(dtype)
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
@@ -188,7 +197,8 @@ class Pretrained:
         """Writes only the adapters, in PEFT's format, and the tokenizer.
 
         Args:
-          directory: New or empty directory.
+          directory: New or empty directory, or hf://org/name[@branch] to upload the files to the
+            Hugging Face Hub.
           arrays: Weights and adapters, keyed by path, padded and sharded.
           layers: Layers with adapters.
           mesh: Mesh of the arrays.
@@ -257,11 +267,12 @@ def write_description(directory: str | os.PathLike[str], target: Path) -> None:
     Raises:
       ConfigError: See `TensorFiles`.
     """
-    files = TensorFiles(local_directory(directory))
+    files = TensorFiles(model_folder(directory))
     target.mkdir(parents=True, exist_ok=True)
     description = json.dumps(files.description(), indent=1)
     (target / DESCRIBED).write_text(f"{description}\n", "utf-8")
-    (target / CAME_FROM).write_text(f"{files.directory.absolute()}\n", "utf-8")
+    came_from = repo_name(directory) if is_hub_url(directory) else files.directory.absolute()
+    (target / CAME_FROM).write_text(f"{came_from}\n", "utf-8")
     copy_files(files.directory, target, ("config.json", *names_of_tokenizer(files.directory)))
 
 
@@ -273,7 +284,12 @@ def _check_dtype(dtype: str | None) -> None:
 def _new_directory(
     directory: str | os.PathLike[str], last: str
 ) -> contextlib.AbstractContextManager[Path]:
-    """Returns a context manager that creates a directory, which is complete once `last` exists."""
-    path = local_directory(directory)
-    # Only the first process writes.
-    return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)
+    """Returns a context manager that creates a directory, which is complete once `last` exists.
+
+    For a hf:// URL, the directory is temporary, and is uploaded at exit.
+    """
+    if jax.process_index() != 0:  # Only the first process writes.
+        return contextlib.nullcontext(Path())
+    if is_hub_url(directory):
+        return uploaded(os.fspath(directory))
+    return new_directory(local_directory(directory), last)

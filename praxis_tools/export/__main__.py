@@ -74,10 +74,11 @@ class _Model(NamedTuple):
 
 
 def _load_model(args: Any) -> _Model:
+    from praxis_lite.host.hub import is_hub_url
     from praxis_lite.job.local_directory import local_directory
 
     # Hugging Face directories contain safetensors files; job directories never do.
-    if any(local_directory(args.job).glob("*.safetensors")):
+    if is_hub_url(args.job) or any(local_directory(args.job).glob("*.safetensors")):
         return _load_from_huggingface(args)
     from praxis_lite.trained_model.loading import load
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shortened
+from praxis_lite.host.hub import is_hub_url, local_folder
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.inputs.tokenizers.files import CONFIG, PATTERNS
+from praxis_lite.job.local_directory import local_directory
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # File in a job directory with the names, dtypes and shapes of the base model's tensors.
@@ -28,6 +32,22 @@ DTYPES = {
 }
 # Dtypes keyed by their names in config.json.
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
+
+
+def model_folder(path: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
+    """Returns the folder of a model, after downloading it if the path is a hf:// URL.
+
+    Args:
+      path: Directory of the model, or hf://org/name[@revision].
+      with_weights: Whether to download safetensors files as well as config.json and the tokenizer.
+
+    Raises:
+      ConfigError: See `local_folder` and `local_directory`.
+    """
+    if not is_hub_url(path):
+        return local_directory(path)
+    weights = (INDEX, "model*.safetensors") if with_weights else ()
+    return local_folder(path, (CONFIG, *PATTERNS, *weights))
 
 
 class TensorFiles:

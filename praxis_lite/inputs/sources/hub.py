@@ -1,4 +1,4 @@
-"""Sources over datasets on disk that were prepared by Hugging Face's `datasets` or by TFDS."""
+"""Sources over datasets from Hugging Face's `datasets`, on disk or on the Hub, and from TFDS."""
 
 import abc
 import dataclasses
@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
+from praxis_lite.host.hub import is_hub_url, local_folder
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state, ranges_of_parts
@@ -86,7 +87,7 @@ class _PreparedDataset(Source):
         ]
 
     def cache_folder(self) -> str:
-        return str(Path(self.cache_dir or Path(self.path) / ".praxis_lite").expanduser())
+        return str(Path(self.cache_dir or self.folder / ".praxis_lite").expanduser())
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -101,26 +102,40 @@ class _PreparedDataset(Source):
         return picklable_state(self)
 
 
+@dataclasses.dataclass(eq=False)
 class HuggingFaceDataset(_PreparedDataset):
-    """A source over a Hugging Face dataset that was written with `save_to_disk`.
+    """A source over a Hugging Face dataset that was written with `save_to_disk`, or from the Hub.
 
     Lists of numbers become arrays. Images are decoded with Pillow; audio and video are not decoded,
     but returned as dicts with bytes and path.
 
     Args:
-      path: Folder of the dataset.
+      path: Folder of the dataset, or hf://datasets/org/name[@revision] on the Hugging Face Hub. All
+        files of the repository are downloaded.
       split: Name of the split if the folder contains a DatasetDict, else None.
+      name: Name of the configuration of a dataset on the Hub, such as "wikitext-2-raw-v1", or None
+        for the default.
       skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
       cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in the dataset's
         folder.
     """
+
+    _: dataclasses.KW_ONLY
+    name: str | None = None
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        return local_folder(self.path, None, "dataset")
 
     @functools.cached_property
     def saved(self) -> "datasets.Dataset":
         """The split in its saved format."""
         library = import_datasets("HuggingFaceDataset")
         try:
-            loaded = library.load_from_disk(str(self.folder))
+            if is_hub_url(self.path):
+                loaded = library.load_dataset(str(self.folder), self.name)
+            else:
+                loaded = library.load_from_disk(str(self.folder))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.folder} is not a complete Hugging Face dataset "
@@ -158,6 +173,10 @@ class HuggingFaceDataset(_PreparedDataset):
 
     @property
     def version(self) -> str:
+        if is_hub_url(self.path):
+            return (
+                f"{self.name or 'default'}-{self.folder.name}"  # The folder's name is the commit.
+            )
         return self.saved._fingerprint
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:

@@ -165,7 +165,9 @@ def _run(argv: Sequence[str] | None) -> None:
     show_parser = commands.add_parser(
         "show", help="list special tokens and end tokens of a tokenizer"
     )
-    show_parser.add_argument("directory", metavar="DIR", help="directory of the tokenizer")
+    show_parser.add_argument(
+        "directory", metavar="DIR", help="directory or hf:// URL of the tokenizer"
+    )
     train_parser = commands.add_parser(
         "train", help="train a byte-level BPE tokenizer", description=__doc__
     )
@@ -182,7 +184,7 @@ def _run(argv: Sequence[str] | None) -> None:
     )
     args = parser.parse_args(argv)
     if args.command == "show":
-        print(description(load_tokenizer(local_directory(args.directory))))
+        print(description(load_tokenizer(args.directory)))
         return
     template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
     directory = local_directory(args.directory)

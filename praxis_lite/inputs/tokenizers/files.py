@@ -1,10 +1,12 @@
 """Finds and reads the files in a tokenizer directory."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.hub import local_folder
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -28,7 +30,7 @@ _VOCABULARIES = (
     "*.tiktoken",
 )
 # All files of a tokenizer, without config.json, which belongs to the model.
-_PATTERNS = (
+PATTERNS = (
     *_VOCABULARIES,
     "merges.txt",
     TOKENIZER_CONFIG,
@@ -40,14 +42,24 @@ _PATTERNS = (
 )
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory contains a tokenizer's vocabulary."""
+def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
+    """Returns the folder of a tokenizer, after downloading it if the path is a hf:// URL.
+
+    Raises:
+      ConfigError: See `local_folder`.
+    """
+    return local_folder(path, (*PATTERNS, CONFIG))
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a directory or hf:// repository contains a tokenizer's vocabulary."""
+    directory = tokenizer_folder(path)
     return any(path.is_file() for name in _VOCABULARIES for path in directory.glob(name))
 
 
 def names_of_tokenizer(directory: Path) -> tuple[str, ...]:
     """Returns the relative paths of a directory's tokenizer files."""
-    paths = {path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()}
+    paths = {path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()}
     return tuple(sorted(str(path.relative_to(directory)) for path in paths))
 
 

@@ -21,6 +21,7 @@ from praxis_lite.inputs.tokenizers.files import (
     model_eos_ids,
     read_fields,
     special_tokens,
+    tokenizer_folder,
 )
 from praxis_lite.inputs.tokenizers.normalized import opened
 
@@ -41,7 +42,7 @@ class JsonTokenizer(Tokenizer):
     transformers is needed but not installed.
 
     Args:
-      path: Directory of the tokenizer.
+      path: Directory of the tokenizer, or hf://org/name[@revision] on the Hugging Face Hub.
       documents_start_with_eos: Whether training documents and prompts start with EOS if the
         tokenizer does not add a BOS token.
     """
@@ -49,7 +50,7 @@ class JsonTokenizer(Tokenizer):
     path: Path
 
     def __init__(self, path: str | os.PathLike[str], *, documents_start_with_eos: bool = False):
-        self.path = Path(os.path.expanduser(os.fspath(path)))
+        self.path = tokenizer_folder(path)
         self.documents_start_with_eos = documents_start_with_eos
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:

@@ -1,24 +1,27 @@
 """Loads tokenizers from directories and config values."""
 
 import os
-from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, first_few, require
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.files import has_tokenizer
+from praxis_lite.inputs.tokenizers.files import has_tokenizer, tokenizer_folder
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> JsonTokenizer:
-    """Loads the tokenizer in a directory, with the same ids as transformers' AutoTokenizer.
+    """Loads a tokenizer, with the same ids as transformers' AutoTokenizer.
 
     The files are read on first use.
 
+    Args:
+      path: Directory of the tokenizer, or hf://org/name[@revision] on the Hugging Face Hub.
+
     Raises:
-      ConfigError: The directory does not exist, or does not contain a vocabulary.
+      ConfigError: The directory does not exist, or does not contain a vocabulary; or the repository
+        cannot be downloaded.
     """
-    directory = Path(os.path.expanduser(os.fspath(path)))
+    directory = tokenizer_folder(path)
     if not os.path.isdir(directory):
         raise ConfigError(f"The tokenizer directory {directory} does not exist.")
     if not has_tokenizer(directory):
@@ -34,7 +37,8 @@ def as_tokenizer(tokenizer: Tokenizer | str | os.PathLike[str] | None) -> Tokeni
     """Converts a config value to a tokenizer.
 
     Args:
-      tokenizer: A tokenizer, the directory of a tokenizer, or None for a byte tokenizer.
+      tokenizer: A tokenizer, the directory or hf:// URL of a tokenizer, or None for a byte
+        tokenizer.
 
     Raises:
       ConfigError: The value has another type, or the directory does not contain a tokenizer.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.host.hub import is_hub_url, local_files
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import not_written
 
@@ -21,11 +22,12 @@ def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
     """Returns the files that match comma-separated globs, sorted and without duplicates.
 
     Args:
-        patterns: Comma-separated globs; `**` and `~` are expanded.
+        patterns: Comma-separated globs; `**` and `~` are expanded. A glob of files on the Hugging
+            Face Hub is hf://datasets/org/name[@revision]/GLOB.
         owner: Name of the class with the `files` setting, for error messages.
 
     Raises:
-        ConfigError: A glob matches no file.
+        ConfigError: A glob matches no file, or files cannot be downloaded.
     """
     require(isinstance(patterns, str), f"{owner}.files", patterns, "a str of comma-separated globs")
     globs = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
@@ -35,7 +37,7 @@ def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
 
 
 def _matches(pattern: str, owner: str) -> list[str]:
-    expanded = os.path.expanduser(pattern)
+    expanded = local_files(pattern) if is_hub_url(pattern) else os.path.expanduser(pattern)
     if os.path.isfile(expanded):  # A file's name may contain the special characters of globs.
         return [expanded]
     matches = glob.glob(expanded, recursive=True)
