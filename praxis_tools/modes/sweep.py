@@ -70,6 +70,13 @@ class Sweep(Mode):
             "skipped",
         )
         options.add_argument(
+            "--worker",
+            dest="is_worker",
+            action="store_true",
+            help="run trials together with other processes that have the same command, such as "
+            "those of a SLURM array; each trial is run by one of them",
+        )
+        options.add_argument(
             "--print",
             dest="prints",
             action="store_true",
@@ -89,6 +96,7 @@ class Sweep(Mode):
         seed: int,
         topology: str | None,
         prints: bool,
+        is_worker: bool,
     ) -> int | None:
         """Runs the trials or prints their commands; raises ConfigError if an option is invalid."""
         directory = job_log_dir(command)
@@ -100,6 +108,7 @@ class Sweep(Mode):
             directory,
             parallel=parallel,
             prints=prints,
+            is_worker=is_worker,
             num_trials=trials,
             metric=metric,
             search=search,

@@ -19,6 +19,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.modes.mode import CommandLine
+from praxis_tools.sweep.claims import Claims
 from praxis_tools.sweep.running import (
     check_parallel,
     is_refused_by_plan,
@@ -37,6 +38,7 @@ def sweep(
     *,
     parallel: int,
     prints: bool,
+    is_worker: bool = False,
     num_trials: int | None,
     metric: str | None,
     topology: str | None = None,
@@ -50,6 +52,7 @@ def sweep(
         reported.
       parallel: Maximum number of trials that run at the same time.
       prints: Whether to print the commands of the trials instead of running them.
+      is_worker: Whether other processes run trials of the same sweep at the same time.
       num_trials: Number of trials, or None for the default.
       metric: The value of --metric, or None for the default.
       topology: Topology as in --mode=plan. Trials that do not fit on its devices are not started.
@@ -71,6 +74,10 @@ def sweep(
             "--print cannot be combined with --search=tpe, which chooses each trial based on the "
             "results of previous trials. Use --search=grid or --search=random."
         )
+    if prints and is_worker:
+        raise ConfigError(
+            "--print cannot be combined with --worker, which runs trials. Remove one of them."
+        )
     if not prints:
         check_parallel(parallel)
     path.mkdir(parents=True, exist_ok=True)
@@ -79,19 +86,26 @@ def sweep(
         trial_settings = settings.space.settings(dict(trial.values))
         return TrialJob(path, trial.number, settings, trial_settings)
 
-    with JobLock(path, note):
-        study = Study(journal, settings)
-        # If the sweep was killed, trials may have ended without a recorded result.
-        for trial in study.unfinished():
-            if (job := job_of(trial)).is_complete():
-                record_result(trial, job, status=0)
+    with JobLock(path, note, is_shared=is_worker):
+        claims = Claims(path, is_shared=is_worker)
+        with claims.exclusive():
+            study = Study(journal, settings)
+            # If a sweep or a worker was killed, trials may have ended without a recorded result.
+            for trial in study.unfinished():
+                if claims.claim(trial.number):
+                    if (job := job_of(trial)).is_complete():
+                        record_result(trial, job, status=0)
+                    claims.release(trial.number)
         if prints:
             if _print_commands(study, job_of, topology):
                 return None
         else:
             _announce(settings, path, parallel)
-            if reason := run_trials(study, job_of, parallel, topology, _print):
+            if reason := run_trials(study, claims, job_of, parallel, topology, _print):
                 _print(f"stopped by {reason}; run the same command to resume the sweep: {path}")
+                return None
+            if num_running := sum(record.status == "runs" for record in study.records()):
+                _print(f"other workers are running the last {num_running} trials: {path}")
                 return None
         return _report(study, path)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.job.processes import signals
+from praxis_tools.sweep.claims import Claims
 from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
 
@@ -100,15 +101,17 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
 
 def run_trials(
     study: Study,
+    claims: Claims,
     job_of: Callable[[OpenTrial], TrialJob],
     parallel: int,
     topology: str | None,
     note: Callable[[str], None],
 ) -> str | None:
-    """Runs all trials without a result.
+    """Runs all trials that have no result and are not claimed by other workers.
 
     Args:
       study: The trials of the sweep.
+      claims: The claims of this process.
       job_of: Function that returns the job of a trial.
       parallel: Maximum number of trials that run at the same time.
       topology: Topology for which trials are planned before they start; see `is_refused_by_plan`.
@@ -120,22 +123,25 @@ def run_trials(
     Raises:
       ConfigError: Another process is training a trial, or a trial cannot be planned.
     """
-    waiting, running = study.unfinished(), list[RunningTrial]()
+    running = list[RunningTrial]()
     printed_at = time.monotonic()
     request = _EndRequest()
     with request, _ending_all(running):
         while request.reason is None:
             while request.reason is None and len(running) < parallel:
-                trial = waiting.pop(0) if waiting else study.next()
+                trial = _take(study, claims)
                 if trial is None:
                     break
-                if not is_refused_by_plan(trial, job_of(trial), topology, note):
+                if is_refused_by_plan(trial, job_of(trial), topology, note):
+                    claims.release(trial.number)
+                else:
                     running.append(_start(trial, job_of(trial), request, note))
             if not running:
                 break
             for ended in [trial for trial in running if trial.process.poll() is not None]:
                 running.remove(ended)
                 note(f"trial {ended.trial.number}: {ended.record()}")
+                claims.release(ended.trial.number)
             for still_running in running:
                 still_running.prune_if_bad()
             if time.monotonic() - printed_at > _PROGRESS_SECONDS:
@@ -143,6 +149,21 @@ def run_trials(
                 note(_progress(study, running))
             time.sleep(_POLL_SECONDS)
     return request.reason
+
+
+def _take(study: Study, claims: Claims) -> OpenTrial | None:
+    """Claims a trial whose sweep or worker ended before the trial, or else the next trial to start.
+
+    Returns None if there are no such trials.
+    """
+    with claims.exclusive():
+        for trial in study.unfinished():
+            if claims.claim(trial.number):
+                return trial
+        trial = study.next()
+        if trial is not None:
+            claims.claim(trial.number)
+        return trial
 
 
 @contextlib.contextmanager

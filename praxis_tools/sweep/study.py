@@ -47,7 +47,8 @@ class Study:
     """The trials of a sweep.
 
     Args:
-      journal: Path of the journal. Only the process that locks the directory may write it.
+      journal: Path of the journal. If `settings` are given, no other process may create the sweep
+        at the same time.
       settings: Settings to start or resume the sweep, or None to only read the sweep.
 
     Raises:
@@ -60,7 +61,7 @@ class Study:
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
         # Without settings, the sweep is only read.
         if settings is not None:
-            _remove_incomplete_line(journal)
+            _remove_incomplete_line(journal, backends.JournalFileSymlinkLock(str(journal)))
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
             if settings is None:
@@ -143,7 +144,7 @@ class Study:
             return self._open(self._study.ask())
 
     def unfinished(self) -> "list[OpenTrial]":
-        """Returns the trials that were running when the sweep ended."""
+        """Returns the trials that have started and have no result."""
         opened = []
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING":
@@ -228,11 +229,20 @@ class OpenTrial:
         return f"{status}: {reason}"
 
 
-def _remove_incomplete_line(journal: Path) -> None:
-    """Removes an incomplete last line, because Optuna would append the next entry to it."""
+def _remove_incomplete_line(journal: Path, lock: Any) -> None:
+    """Removes an incomplete last line, because Optuna would append the next entry to it.
+
+    Args:
+      journal: Path of the journal.
+      lock: Optuna's lock on the journal, because another worker may be appending to it.
+    """
     if journal.is_file():
-        content = journal.read_bytes()
-        os.truncate(journal, content.rfind(b"\n") + 1)
+        lock.acquire()
+        try:
+            content = journal.read_bytes()
+            os.truncate(journal, content.rfind(b"\n") + 1)
+        finally:
+            lock.release()
 
 
 _STATUS = {

@@ -1,4 +1,4 @@
-"""The sbatch script: its options are SLURM's, and with processes for hosts it does what it says."""
+"""The sbatch scripts: their options are SLURM's, and with processes for hosts they do as told."""
 
 import contextlib
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from praxis_lite.job.processes.start import find_others
+from praxis_lite.main import MODES
+from praxis_lite.modes.options import parse_command_line
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.clusters.recipes import (
     CLUSTERS,
@@ -26,7 +28,8 @@ from tests.support.job_runs import home
 from tests.support.process_pairs import free_port
 
 SCRIPT = CLUSTERS / "slurm.sbatch"
-TEXT = SCRIPT.read_text()
+SWEEP = CLUSTERS / "sweep.sbatch"
+SCRIPTS = pytest.mark.parametrize("path", [SCRIPT, SWEEP], ids=lambda path: path.stem)
 # Options of sbatch(1) and the forms of their values, as SLURM 22.05 has them.
 SBATCH = {
     "account": r"\S+",
@@ -69,9 +72,10 @@ SRUN = {
 }
 
 
-def directives() -> dict[str, str]:
-    """Returns the options of the lines that begin with #SBATCH, by name."""
-    words = [line.split()[1] for line in TEXT.splitlines() if line.startswith("#SBATCH")]
+def directives(path: Path) -> dict[str, str]:
+    """Returns the options of a script's lines that begin with #SBATCH, by name."""
+    lines = path.read_text().splitlines()
+    words = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
     return dict(word.removeprefix("--").partition("=")[::2] for word in words)
 
 
@@ -96,17 +100,20 @@ def script(folder, *argv, hosts, **env):
     )
 
 
-def test_shell():
-    check_shell(SCRIPT)
+@SCRIPTS
+def test_shell(path):
+    check_shell(path)
 
 
-def test_the_options_are_those_of_sbatch_and_come_before_the_first_command():
-    lines = TEXT.splitlines()
+@SCRIPTS
+def test_the_options_are_those_of_sbatch_and_come_before_the_first_command(path):
+    lines = path.read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     first = next(k for k, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(k < first for k, line in enumerate(lines) if line.startswith("#SBATCH"))
-    check_flags([f"--{name}={value}" for name, value in directives().items()], SBATCH)
-    assert {"requeue", "no-kill", "signal"} <= set(directives())
+    check_flags([f"--{name}={value}" for name, value in directives(path).items()], SBATCH)
+    assert {"requeue", "signal"} <= set(directives(path))
+    assert path == SWEEP or "no-kill" in directives(path)
 
 
 @pytest.mark.parametrize("word", ["--no-kil", "--signal=B:USR1@5m", "--time=24h", "--open-mode=a"])
@@ -142,7 +149,7 @@ def test_each_host_has_a_step_whose_command_line_is_ours(tmp_path):
         assert settings["coordinator_address"] == "127.0.0.1:8476"
         assert (settings["num_processes"], settings["process_id"]) == (3, number)
         # SLURM's signal comes as many seconds before the limit as the program counts on.
-        assert directives()["signal"].endswith(f"@{options['grace_seconds']}")
+        assert directives(SCRIPT)["signal"].endswith(f"@{options['grace_seconds']}")
     assert ["requeue", "4711"] not in calls(tmp_path / "bin", "scontrol")
 
 
@@ -308,3 +315,30 @@ def test_a_host_whose_supervisor_died_is_started_again_and_joins(tmp_path, folde
 
 def members(job):
     return [json.loads(path.read_text()) for path in (job / "elastic/members").glob("*.json")]
+
+
+@pytest.mark.parametrize("is_at_limit", [False, True])
+def test_a_task_of_an_array_is_a_worker_that_is_requeued_at_the_time_limit(tmp_path, is_at_limit):
+    folder = tmp_path / "bin"
+    program(folder, "scontrol", "exit 0")
+    program(folder, "py", "trap 'exit 0' TERM\nfor _ in {1..300}; do sleep 0.1; done; exit 7")
+    if not is_at_limit:
+        program(folder, "py", "exit 3")
+    argv = ["--exp=lm.PyDocs", "--job_log_dir=/d", "--set", "run.seed=1,2"]
+    run = subprocess.Popen(
+        ["bash", SWEEP, *argv],
+        cwd=ROOT,
+        env=environment(folder, PYTHON="py", SLURM_ARRAY_JOB_ID="4711", SLURM_ARRAY_TASK_ID="2"),
+    )
+    if is_at_limit:
+        while not calls(folder, "py"):
+            time.sleep(0.05)
+        time.sleep(0.2)  # The trap is set after the worker has started.
+        run.send_signal(signal.SIGUSR1)
+    assert run.wait(timeout=60) == (0 if is_at_limit else 3)
+    expected = [["requeue", "4711_2"]] if is_at_limit else []
+    assert calls(folder, "scontrol") == expected
+    ((script_name, *words),) = calls(folder, "py")
+    command, mode, options = parse_command_line(words, MODES)
+    assert (script_name, mode) == ("main.py", MODES["sweep"])
+    assert options["is_worker"] and command.settings == ["run.seed=1,2"]

@@ -29,6 +29,7 @@ from tests.huggingface.test_finetuning import adapters_are_right, with_vocabular
 from tests.huggingface.test_finetuning import started as started  # A fixture.
 from tests.support.doc_pages import Block, page, pages
 from tests.support.every_case import assert_each
+from tests.support.fake_hub import WRITER, client_of, fake_hub
 from tests.support.goldens import GOLDENS
 from tests.support.job_runs import CHECKOUT, Launch, home, launch, succeed
 from tests.support.lm_eval_tasks import model_directory
@@ -229,8 +230,32 @@ def test_the_page_of_hugging_face_runs(folder):
     assert [len(row) for row in actual["tokens"]] == [16, 16]
     assert Path("path/of/copy/model.safetensors").is_file()
     with_vocabulary(GOLDENS / "hf" / "llama", Path("DIR"))
-    (command,) = page("huggingface").commands("python main.py")
+    command, _ = page("huggingface").commands("python main.py")
     assert "step 1" in succeed(*command, "run.num_train_steps=1").out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # In huggingface_hub.
+def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, monkeypatch):
+    _, tuned = page("huggingface").commands("python main.py")
+    (export,) = page("huggingface").commands("python -m praxis_lite.huggingface")
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats/train.jsonl").write_text((started / "chat.jsonl").read_text())
+    monkeypatch.chdir(tmp_path)
+    with fake_hub() as hub, client_of(hub, monkeypatch, tmp_path / "home", WRITER):
+        hub.add("org/model", started / "llama")
+        hub.add("org/chats", tmp_path / "chats", "datasets")
+        sizes = ("SEQ_LEN=64", "BATCH_SIZE=8", "mesh.ici_mesh_shape=1,4,2")
+        assert "step 1" in succeed(*tuned, "run.num_train_steps=1", *sizes).out
+        huggingface(export)
+        adapters = hub.repos["models", "me/model-lora"]
+        files = adapters.commits[adapters.branches["main"]]
+        base_model = json.loads(files["adapter_config.json"])["base_model_name_or_path"]
+    assert base_model == "org/model" and "adapter_model.safetensors" in files
+    # The job contains a copy of the tokenizer, so that it no longer needs the Hub.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    decoded = succeed("--mode=decode", "--job_log_dir=jobs/chat", "--prompt=What comes after 4?")
+    assert "restored the weights of step 1" in decoded.out
 
 
 @pytest.mark.slow
