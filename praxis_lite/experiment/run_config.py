@@ -37,6 +37,9 @@ class RunConfig:
             value None removes a tracker, as in `--set run.trackers.tensorboard=None`.
         log_every_steps: Number of steps between printed lines if the output is not a terminal. None
             for about 20 lines per run. `metrics.jsonl` always contains every step.
+        histograms_every_steps: Number of steps between histograms of the weights and of their
+            gradients, which are sent to the trackers. Computing them takes about as long as a step.
+            None for no histograms.
         accept_changed_data: Names in the fingerprint of the training data, such as "seed" or
             "corpus.sha256", whose values may differ from the checkpoint's values.
         decode_use_ema_states: Whether to decode with the moving averages of `Learner.ema_decay`.
@@ -73,6 +76,7 @@ class RunConfig:
         default_factory=lambda: {"tensorboard": TensorBoard()}
     )
     log_every_steps: int | None = None
+    histograms_every_steps: int | None = None
     accept_changed_data: Sequence[str] = ()
     decode_use_ema_states: bool = False
     debug_nans: bool = False

@@ -14,7 +14,7 @@ from prometheus_client import make_wsgi_app
 
 from praxis_lite.host.host_names import LOOPBACK_HOSTS, has_allowed_host, is_loopback
 from praxis_lite.trackers.prometheus import LatestMetrics
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 16
@@ -53,6 +53,9 @@ class MetricsEndpoint(Tracker):
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Updates the metrics after a step or an evaluation."""
         self._numbers.add(step, scalars)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Does nothing, because each statistic of each weight would be a gauge."""
 
     def end(self, ending: Ending) -> None:
         """Stops the server."""

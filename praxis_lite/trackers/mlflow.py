@@ -13,8 +13,8 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 # The tag by which later launches find the run, because MLflow assigns the run ids.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# MLflow's limits: characters per key, characters per param, and params per request.
-_KEY, _PARAM, _PARAMS = 250, 6000, 100
+# MLflow's limits: characters per key, characters per param, and params and metrics per request.
+_KEY, _PARAM, _PARAMS, _METRICS = 250, 6000, 100, 1000
 
 
 @dataclasses.dataclass
@@ -74,13 +74,11 @@ class MLflow(Tracker):
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records numbers at a step."""
         now = int(time.time() * 1000)
-        self._client.log_batch(
-            self._id,
-            metrics=[
-                self._entities.Metric(_key(name), value, now, step)
-                for name, value in scalars.items()
-            ],
-        )
+        metrics = [
+            self._entities.Metric(_key(name), value, now, step) for name, value in scalars.items()
+        ]
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _METRICS])
 
     def text(self, step: int, name: str, text: str) -> None:
         """Stores a text as an artifact."""

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from praxis_lite.core.errors import require
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 
 
 class LatestMetrics(Collector):
@@ -100,6 +100,9 @@ class PrometheusTextfile(Tracker):
         """Writes the file with the given metrics."""
         self._numbers.add(step, scalars)
         self._write()
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Does nothing, because each statistic of each weight would be a gauge."""
 
     def end(self, ending: Ending) -> None:
         """Writes the file with the gauge praxis_lite_running set to 0."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 
 
 @dataclasses.dataclass
@@ -56,6 +56,25 @@ class TensorBoard(Tracker):
         """Writes a point for each number."""
         pb2 = self._summary
         values = [pb2.Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
+        self._add(step, pb2.Summary(value=values))
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Writes the histograms for TensorBoard's tabs Histograms and Distributions."""
+        pb2 = self._summary
+        values = []
+        for name, x in histograms.items():
+            num = float(x.counts.sum())
+            proto = pb2.HistogramProto(
+                min=float(x.edges[0]),
+                max=float(x.edges[-1]),
+                num=num,
+                sum=x.mean * num,
+                sum_squares=(x.std**2 + x.mean**2) * num,
+                # Each bucket has a right limit. An empty bucket limits the first bin on the left.
+                bucket_limit=x.edges.tolist(),
+                bucket=[0.0, *x.counts.tolist()],
+            )
+            values.append(pb2.Summary.Value(tag=name, histo=proto))
         self._add(step, pb2.Summary(value=values))
 
     def text(self, step: int, name: str, text: str) -> None:

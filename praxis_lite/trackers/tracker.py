@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from praxis_lite.host.optional_packages import NeedsPackage
 
 # The ways in which a launch can end: its last step, a signal or a limit, or an exception.
@@ -38,6 +40,35 @@ class TrackedRun:
     first_step: int
     evaluated: tuple[str, ...] = ()
     note: Callable[[str], None] = print
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """The distribution of the values of a weight or a gradient.
+
+    Attributes:
+      edges: Edges of the bins, evenly spaced from the least to the largest finite value.
+      counts: Number of values in each bin, rounded above 2^24.
+      mean: Mean of the finite values.
+      std: Standard deviation of the finite values.
+      num_not_finite: Number of values that are NaN or infinite, which are in no bin.
+    """
+
+    edges: np.ndarray
+    counts: np.ndarray
+    mean: float
+    std: float
+    num_not_finite: float
+
+    def summary(self) -> dict[str, float]:
+        """Returns the range, the mean and the other statistics by name."""
+        return {
+            "min": float(self.edges[0]),
+            "max": float(self.edges[-1]),
+            "mean": self.mean,
+            "std": self.std,
+            "num_not_finite": self.num_not_finite,
+        }
 
 
 class Tracker(NeedsPackage):
@@ -77,6 +108,21 @@ class Tracker(NeedsPackage):
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records the metrics of a step ("loss") or of an evaluation ("heldout/loss")."""
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Records the distributions of weights and gradients (`run.histograms_every_steps`).
+
+        If a tracker does not override this method, their statistics are recorded as scalars, such
+        as "weights/PATH/std".
+        """
+        self.scalars(
+            step,
+            {
+                f"{name}/{statistic}": value
+                for name, histogram in histograms.items()
+                for statistic, value in histogram.summary().items()
+            },
+        )
 
     def text(self, step: int, name: str, text: str) -> None:
         """Records text."""

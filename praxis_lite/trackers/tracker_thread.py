@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 
 # Maximum number of queued calls. With fifty numbers per call, a full queue takes tens of megabytes.
 MAX_QUEUED_CALLS = 10_000
@@ -93,6 +93,11 @@ class TrackerThread(threading.Thread):
                 for name, value in metrics.items()
             }
             self._call(self._tracker.scalars, step, numbers)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Queues the histograms of a step."""
+        if step > self._recorded_step:
+            self._call(self._tracker.histograms, step, histograms)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Queues a text."""

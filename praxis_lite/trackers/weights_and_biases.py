@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 
 # Timeout for starting and finishing a run. By default, W&B waits for 90 s at the start and without
 # a limit at the end, so the process would exit late.
@@ -72,6 +72,14 @@ class WeightsAndBiases(Tracker):
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records numbers with their step."""
         self._run.log({"step": step, **scalars})
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Records the histograms."""
+        values = {
+            name: self._wandb.Histogram(np_histogram=(x.counts.tolist(), x.edges.tolist()))
+            for name, x in histograms.items()
+        }
+        self._run.log({"step": step, **values})
 
     def text(self, step: int, name: str, text: str) -> None:
         """Records text as an HTML page."""

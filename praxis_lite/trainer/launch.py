@@ -167,10 +167,13 @@ def _train_with_roll_backs(
         print(checkpoint_schedule(run, start.step))
         print("compiling the first step", flush=True)
         with events.phase(COMPILE):
-            compile_together(
+            steps = [
                 (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
                 for name, pipeline in job.datasets.items()
-            )
+            ]
+            if run.histograms_every_steps is not None:
+                steps.append((job.partitioner.histogram_step, train_set, f"datasets.{TRAIN}"))
+            compile_together(steps)
         roll_backs = RollBacks()
         # Each iteration trains until the end of training, or until a loss spike.
         while True:

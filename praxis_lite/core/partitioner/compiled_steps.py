@@ -48,6 +48,7 @@ class Step:
     """
 
     trains: bool
+    _wraps_host_weights: bool  # Whether `pure` takes weights in host memory as `HostWeight`s.
     _arrays: str  # Name of the first argument, for messages.
     _may_lack_key = False
 
@@ -153,14 +154,15 @@ class Step:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
         # Weights in host memory are transferred as late as possible, by the layers that read them.
         arrays = self.layout.unpad(arrays, except_on_host=True)
-        arrays = arrays if self.trains else self.layout.wrap_host_weights(arrays)
+        if self._wraps_host_weights:
+            arrays = self.layout.wrap_host_weights(arrays)
         return self._pure(arrays, self.where.inputs(batch), key)
 
 
 class TrainStep(Step):
     """The step (state, batch, key) -> (state, outputs); it donates its input state."""
 
-    trains, _arrays = True, "state"
+    trains, _wraps_host_weights, _arrays = True, False, "state"
 
     def __init__(self, *args: Any, compiler_options: dict[str, Any] | None, **named: Any):
         super().__init__("train_step", "A training step", *args, **named)
@@ -190,7 +192,7 @@ class StepOfWeights(Step):
       to_layout: Converts the weights that are passed in a call to the step's layout.
     """
 
-    trains, _arrays = False, "mdl_vars"
+    trains, _wraps_host_weights, _arrays = False, True, "mdl_vars"
 
     def __init__(
         self,
@@ -214,3 +216,9 @@ class StepOfWeights(Step):
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> PyTree:
         return self._call_checked(self._to_layout(mdl_vars), batch, key)
+
+
+class StepOfState(StepOfWeights):
+    """A step (state, batch, key) -> outputs; it does not donate the state."""
+
+    _wraps_host_weights, _arrays = False, "state"

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner import arguments, steps
-from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
+from praxis_lite.core.partitioner.compiled_steps import Step, StepOfState, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import (
     ACCUMULATING,
     DECODING,
@@ -114,19 +114,41 @@ class Partitioner:
         return TrainStep(
             self.where,
             self.layout,
-            functools.partial(
-                steps.train_step,
-                self.task,
-                learner=self.learner,
-                value_and_grad=self.gradients.value_and_grad,
-                wrap_host_weights=self._mdl_layout.wrap_host_weights,
-            ),
+            functools.partial(steps.train_step, self.task, **self._gradient_arguments),
             required_inputs=self.task.required_inputs,
-            check_rows=functools.partial(
-                self.gradients.check_rows,
-                num_micro_batches=self.task.learner.gradient_accumulation_steps,
-            ),
+            check_rows=self._check_training_rows,
             compiler_options=self.train_options,
+        )
+
+    @functools.cached_property
+    def histogram_step(self) -> StepOfState:
+        """The step (state, GlobalBatch, key) -> histograms of weights and gradients by name.
+
+        The result is that of `steps.histogram_step`, replicated.
+        """
+        return StepOfState(
+            "histogram_step",
+            "A step that computes histograms",
+            self.where,
+            self.layout,
+            functools.partial(steps.histogram_step, self.task, **self._gradient_arguments),
+            required_inputs=self.task.required_inputs,
+            may_lack_key=False,
+            check_rows=self._check_training_rows,
+            compiler_options=self.train_options,
+        )
+
+    @property
+    def _gradient_arguments(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner,
+            "value_and_grad": self.gradients.value_and_grad,
+            "wrap_host_weights": self._mdl_layout.wrap_host_weights,
+        }
+
+    def _check_training_rows(self, element_spec: PyTree) -> None:
+        self.gradients.check_rows(
+            element_spec, num_micro_batches=self.task.learner.gradient_accumulation_steps
         )
 
     @functools.cached_property

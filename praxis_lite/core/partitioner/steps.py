@@ -11,6 +11,7 @@ from praxis_lite.core.learner.weight_groups import merged
 from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.accumulation import Batch
+from praxis_lite.core.partitioner.histograms import histograms
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.memory_spaces import to_device
@@ -61,8 +62,70 @@ def train_step(
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
     """
-    key = jax.random.fold_in(key, state.step)
     bound = learner or _bound_learner(task)
+    params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
+    metrics, new_non_trainable, grads = _gradients(
+        task, state, inputs, key, bound, value_and_grad, wrap_host_weights
+    )
+    metrics, sums = tallies.pop_tallies(metrics)
+    # The update applies to the weights without noise.
+    new_params, opt_states, learner_scalars, is_skipped = bound.update(
+        grads, state.opt_states, params, metrics["loss"][0]
+    )
+
+    # A skipped step must not change the state: a running mean would never recover from NaN.
+    def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(is_skipped, old, typed_as(new, old))
+
+    # `moved` returns the same array for all weights except those that follow a Tally, such as the
+    # biases of experts. Such weights have no gradient, so they take the moved value, not the
+    # learner's.
+    moved = task.model.moved(params, sums)
+    new_params = jax.tree.map(
+        lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved
+    )
+    new_non_trainable = jax.tree.map(unless_skipped, new_non_trainable, non_trainable)
+    new_state = TrainState(
+        step=state.step + 1,
+        mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
+        opt_states=opt_states,
+    )
+    return new_state, {"metrics": metrics, "learner": learner_scalars}
+
+
+def histogram_step(
+    task: Task,
+    state: TrainState,
+    inputs: Batch,
+    key: jax.Array,
+    *,
+    learner: BoundLearner | None = None,
+    value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
+    wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
+) -> dict[str, dict[str, jax.Array]]:
+    """Returns the histograms of the weights, and of their gradients on a batch.
+
+    The arguments are those of `train_step`. Gradients are not clipped.
+
+    Returns:
+      The results of `histograms`, by "weights/PATH" and "gradients/PATH".
+    """
+    bound = learner or _bound_learner(task)
+    _, _, grads = _gradients(task, state, inputs, key, bound, value_and_grad, wrap_host_weights)
+    return histograms({"weights": state.mdl_vars["params"], "gradients": grads})
+
+
+def _gradients(
+    task: Task,
+    state: TrainState,
+    inputs: Batch,
+    key: jax.Array,
+    bound: BoundLearner,
+    value_and_grad: accumulation.ValueAndGrad,
+    wrap_host_weights: Callable[[Any], Any],
+) -> tuple[dict[str, Any], Any, Any]:
+    """Returns (metrics, new non_trainable, unscaled gradients) for `train_step`."""
+    key = jax.random.fold_in(key, state.step)
     settings, groups = bound.settings, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     # Gradients are computed only for the trainable weights.
@@ -96,32 +159,9 @@ def train_step(
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )
-    metrics, sums = tallies.pop_tallies(metrics)
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, to_device(grads))
-    # The update applies to the weights without noise.
-    new_params, opt_states, learner_scalars, is_skipped = bound.update(
-        grads, state.opt_states, params, metrics["loss"][0]
-    )
-
-    # A skipped step must not change the state: a running mean would never recover from NaN.
-    def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(is_skipped, old, typed_as(new, old))
-
-    # `moved` returns the same array for all weights except those that follow a Tally, such as the
-    # biases of experts. Such weights have no gradient, so they take the moved value, not the
-    # learner's.
-    moved = task.model.moved(params, sums)
-    new_params = jax.tree.map(
-        lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved
-    )
-    new_non_trainable = jax.tree.map(unless_skipped, new_non_trainable, non_trainable)
-    new_state = TrainState(
-        step=state.step + 1,
-        mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
-        opt_states=opt_states,
-    )
-    return new_state, {"metrics": metrics, "learner": learner_scalars}
+    return metrics, new_non_trainable, grads
 
 
 def eval_step(

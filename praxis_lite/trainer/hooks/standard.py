@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from praxis_lite.trainer.hooks.evaluations import EarlyStops, Evaluations
 from praxis_lite.trainer.hooks.examples import Examples
 from praxis_lite.trainer.hooks.followed import FollowedEvaluations
+from praxis_lite.trainer.hooks.histograms import Histograms
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.loss_spike_hook import LossSpikes
 from praxis_lite.trainer.hooks.metrics_jsonl import MetricsFiles, Progress
@@ -39,6 +40,7 @@ def all_hooks(
         MetricsFiles(job),
         Examples(job),
         Tracking(trackers),
+        *([] if job.run.histograms_every_steps is None else [Histograms(job, trackers)]),
         Progress(job, progress),
         LossSpikes(job),
         SkippedSteps(job),

@@ -21,7 +21,7 @@ from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop import Loop
@@ -73,6 +73,11 @@ class Trackers(contextlib.AbstractContextManager):
         """Sends an evaluation's metrics, keyed by dataset, to the trackers."""
         for thread in self._threads:
             thread.log_evaluation(step, results)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Sends histograms of weights and gradients to the trackers."""
+        for thread in self._threads:
+            thread.log_histograms(step, histograms)
 
     def finish(self, first_step: int, step: int, *, stopped: bool) -> None:
         """Sends the loss curve, and samples decoded since `first_step`, to the trackers.

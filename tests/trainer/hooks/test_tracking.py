@@ -4,17 +4,21 @@ import re
 import sys
 
 import fiddle as fdl
+import numpy as np
 import pytest
 
 from praxis_lite import ConfigError, MLflow, RunConfig, TensorBoard, WeightsAndBiases
 from praxis_lite.config.config_json import config_lines, dump_config, load_config
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trackers.tracker import Histogram
 from praxis_lite.trackers.tracker_thread import TrackerThread
 from praxis_lite.trainer.hooks import tracking
 from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
-from tests.support.job_runs import launch
+from tests.support.job_runs import launch, lines_of, succeed
+from tests.support.line_jobs import LINE
 from tests.support.tracked_runs import Hangs, Remembers, run_in
+from tests.trackers.test_tensorboard import events_in
 
 
 def test_a_tracker_is_set_by_name_and_taken_away_and_the_config_keeps_it():
@@ -57,6 +61,43 @@ def test_a_wrong_tracker_is_refused_with_its_path(setting, words):
         apply_overrides(fdl.Config(dict, run=config), [setting])
         fdl.build(config)
     assert re.search(words, " ".join(str(error.value).split()))
+
+
+def test_histograms_reach_the_trackers_and_change_no_loss(tmp_path):
+    jobs = {name: JobDir(tmp_path / name) for name in ("on", "off")}
+    for name, job in jobs.items():
+        histograms = ["run.histograms_every_steps=3"] if name == "on" else []
+        succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7", *histograms)
+    found = {
+        name: {
+            (event.step, value.tag): value.histo
+            for event in events_in(job.path / "tensorboard")
+            for value in event.summary.value
+            if value.HasField("histo")
+        }
+        for name, job in jobs.items()
+    }
+    names = ("weights/w", "gradients/w")
+    assert found == {"on": found["on"], "off": {}}
+    assert set(found["on"]) == {(step, name) for step in (3, 6) for name in names}
+    for histogram in found["on"].values():
+        assert sum(histogram.bucket) == histogram.num == 5
+        assert len(histogram.bucket) == len(histogram.bucket_limit) == 65
+    assert lines_of(jobs["on"].metrics_jsonl) == lines_of(jobs["off"].metrics_jsonl)
+
+
+def test_a_tracker_without_histograms_receives_statistics(tmp_path):
+    tracker = Remembers()
+    thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
+    thread.resume_from(0, 4, 0)  # An earlier launch has sent the steps up to 4.
+    thread.start()
+    edges, counts = np.linspace(-2.0, 3.0, 65), np.ones(64)
+    for step in (4, 8):
+        thread.log_histograms(step, {"weights/w": Histogram(edges, counts, 0.5, 1.5, 0.0)})
+    thread.end("finished")
+    thread.join()
+    expected = {"min": -2.0, "max": 3.0, "mean": 0.5, "std": 1.5, "num_not_finite": 0.0}
+    assert tracker.points == [(8, {f"weights/w/{name}": x for name, x in expected.items()})]
 
 
 def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path):
