@@ -25,6 +25,7 @@ from praxis_lite.experiment.run_config import RunConfig as RunConfig
 from praxis_lite.experiment.run_settings import EvaluationSettings as EvaluationSettings
 from praxis_lite.experiment.run_settings import LossSpikeSettings as LossSpikeSettings
 from praxis_lite.experiment.run_settings import ProfileSettings as ProfileSettings
+from praxis_lite.experiment.run_settings import SampleSettings as SampleSettings
 from praxis_lite.experiment.run_settings import StopSettings as StopSettings
 from praxis_lite.host.optional_packages import require_package as require_package
 from praxis_lite.trackers.mlflow import MLflow as MLflow

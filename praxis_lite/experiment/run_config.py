@@ -12,6 +12,7 @@ from praxis_lite.experiment.run_settings import (
     EvaluationSettings,
     LossSpikeSettings,
     ProfileSettings,
+    SampleSettings,
     StopSettings,
 )
 from praxis_lite.trackers.tensorboard import TensorBoard
@@ -30,6 +31,7 @@ class RunConfig:
             hosts, for jobs with `--elastic`. The state survives the loss of any single host. If
             None, there are no such saves.
         evaluation: When the job evaluates, on how much data, and with which weights.
+        samples: Prompts that a language model continues while it trains.
         stopping: Conditions that end training before its last step.
         loss_spikes: Size of a loss spike, and the action that follows.
         profile: Steps to profile, and the processes that record profiles.
@@ -69,6 +71,7 @@ class RunConfig:
     checkpoints: SaveSettings = SaveSettings()
     peer_save_every_steps: int | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
+    samples: SampleSettings = SampleSettings()
     stopping: StopSettings = StopSettings()
     loss_spikes: LossSpikeSettings = LossSpikeSettings()
     profile: ProfileSettings = ProfileSettings()

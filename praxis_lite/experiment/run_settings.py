@@ -1,7 +1,8 @@
-"""The settings in RunConfig for evaluation, stopping, loss spikes and profiles."""
+"""The settings in RunConfig for evaluation, samples, stopping, loss spikes and profiles."""
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
@@ -41,6 +42,41 @@ class EvaluationSettings:
                 "run.evaluation.by_follower=True, which evaluates in a different process. Set "
                 "every_steps to None, or by_follower to False."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Prompts that a language model continues while it trains (`run.samples`).
+
+    Attributes:
+        every_steps: Number of steps between continuations with the current weights, which are
+            printed, sent to the trackers and written to decode/samples. None for no continuations.
+        prompts: The prompts.
+
+    Raises:
+        ConfigError: The number is out of range, or there are no prompts.
+    """
+
+    every_steps: int | None = None
+    prompts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_whole_numbers("run.samples", self)
+        is_sequence = not isinstance(self.prompts, str)
+        require(
+            is_sequence and all(isinstance(prompt, str) for prompt in self.prompts),
+            "run.samples.prompts",
+            self.prompts,
+            "a list of strings, such as ['import', 'def main(']",
+            CHANGE,
+        )
+        require(
+            self.every_steps is None or len(self.prompts) > 0,
+            "run.samples.prompts",
+            self.prompts,
+            "at least one prompt, because run.samples.every_steps is set",
+            CHANGE,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

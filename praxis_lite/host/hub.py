@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,5 +250,8 @@ def _errors() -> ModuleType:
 
 def _hub() -> ModuleType:
     import huggingface_hub  # Takes a second with its HTTP client.
+    import huggingface_hub.utils
 
+    if not sys.stderr.isatty():  # The bars would fill log files.
+        huggingface_hub.utils.disable_progress_bars()
     return huggingface_hub

@@ -17,6 +17,8 @@ __all__ = ("JobDir", "open_for_supervisors", "open_for_reading", "recorded_exper
 
 # Name under decode/ of the dataset that contains the prompts from --prompt and --prompts.
 COMMAND_LINE = "command_line"
+# Name under decode/ of the dataset that contains run.samples.prompts.
+SAMPLES = "samples"
 
 
 def _child(name: str) -> property:

@@ -103,6 +103,11 @@ class TrackerThread(threading.Thread):
         """Queues a text."""
         self._call(self._tracker.text, step, name, text)
 
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Queues a text that belongs to a step."""
+        if step > self._recorded_step:
+            self.text(step, name, text)
+
     def image(self, step: int, name: str, png: bytes) -> None:
         """Queues an image."""
         self._call(self._tracker.image, step, name, png)

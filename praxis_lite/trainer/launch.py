@@ -26,6 +26,7 @@ from praxis_lite.trainer.checks.job_checks import (
 from praxis_lite.trainer.checks.resume import notes_on_resume
 from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.hooks.hook import check_hooks
+from praxis_lite.trainer.hooks.samples import sample_prompts
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.hooks.standard import all_hooks
 from praxis_lite.trainer.hooks.tracking import open_trackers
@@ -74,6 +75,8 @@ def train(
     for tracker in filter(None, run.trackers.values()):
         tracker.check()
     check_names(job.partitioner.layout)
+    if run.samples.every_steps is not None:
+        sample_prompts(job)
     starting_points, config = StartingPoints(job, tools.sources), ConfigFiles(launched, files)
     # The contexts are exited in reverse order, so the directory stays locked and signals are
     # handled until the last save is complete.
@@ -173,6 +176,9 @@ def _train_with_roll_backs(
             ]
             if run.histograms_every_steps is not None:
                 steps.append((job.partitioner.histogram_step, train_set, f"datasets.{TRAIN}"))
+            if run.samples.every_steps is not None:
+                prompts = sample_prompts(job)
+                steps.append((job.partitioner.decode_step, prompts, "run.samples.prompts"))
             compile_together(steps)
         roll_backs = RollBacks()
         # Each iteration trains until the end of training, or until a loss spike.

@@ -49,10 +49,11 @@ def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
       ConfigError: A file cannot be read.
     """
     newest = {file.dataset: file for file in decoded_files(job)}
-    return [(name, file.step, _continuations(file, num_prompts)) for name, file in newest.items()]
+    return [(name, file.step, continuations_in(file, num_prompts)) for name, file in newest.items()]
 
 
-def _continuations(file: DecodedFile, num_prompts: int) -> str:
+def continuations_in(file: DecodedFile, num_prompts: int) -> str:
+    """Returns the first prompts in a file and their continuations as text; see `continuations`."""
     try:
         decoded = file.read(num_prompts)
     except OSError as error:

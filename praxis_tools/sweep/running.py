@@ -157,9 +157,9 @@ def _take(study: Study, claims: Claims) -> OpenTrial | None:
     Returns None if there are no such trials.
     """
     with claims.exclusive():
-        for trial in study.unfinished():
-            if claims.claim(trial.number):
-                return trial
+        for unfinished in study.unfinished():
+            if claims.claim(unfinished.number):
+                return unfinished
         trial = study.next()
         if trial is not None:
             claims.claim(trial.number)

@@ -7,7 +7,7 @@ import threading
 import fiddle as fdl
 import pytest
 
-from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
+from praxis_lite import ConfigError, RunConfig, SampleSettings, TensorBoard, WeightsAndBiases
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.trackers.tracker_thread import TrackerThread
 from tests.support.doc_pages import page
@@ -51,13 +51,16 @@ def test_the_experiments_run_has_both_trackers():
 
 
 def test_the_settings_of_the_command_line_are_taken():
-    (words,) = page("trackers").commands("python main.py")
+    words, sampled = page("trackers").commands("python main.py")
     settings = [word for word in words if word.startswith("run.trackers.")]
     config = fdl.Config(RunConfig, num_train_steps=7)
     assert len(apply_overrides(fdl.Config(dict, run=config), settings)) == 5
     trackers = fdl.build(config).trackers
     assert trackers["tensorboard"] is None and trackers["wandb"].project == "small-models"
     assert trackers["mlflow"].tracking_uri == "sqlite:////tmp/mlflow.db"
+    apply_overrides(fdl.Config(dict, run=config), [word for word in sampled if "samples." in word])
+    expected = SampleSettings(every_steps=200, prompts=("The import statement", "A class"))
+    assert fdl.build(config).samples == expected
 
 
 def test_a_tracker_in_ten_lines_logs_each_step(tmp_path):

@@ -15,7 +15,7 @@ from praxis_lite.core.partitioner.histograms import histograms
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.memory_spaces import to_device
-from praxis_lite.core.task import Task
+from praxis_lite.core.task import Task, WeightedScalars
 
 __all__ = ("eval_step", "train_step")
 
@@ -123,7 +123,7 @@ def _gradients(
     bound: BoundLearner,
     value_and_grad: accumulation.ValueAndGrad,
     wrap_host_weights: Callable[[Any], Any],
-) -> tuple[dict[str, Any], Any, Any]:
+) -> tuple[WeightedScalars, Any, Any]:
     """Returns (metrics, new non_trainable, unscaled gradients) for `train_step`."""
     key = jax.random.fold_in(key, state.step)
     settings, groups = bound.settings, bound.groups

@@ -11,6 +11,7 @@ from praxis_lite.trainer.hooks.loss_spike_hook import LossSpikes
 from praxis_lite.trainer.hooks.metrics_jsonl import MetricsFiles, Progress
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.hooks.profiles import ProfileBegins, ProfileEnds
+from praxis_lite.trainer.hooks.samples import Samples
 from praxis_lite.trainer.hooks.saves import Saves
 from praxis_lite.trainer.hooks.skipped_steps_report import SkippedSteps
 from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
@@ -47,6 +48,7 @@ def all_hooks(
         EarlyStops(job),
         Evaluations(job),
         FollowedEvaluations(job, trackers),
+        *([] if job.run.samples.every_steps is None else [Samples(job, trackers)]),
         *job.hooks,
         # Before the hook that saves checkpoints, because these saves are faster: if the job is
         # killed while a checkpoint is being saved, these saves are already complete.

@@ -20,7 +20,7 @@ from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job import processes
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.job_dir import SAMPLES, JobDir
 from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
@@ -79,6 +79,11 @@ class Trackers(contextlib.AbstractContextManager):
         for thread in self._threads:
             thread.log_histograms(step, histograms)
 
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Sends a text that belongs to a step to the trackers."""
+        for thread in self._threads:
+            thread.log_text(step, name, text)
+
     def finish(self, first_step: int, step: int, *, stopped: bool) -> None:
         """Sends the loss curve, and samples decoded since `first_step`, to the trackers.
 
@@ -92,7 +97,8 @@ class Trackers(contextlib.AbstractContextManager):
             return
         try:
             for dataset, decoded_step, text in continuations(self._files, NUM_SAMPLES):
-                if decoded_step >= first_step:
+                # The hook `Samples` has already sent its texts.
+                if decoded_step >= first_step and dataset != SAMPLES:
                     for thread in self._threads:
                         thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
