@@ -60,6 +60,8 @@ OTHERS_FLAGS = {
     "--api-key",
     "--enable-lora",
     "--lora-modules",
+    # sbatch's.
+    "--array",
     # pip's.
     "--no-build-isolation",
     "--target",
