@@ -20,13 +20,11 @@ from praxis_lite import ConfigError, optimizers
 from praxis_lite.core import AuxiliaryOptimizer, Partitioner, make_mesh
 from praxis_lite.experiments import lm
 from praxis_lite.host.optional_packages import is_installed
-from praxis_lite.huggingface.__main__ import main as huggingface
-from praxis_lite.inputs.__main__ import main as inputs
-from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
 from praxis_lite.layers import QuantizationRule, quantized
 from praxis_lite.optimizers import DynamicLossScale, VariationalNoise, schedules
 from tests.huggingface.test_finetuning import adapters_are_right, with_vocabulary
 from tests.huggingface.test_finetuning import started as started  # A fixture.
+from tests.support.commands import praxis
 from tests.support.doc_pages import Block, page, pages
 from tests.support.every_case import assert_each
 from tests.support.goldens import GOLDENS
@@ -167,11 +165,11 @@ def test_the_data_page_runs(folder, capsys):
         "run.evaluation.every_steps=None",
         "mesh.ici_mesh_shape=1,1,1",
     )
-    digests = page("data").commands("python -m praxis_lite.inputs")
+    digests = page("data").commands("praxis inputs")
     (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
     # That it is the same for any number of them is tested in experiment/test_python_texts.py.
     capsys.readouterr()
-    assert inputs(digest) == 0
+    assert praxis("inputs", *digest) == 0
     assert re.match(r"[0-9a-f]{8,} ", capsys.readouterr().out)
 
 
@@ -180,9 +178,9 @@ def test_the_tokenizers_page_runs(folder):
     Path("texts").mkdir()
     text = "Who is there? né 😀 It is a fox, and it is there again. "
     Path("texts/a.txt").write_text("\n".join(text * 5 for _ in range(60)), "utf-8")
-    training, shown = page("tokenizers").commands("python -m praxis_lite.inputs.tokenizers")
+    training, shown = page("tokenizers").commands("praxis tokenizers")
     words = [item.replace("~/texts/**", "texts").replace("8192", "280") for item in training]
-    assert tokenizers(words) == 0 and tokenizers(shown) == 0
+    assert praxis("tokenizers", *words) == 0 and praxis("tokenizers", *shown) == 0
     (train,) = page("tokenizers").commands("python main.py")
     train = [
         item.replace("~/texts/**", "texts").replace("/tmp/mine", f"{folder}/job") for item in train
@@ -201,8 +199,8 @@ def test_the_finetuning_page_runs(started, monkeypatch):
     tuned, decoded, _ = page("finetuning").commands("python main.py")
     succeed(*tuned, "run.num_train_steps=2")
     assert "restored the weights of step 2" in succeed(*decoded).out
-    (export,) = page("finetuning").commands("python -m praxis_lite.huggingface")
-    huggingface(export)
+    (export,) = page("finetuning").commands("praxis hf")
+    assert praxis("hf", *export) == 0
     assert (started / "merged" / "model.safetensors").is_file()
     adapters_are_right(started, "jobs/chat")
     (block,) = page("finetuning").blocks()
@@ -237,13 +235,13 @@ def test_the_page_of_hugging_face_runs(folder):
 def test_the_serving_page_runs_and_the_exported_model_answers_as_the_job(folder, capsys):
     Path("HF_DIR").mkdir()
     model_directory(Path("HF_DIR"), "llama")
-    imported, exported = page("serving").commands("python -m praxis_lite.huggingface")
-    huggingface(imported)
+    imported, exported = page("serving").commands("praxis hf")
+    assert praxis("hf", *imported) == 0
     commands = page("serving").commands("python main.py")
     (trained,) = [words for words in commands if words[0].startswith("--exp=")]
     succeed(*trained, "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1")
     assert exported[-1] == "--dtype=bfloat16"  # The test compares tokens, and wants all bits.
-    huggingface([*exported[:-1], "--dtype=float32"])
+    assert praxis("hf", *exported[:-1], "--dtype=float32") == 0
     capsys.readouterr()
     (client,) = page("serving").blocks()
     (of_export,) = [words for words in commands if "--hf=OUT" in words]
@@ -322,7 +320,7 @@ def test_the_page_of_your_own_model_passes_its_tests_trains_and_answers_in_pytho
     assert len(tests) == 2
     for name in tests:
         names[name]()
-    (train,) = page("your_own_model").commands("python -m praxis_lite.main")
+    (train,) = page("your_own_model").commands("praxis")
     monkeypatch.setenv("XDG_CACHE_HOME", str(my_model / "cache"))
     done = succeed(*train)
     capsys.readouterr()

@@ -219,7 +219,7 @@ def test_printed_lines_are_the_trials_and_their_results_are_collected(
     monkeypatch.setattr(TrialJob, "is_complete", lambda job: job.has_stepped())
     assert quick(folder, *settings, prints=True) is None
     out = capsys.readouterr().out
-    assert "best trial: 1" in out and "-m praxis_lite.main" not in out
+    assert "best trial: 1" in out and "-m praxis_lite" not in out
     assert [record.value for record in records_in(folder)] == [loss_at(1e-3), loss_at(1e-2)]
 
 
