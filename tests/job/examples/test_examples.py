@@ -185,8 +185,8 @@ def test_other_data_than_those_that_were_fed_are_caught(job):
     "argv, words",
     [
         (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
-        (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
-        ([], "--exp=NAME is missing"),
+        (["--recorded-only", "jobzoo.lines.Line"], "--recorded-only requires --job"),
+        ([], "The experiment is missing"),
         (["--job={job}/nowhere"], "does not exist"),
     ],
 )
