@@ -51,6 +51,8 @@ SWEEP = ["optuna>=5,<6"]
 EXPORT = ["flatbuffers>=25.12.19"]
 # --mode=serve: the routes and answers of HTTP, and its connections.
 SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]
+# `praxis completion`: the scripts of bash and zsh that complete the command line.
+COMPLETION = ["shtab>=1.7,<2"]
 
 setup(
     name="praxis_lite",
@@ -79,11 +81,13 @@ setup(
         "praxis_lite.huggingface": ["families/*.toml"],
     },
     entry_points={
+        "console_scripts": ["praxis = praxis_lite.main:main"],
         "praxis_lite.modes": [
             f"{mode.lower()} = praxis_tools.modes.{mode.lower()}:{mode}"
             for mode in ("Explain", "Plan", "Check", "Sweep", "Profile", "Report", "Certify")
         ]
-        + ["serve = praxis_tools.serve.mode:Serve"],
+        + ["serve = praxis_tools.serve.mode:Serve", "export = praxis_tools.export.mode:Export"],
+        "praxis_lite.programs": ["lm_eval = praxis_tools.lm_eval.program:LmEval"],
         "praxis_lite.job_tools": ["praxis_tools = praxis_tools.job_tools:TOOLS"],
     },
     install_requires=[
@@ -128,6 +132,8 @@ setup(
         "protobuf",
         # The memory of the host, in the version that orbax-checkpoint brings.
         "psutil",
+        # Settings in YAML (--config), in the version that flax brings.
+        "pyyaml",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built. On
         # Python 3.14 NumPy stands in, until there is a release with wheels for it (2.22.0rc0 is the
         # first to have one).
@@ -145,6 +151,7 @@ setup(
         "sweep": SWEEP,
         "export": EXPORT,
         "serve": SERVE,
+        "completion": COMPLETION,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
@@ -165,6 +172,7 @@ setup(
             *SWEEP,
             *EXPORT,
             *SERVE,
+            *COMPLETION,
             *WANDB,
             *MLFLOW,
             # The recipes in clusters/ are checked by these; without one its tests are skipped.

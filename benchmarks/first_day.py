@@ -4,7 +4,7 @@
     python benchmarks/first_day.py --write               # updates the page
     python benchmarks/first_day.py --folder=F --only=a   # uses folder F; only rows that contain "a"
 
-Each row is a shell command, in which $P stands for `python -m praxis_lite.main`, or a few lines of
+Each row is a shell command, in which `praxis` runs `python -m praxis_lite`, or a few lines of
 Python. The rows run in order in the same directory, each in a separate process, and may use files
 from previous rows. First, `first_day_files.py` creates the user's files (texts, chats, a package, a
 model and a Pax checkpoint). A row fails if its exit status or output is not as expected.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import first_day_files  # noqa: E402
 
 PAGE = ROOT / "docs/first_day.md"
-MODULE = "python -m praxis_lite.main"
+PRAXIS = 'praxis() { python -m praxis_lite "$@"; }'
 HEAD = "| task | command | seconds |"
 
 
@@ -61,33 +61,33 @@ ROWS = [
         "pip install --no-deps --no-build-isolation --target installed REPOSITORY",
         found="Successfully installed",
     ),
-    Row("list the experiments", "$P --list", found="lm.PyDocs"),
+    Row("list the experiments", "praxis list", found="lm.PyDocs"),
     Row(
         "train",
-        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=30",
+        "praxis train lm.Synthetic --job_log_dir=a --set run.num_train_steps=30",
         found="trained to step 30",
     ),
     Row(
         "resume, with more steps",
-        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
+        "praxis train lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
         found="restored the checkpoint of step 30",
     ),
     Row(
         "resume on another mesh",
-        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=50 "
+        "praxis train lm.Synthetic --job_log_dir=a --set run.num_train_steps=50 "
         "mesh.ici_mesh_shape=1,2,2",
         found="changed since the job was last run: mesh",
     ),
     Row(
         "change a setting",
-        "$P --exp=lm.Synthetic --job_log_dir=b --set run.num_train_steps=50 "
+        "praxis train lm.Synthetic --job_log_dir=b --set run.num_train_steps=50 "
         "task.learner.optimizer=lion task.learner.learning_rate=3e-4",
         found="trained to step 50",
     ),
-    Row("see the result", "$P --mode=summary --job_log_dir=a", found="heldout, step 50"),
+    Row("see the result", "praxis summary a", found="heldout, step 50"),
     Row(
         "compare two runs, on a page",
-        "$P --mode=report a b --html=report.html",
+        "praxis report a b --html=report.html",
         found="report.html",
     ),
     Row(
@@ -96,18 +96,18 @@ ROWS = [
         'print(job.metrics["loss"][-1], job.evaluations["heldout"]["loss"])',
         found="[",
     ),
-    Row("evaluate a checkpoint", "$P --mode=eval --job_log_dir=a", found="heldout: accuracy"),
-    Row("evaluate while a job trains", "$P --mode=eval --job_log_dir=a --follow", found="heldout"),
-    Row("list the checkpoints", "python -m praxis_lite.checkpoints ls a", found="50"),
+    Row("evaluate a checkpoint", "praxis eval a", found="heldout: accuracy"),
+    Row("evaluate while a job trains", "praxis eval a --follow", found="heldout"),
+    Row("list the checkpoints", "praxis checkpoints ls a", found="50"),
     Row(
         "train on your own text",
-        "$P --exp=lm.PyDocs --job_log_dir=text --set 'corpus.files=texts/*.txt' "
+        "praxis train lm.PyDocs --job_log_dir=text --set 'corpus.files=texts/*.txt' "
         "run.num_train_steps=20 task.model.num_layers=2",
         found="trained to step 20",
     ),
     Row(
         "continue a prompt",
-        '$P --mode=decode --job_log_dir=text --prompt "The word "',
+        'praxis decode text --prompt "The word "',
         found="decoded 1 record",
     ),
     Row(
@@ -122,12 +122,12 @@ ROWS = [
     ),
     Row(
         "show what each device stores and sends",
-        "$P --mode=explain --exp=lm.Synthetic --html=explain.html",
+        "praxis explain lm.Synthetic --html=explain.html",
         found="explain.html",
     ),
     Row(
         "predict memory, time and MFU on a pod",
-        "$P --mode=plan --exp=lm.Synthetic --topology=v5e:2x4",
+        "praxis plan lm.Synthetic --topology=v5e:2x4",
         "libtpu",
         found="MFU",
     ),
@@ -139,30 +139,30 @@ ROWS = [
     ),
     Row(
         "check that a mesh computes what one device computes",
-        "$P --mode=check --exp=lm.Synthetic --meshes=1x2x1 --steps=1",
+        "praxis check lm.Synthetic --meshes=1x2x1 --steps=1",
         found="certified",
     ),
     Row(
         "profile two steps",
-        "$P --exp=lm.Synthetic --job_log_dir=profiled --set run.num_train_steps=12 "
+        "praxis train lm.Synthetic --job_log_dir=profiled --set run.num_train_steps=12 "
         "run.profile.steps=8:10",
         found="measured/predicted",
     ),
     Row(
         "print the profile's table again",
-        "$P --mode=profile --job_log_dir=profiled",
+        "praxis profile profiled",
         found="measured/predicted",
     ),
     Row(
         "find the operation that produced a NaN",
-        "$P --packages=mymodel --exp=mymodel.broken.Broken --job_log_dir=nan --set "
+        "praxis train mymodel.broken.Broken --packages=mymodel --job_log_dir=nan --set "
         "run.debug_nans=true run.num_train_steps=3",
         status=3,
         found="broken.py",
     ),
     Row(
         "track in Weights & Biases",
-        "WANDB_MODE=offline $P --exp=lm.Synthetic --job_log_dir=tracked --set "
+        "WANDB_MODE=offline praxis train lm.Synthetic --job_log_dir=tracked --set "
         "run.num_train_steps=9 'run.trackers.wandb=WeightsAndBiases()' "
         "run.trackers.wandb.project=first",
         "wandb",
@@ -170,28 +170,29 @@ ROWS = [
     ),
     Row(
         "try several settings",
-        "$P --mode=sweep --exp=lm.Synthetic --job_log_dir=sweep --set run.num_train_steps=10 "
+        "praxis sweep lm.Synthetic --job_log_dir=sweep --set run.num_train_steps=10 "
         "task.learner.learning_rate=1e-3,1e-2",
         "optuna",
         found="complete",
     ),
     Row(
         "run two processes, on one machine or on two",
-        "$P --exp=lm.Synthetic --job_log_dir=two --coordinator=localhost:PORT --num_processes=2 "
-        "--process_id=1 --set run.num_train_steps=9 & $P --exp=lm.Synthetic --job_log_dir=two "
+        "praxis train lm.Synthetic --job_log_dir=two --coordinator=localhost:PORT "
+        "--num_processes=2 --process_id=1 --set run.num_train_steps=9 & "
+        "praxis train lm.Synthetic --job_log_dir=two "
         "--coordinator=localhost:PORT --num_processes=2 --process_id=0 --set run.num_train_steps=9 "
         "&& wait",
         found="trained to step 9",
     ),
     Row(
         "train a tokenizer",
-        "python -m praxis_lite.inputs.tokenizers train 'texts/*.txt' bpe --vocab-size=300",
+        "praxis tokenizers train 'texts/*.txt' bpe --vocab-size=300",
         "tokenizers",
         found="bpe",
     ),
     Row(
         "fine-tune a Hugging Face model on chats",
-        "$P --exp=huggingface.ChatLora --job_log_dir=chat --set HF_DIR=llama "
+        "praxis train huggingface.ChatLora --job_log_dir=chat --set HF_DIR=llama "
         "CHAT_FILES=chats.jsonl SEQ_LEN=64 BATCH_SIZE=8 task.learner.learning_rate=1e-2 "
         "run.num_train_steps=60",
         "safetensors",
@@ -199,27 +200,26 @@ ROWS = [
     ),
     Row(
         "chat with it",
-        '$P --mode=decode --job_log_dir=chat --chat --prompt "What comes after 4?"',
+        'praxis decode chat --chat --prompt "What comes after 4?"',
         "safetensors",
         found="comes",
     ),
     Row(
         "export it",
-        "python -m praxis_lite.huggingface export chat merged --adapters merge",
+        "praxis hf export chat merged --adapters merge",
         "safetensors",
         found="wrote merged",
     ),
     Row(
         "evaluate it with lm-evaluation-harness",
-        "python -m praxis_tools.lm_eval --model praxis_lite --model_args pretrained=merged "
+        "praxis lm_eval --model praxis_lite --model_args pretrained=merged "
         "--include_path tasks --tasks what_comes_after",
         "lm_eval",
         found="what_comes_after",
     ),
     Row(
         "start from the weights of a Pax job",
-        "python -m praxis_lite.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
-        "--job_log_dir=from_pax",
+        "praxis pax paxmodel.FromPax --packages=paxmodel --pax=pax --job_log_dir=from_pax",
         found="created",
     ),
 ]
@@ -272,11 +272,12 @@ def seconds(row: Row, folder: Path) -> str:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "JAX_PLATFORMS": "cpu",
-        "P": MODULE,
     }
     words = row.how.replace("REPOSITORY", str(ROOT))
     words = words.replace("PORT", str(first_day_files.free_port()))
-    command = [sys.executable, "-c", words] if row.is_python else ["bash", "-c", words]
+    command = (
+        [sys.executable, "-c", words] if row.is_python else ["bash", "-c", f"{PRAXIS}\n{words}"]
+    )
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         command,

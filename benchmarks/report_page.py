@@ -86,7 +86,7 @@ def main() -> None:
                 [
                     sys.executable,
                     "-m",
-                    "praxis_lite.main",
+                    "praxis_lite",
                     "--mode=report",
                     f"--html={html}",
                     *jobs,

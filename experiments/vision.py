@@ -46,7 +46,7 @@ def digits(split: str) -> dict[str, np.ndarray]:
       split: "train" or "heldout".
     """
     require_package("sklearn", "vision.digits")
-    # Import sklearn here, because its import would slow down `--list` by half a second.
+    # Import sklearn here, because its import takes half a second.
     from sklearn.datasets import load_digits
 
     data = load_digits()

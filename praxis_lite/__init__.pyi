@@ -43,3 +43,5 @@ from praxis_tools.api import check as check
 from praxis_tools.api import explain as explain
 from praxis_tools.api import plan as plan
 from praxis_tools.api import report as report
+
+__version__: str

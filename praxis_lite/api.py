@@ -1,4 +1,4 @@
-"""`praxis_lite.train`, the Python counterpart of --mode=train."""
+"""`praxis_lite.train`, the Python counterpart of `praxis train`."""
 
 import os
 import threading

@@ -1,14 +1,16 @@
-"""Parses the command line and runs the selected mode.
+"""The command `praxis`: runs a mode on an experiment or a job, or a program on files.
 
-Modes are part of the library or come from installed packages.
+`main.py --mode=MODE --exp=EXP` is the same as `praxis MODE EXP`. Modes and programs are part of the
+library or come from installed packages.
 """
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import praxis_lite
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.experiment import registry
 from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
@@ -17,10 +19,18 @@ from praxis_lite.job.processes.standard_output import print_log
 from praxis_lite.job.processes.start import start
 from praxis_lite.modes.decode import Decode
 from praxis_lite.modes.evaluate import Evaluate
+from praxis_lite.modes.list_experiments import List
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import parse_command_line
+from praxis_lite.modes.pax import Pax
 from praxis_lite.modes.summary import Summary
 from praxis_lite.modes.train import Train
+from praxis_lite.programs.checkpoints import Checkpoints
+from praxis_lite.programs.completion import Completion
+from praxis_lite.programs.huggingface import HuggingFace
+from praxis_lite.programs.inputs import Inputs
+from praxis_lite.programs.program import Program
+from praxis_lite.programs.tokenizers import Tokenizers
 
 TOOLS = installed_job_tools()
 
@@ -28,40 +38,62 @@ TOOLS = installed_job_tools()
 def _modes() -> dict[str, Mode]:
     """Returns all modes, keyed by name; packages add modes as entry points `praxis_lite.modes`."""
     installed = importlib.metadata.entry_points(group="praxis_lite.modes")
-    modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
+    modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section), List(), Pax()]
     return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}
 
 
-MODES: Mapping[str, Mode] = _modes()
+def _programs() -> dict[str, Program]:
+    """Returns all programs by name; packages add them through `praxis_lite.programs`."""
+    installed = importlib.metadata.entry_points(group="praxis_lite.programs")
+    own = [Checkpoints(), HuggingFace(), Inputs(), Tokenizers()]
+    programs: dict[str, Program] = {
+        program.name: program for program in (*own, *(point.load()() for point in installed))
+    }
+    programs["completion"] = Completion(MODES, programs)
+    return programs
+
+
+MODES = _modes()
+PROGRAMS = _programs()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command line and exits with a status.
 
     The status is 2 after an error that the user can fix, 3 if training has ended but its final
-    weights should not be used, and 1 if --mode=check found a difference.
+    weights should not be used, and 1 if a comparison, such as `praxis check`, found a difference.
 
     Args:
       argv: The arguments, or None for `sys.argv[1:]`.
     """
-    command, mode = CommandLine(), None
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = CommandLine()
+    selected: Mode | Program | None = None
 
     def launch() -> int | None:
-        nonlocal command, mode
+        nonlocal command, selected
         began = process_start()
-        command, mode, options = parse_command_line(argv, MODES)
-        command.began = began
-        print_log()
-        if command.list:
-            _list_experiments(command.packages)
+        first = arguments[0] if arguments else "--help"
+        if first in ("-h", "--help"):
+            print(_help())
             return None
+        if first == "--version":
+            print(f"praxis_lite {praxis_lite.__version__}")
+            return None
+        if first in PROGRAMS:
+            print_log()
+            selected = program = PROGRAMS[first]
+            return program.run(program.parse(arguments[1:]))
+        command, mode, options = parse_command_line(arguments, MODES, PROGRAMS)
+        selected, command.began = mode, began
+        print_log()
         if command.elastic:
             if TOOLS.begin_elastic is None:
                 raise ConfigError(
                     "--elastic requires praxis_tools, which contains the supervisor of elastic "
                     "jobs. Install praxis_tools."
                 )
-            status = TOOLS.begin_elastic(command, argv, options["health_dir"])
+            status = TOOLS.begin_elastic(command, arguments, options["health_dir"])
             if status is not None:
                 return status
         else:
@@ -75,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         require(
             mode.is_of_many_processes or processes.count() == 1,
-            f"The number of processes of --mode={command.mode}",
+            f"The number of processes of `praxis {command.mode}`",
             processes.count(),
             "1",
             "Start one process, without --coordinator.",
@@ -87,21 +119,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         return None if job_dir is None else job_dir.traceback_txt
 
     def continues_without_output() -> bool:
-        return mode is not None and mode.continues_without_output and not command.list
+        return selected is not None and selected.continues_without_output
 
-    run(
-        launch,
-        continues_without_output=continues_without_output,
-        traceback_txt=traceback_txt,
-        wraps=True,
-    )
+    run(launch, continues_without_output=continues_without_output, traceback_txt=traceback_txt)
 
 
-def _list_experiments(packages: Sequence[str]) -> None:
-    listed = registry.list_experiments(packages)
-    width = max(map(len, listed), default=0)
-    for name, summary in listed.items():
-        print(f"{name:<{width}}  {summary}")
+def _help() -> str:
+    """Returns the text of `praxis --help`, with a line for each subcommand."""
+    lines = [
+        "usage: praxis COMMAND [EXP | JOB] [options]",
+        "       praxis COMMAND --help",
+        "       praxis --version",
+        "",
+        "Trains, evaluates and decodes experiments on any mesh. EXP is the name of an experiment,",
+        "such as lm.PyDocs, and JOB is the directory of a job.",
+    ]
+    for title, commands in (
+        ("experiments and jobs:", MODES),
+        ("files:", PROGRAMS),
+    ):
+        lines += ["", title, *(f"  {name:12} {item.summary}" for name, item in commands.items())]
+    lines += [
+        "",
+        "In a checkout, `python main.py --mode=COMMAND --exp=EXP --job_log_dir=JOB [options]` is",
+        "equivalent for experiments and jobs. The default of --mode is train.",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

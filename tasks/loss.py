@@ -44,7 +44,7 @@ class LossTask(Task):
     A loss function returns the loss, or (loss, {name: metric}). The loss and each metric must be
     one of:
       - an array with the shape of inputs["weights"] (a value per row or token). Its weighted mean
-        ignores padding rows (weight 0), and --mode=eval also writes the values of each row.
+        ignores padding rows (weight 0), and `praxis eval` also writes the values of each row.
       - a scalar, which is treated as a mean with the weight sum(inputs["weights"]). If a batch may
         contain padding rows, return sum(x * weights) / sum(weights).
       - a pair of scalars (value, weight), for a mean with a different weight.
@@ -56,7 +56,7 @@ class LossTask(Task):
       learner: See Task.
       eval_loss: Loss function for evaluations that need random numbers. It is called with the `key`
         passed to `Task.compute_eval_loss`. If None, `loss` is called without a key.
-      predict: Function that returns an array [B, ...] or a dict of arrays, which --mode=decode
+      predict: Function that returns an array [B, ...] or a dict of arrays, which `praxis decode`
         writes for each row.
       weight_sharding: See Task.
       inputs_split_mapping: See Task.

@@ -19,9 +19,11 @@ ORDERS = {
         {"checkpoints"},
         {"experiment"},
         {"trainer"},
-        {"modes", "pax", "trained_model"},
+        {"pax", "trained_model"},
         {"huggingface"},
+        {"modes"},
         {"installed_tools"},
+        {"programs"},
         {"api", "main"},
     ),
     "praxis_tools": (
@@ -143,7 +145,7 @@ def test_the_library_imports_only_what_comes_before():
             part = part_of(path, folder)
             if part == "__init__":  # Shows what is in its folder.
                 continue
-            if path.stem == "__main__":  # A program, above all floors.
+            if path.stem == "__main__":  # `python -m praxis_lite`, above all floors.
                 continue
             assert part in rank, f"say in ORDERS where {folder}/{part} stands"
             for name in imports(path):

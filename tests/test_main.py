@@ -212,10 +212,10 @@ def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_pa
 def test_what_is_missing_on_the_command_line_is_named(tmp_path):
     for mode in ("train", "explain"):
         message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
-        assert f"--mode={mode} " in message and "--exp=NAME" in message and "--list" in message
-    assert "--mode=train requires --job_log_dir=DIR" in refused(TINY)
+        assert f"`praxis {mode} EXP`" in message and "`praxis list`" in message
+    assert "`praxis train` requires --job_log_dir=DIR" in refused(TINY)
     for mode in ("eval", "decode", "summary"):
-        assert f"--mode={mode} requires --job_log_dir=DIR" in refused(f"--mode={mode}")
+        assert f"`praxis {mode}` requires --job_log_dir=DIR" in refused(mode)
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
@@ -246,7 +246,7 @@ def begun_job(folder: Path):
 def test_a_job_without_a_checkpoint_is_named(mode, tmp_path):
     begun_job(tmp_path)
     message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
-    assert f" {tmp_path}/checkpoints" in message and "--mode=train" in message
+    assert f" {tmp_path}/checkpoints" in message and "praxis train" in message
     message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path / 'typo'}")
     assert f"job_log_dir={tmp_path}/typo " in message and "Train the job first" in message
 
@@ -266,7 +266,7 @@ def test_the_job_of_another_experiment_is_refused(tmp_path):
 
 
 def test_list_shows_names_and_summaries():
-    done = launch("--list")
+    done = launch("list")
     assert done.code == 0 and done.num_compiled == 0
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines())
     assert "language reference" in lines["lm.PyDocs"]

@@ -5,6 +5,7 @@ import importlib
 import re
 from pathlib import Path
 
+from praxis_lite.main import MODES, PROGRAMS
 from praxis_lite.public_names import PACKAGES, homes_of
 from tests.support import api_page
 from tests.support.every_case import assert_each
@@ -63,7 +64,9 @@ def check_page(page):
     if page.name not in ABOUT_THE_LIBRARY:
         text = page.read_text(encoding="utf-8")
         modules = re.findall(r"python -m (praxis_(?:lite|tools)[\w.]*\w)", text)
-        assert set(modules) <= set(api_page.COMMANDS)
+        assert set(modules) <= {"praxis_lite"}
+        commands = re.findall(r"(?:^ *|`)praxis ([a-z_]+)\b(?!\.)", text, re.MULTILINE)
+        assert set(commands) <= {*MODES, *PROGRAMS}
 
 
 def test_tools_import_public_names_and_names_for_tools_alone():

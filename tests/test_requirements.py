@@ -30,6 +30,7 @@ PIP_NAMES = {
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
     "huggingface_hub": "huggingface-hub",
+    "yaml": "pyyaml",
 }
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
@@ -171,8 +172,8 @@ PIP_LINES = {
     "vision.digits": "'praxis_lite[digits]' (or: pip install scikit-learn)",
     "harness_model": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
     "the command of lm_eval": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
-    "--mode=sweep": "'praxis_lite[sweep]' (or: pip install optuna)",
-    "--mode=serve": "'praxis_lite[serve]' (or: pip install starlette)",
+    "praxis sweep": "'praxis_lite[sweep]' (or: pip install optuna)",
+    "praxis serve": "'praxis_lite[serve]' (or: pip install starlette)",
 }  # fmt: skip
 
 

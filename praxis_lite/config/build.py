@@ -101,7 +101,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
             message += (
                 f" Settings are read from {printable(str(recorded))}, which was written by "
                 "training, not from the experiment's class. Change them with --set PATH=VALUE (in "
-                "Python, settings=), or run --mode=train again to record changes to the class."
+                "Python, settings=), or run `praxis train` again to record changes to the class."
             )
         error.args = (f"{message}{fiddle}{context}", *error.args[1:])
         raise

@@ -101,8 +101,8 @@ def refused(where: str, module: str, name: str) -> str:
         return (
             f"{where} contains {shortened(f'{module}.{name}')}, which was defined in a notebook or "
             "script and is available only there. Define it, and call praxis_lite.load(DIR, "
-            "packages=['__main__']). For --mode=eval and other processes, define it in a module of "
-            "your package, train from there, and add --packages=PACKAGE."
+            "packages=['__main__']). For `praxis eval` and other processes, define it in a module "
+            "of your package, train from there, and add --packages=PACKAGE."
         )
     top = module.partition(".")[0]
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(

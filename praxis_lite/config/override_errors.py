@@ -112,9 +112,9 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
     elif path.isupper() and not attributes:
         same = [field.path for field in fields if _last(field.path) == path.lower()]
         hint = (
-            "Attributes of the experiment's class can be set only for training and --mode=explain; "
-            "eval and decode read the job's config, which was created from them. Set its fields "
-            "instead"
+            "Attributes of the experiment's class can be set only for training and `praxis "
+            "explain`; eval and decode read the job's config, which was created from them. Set its "
+            "fields instead"
             + (
                 f": {first_few(same, 5)}."
                 if same

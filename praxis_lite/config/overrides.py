@@ -26,7 +26,8 @@ from praxis_lite.config.paths import (
     kwargs_type,
     settings_of,
 )
-from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
+from praxis_lite.config.settings_file import SettingInFile
+from praxis_lite.config.values import UNKNOWN, WrongType, are_same, parse_value
 from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("check_required",)
@@ -64,7 +65,7 @@ def apply_overrides(
     """
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
-    return [_apply(config, setting, packages, attributes) for setting in settings]
+    return [_apply_located(config, setting, packages, attributes) for setting in settings]
 
 
 def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ()) -> Any:
@@ -101,6 +102,17 @@ def _unset_paths(node: Any, path: str) -> list[str]:
     return missing
 
 
+def _apply_located(
+    config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
+) -> str:
+    try:
+        return _apply(config, setting, packages, attributes)
+    except ConfigError as error:
+        if isinstance(setting, SettingInFile):
+            raise ConfigError(f"{setting.location}: {error}") from None
+        raise
+
+
 def _apply(
     config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
 ) -> str:
@@ -113,7 +125,8 @@ def _apply(
     path = functools.reduce(join, (step.key for step in trail), "")
     value = _checked_value(path, text, current, annotation, packages)
     change = f"{path}: {shown_value(current, annotation)} -> {shown_value(value, annotation)}"
-    if value is current:
+    # A default value stays unset: setting it could collide with an argument of the caller.
+    if value is current or (holds_only_literals(current) and are_same(value, current)):
         return change
     # Copy the containers from the inside out, up to the config that contains them, which is changed
     # in place.

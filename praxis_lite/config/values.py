@@ -70,19 +70,20 @@ def format_value(value: Any, annotation: Any) -> str | None:
     for text in candidates:
         if text == text.strip() and text.isprintable():
             with contextlib.suppress(WrongType):
-                if _are_same(parse_value(text, annotation, value), value):
+                if are_same(parse_value(text, annotation, value), value):
                     return text
     return None
 
 
-def _are_same(item: Any, other: Any) -> bool:
+def are_same(item: Any, other: Any) -> bool:
+    """Returns whether two values without configs are written as the same text."""
     if type(item) in (int, float) and type(other) in (int, float):
         # A float field may contain the integer 1.
         return item == other or (item != item and other != other)
     if type(item) is not type(other):
         return False
     if isinstance(item, list | tuple):
-        return len(item) == len(other) and all(map(_are_same, item, other))
+        return len(item) == len(other) and all(map(are_same, item, other))
     return repr(item) == repr(other)
 
 

@@ -30,7 +30,7 @@ from praxis_lite.core.sharding.weight_sharding import WeightSharding
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
 # An array [B, ...] per name, with one row per example.
 PerExampleOut = Mapping[str, jax.Array]
-# Metrics including "loss", optionally with per-example outputs, which --mode=eval writes.
+# Metrics including "loss", optionally with per-example outputs, which `praxis eval` writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
 # Names of arrays in a batch, or their positions among a model's arguments.
 _Name = TypeVar("_Name", str, int)
@@ -65,7 +65,7 @@ class Task(abc.ABC):
     required_inputs: tuple[str, ...] = ()
     required_decode_inputs: tuple[str, ...] = ()
     # The reason why the loss is not a sum over rows, such as "a contrast of all pairs", or None.
-    # If it is set, --mode=check compares parts of a batch with the same parts on one device.
+    # If it is set, `praxis check` compares parts of a batch with the same parts on one device.
     couples_rows: str | None = None
     # A Decoder and a Tokenizer, for tasks that continue prompts.
     decoder: Any = None
@@ -155,7 +155,7 @@ class Task(abc.ABC):
         """Returns metrics as (value, weight) pairs; training minimizes the metric "loss".
 
         The result may also be a pair (metrics, per-example outputs), where the outputs are arrays
-        [B, ...], keyed by name. `--mode=eval` writes them as one line per real row; training
+        [B, ...], keyed by name. `praxis eval` writes them as one line per real row; training
         discards these outputs.
 
         Args:

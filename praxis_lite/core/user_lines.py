@@ -35,4 +35,5 @@ def user_line(error: BaseException) -> traceback.FrameSummary | None:
 
 def _is_user_code(file: str) -> bool:
     is_installed = file.startswith("<") or _INSTALLED.search(file)
-    return not is_installed and not os.path.abspath(file).startswith(_NOT_USER_CODE)
+    is_command = os.path.basename(file) == "praxis"  # The script bin/praxis, which pip creates.
+    return not (is_installed or is_command) and not os.path.abspath(file).startswith(_NOT_USER_CODE)

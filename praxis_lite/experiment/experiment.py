@@ -90,7 +90,7 @@ class Experiment:
 
         This is called if `mesh()` has a different number of devices. The mesh axes must be the same
         as in `mesh()`. If the result is None, which is the default, the job uses the fastest valid
-        mesh that --mode=plan expects to fit in memory.
+        mesh that `praxis plan` expects to fit in memory.
         """
         return None
 

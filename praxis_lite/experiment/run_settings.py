@@ -20,9 +20,9 @@ class EvaluationSettings:
         max_batches: Maximum number of batches to evaluate per dataset, or None for one pass over
             the dataset.
         use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.
-        by_follower: Whether the job's checkpoints are evaluated by a separate process, `--mode=eval
-            --follow`, instead of by the job. The job uses the results for `run.stopping.early` and
-            `run.checkpoints.best`.
+        by_follower: Whether the job's checkpoints are evaluated by a separate process, `praxis eval
+            JOB --follow`, instead of by the job. The job uses the results for `run.stopping.early`
+            and `run.checkpoints.best`.
 
     Raises:
         ConfigError: A number has the wrong type or is out of range, or every_steps is combined with

@@ -37,6 +37,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "flatbuffers": ("flatbuffers", "export"),
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),
+    "shtab": ("shtab", "completion"),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable
+from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable, shortened
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import describe_error, explain_error
 from praxis_lite.host.whole_files import DISK_FULL, not_written
@@ -28,15 +28,14 @@ def run(
     *,
     continues_without_output: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
-    wraps: bool = False,
 ) -> None:
     """Runs a command, and exits with the returned status if it is nonzero.
 
-    After an error that the user can fix, the error is printed as a paragraph, and the exit status
-    is 2. After an exception in the user's code, the exit status is 1. After a signal, a one-line
-    message is printed, and the exit status is 128 + the signal's number; for training, see
-    `StopRequest`. Import slow modules inside the command, because pressing Ctrl-C before `run` is
-    called prints a traceback.
+    After an error that the user can fix, the error is printed as a paragraph wrapped at 100
+    characters, and the exit status is 2. After an exception in the user's code, the exit status is
+    1. After a signal, a one-line message is printed, and the exit status is 128 + the signal's
+    number; for training, see `StopRequest`. Import slow modules inside the command, because
+    pressing Ctrl-C before `run` is called prints a traceback.
 
     Args:
       command: Function that returns the exit status, or None for 0.
@@ -45,35 +44,21 @@ def run(
         returns such a bool and is called when output is lost.
       traceback_txt: Function that returns the file for tracebacks of the user's code, or None for a
         temporary file.
-      wraps: Whether to wrap errors at 100 characters. If False, each error is printed on a single
-        line.
     """
     open_closed_streams()
     with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
         _add_current_directory_to_path()
-        _run(command, traceback_txt, wraps)
+        _run(command, traceback_txt)
 
 
-def status_of(command: Callable[[], int | None], *, continues_without_output: bool) -> int:
-    """Calls `run` and returns the exit status."""
-    try:
-        run(command, continues_without_output=continues_without_output)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
-
-
-def print_error(message: object, *, wraps: bool = True) -> None:
-    """Prints an error to standard error, wrapped at 100 characters or as a single line."""
+def print_error(message: object) -> None:
+    """Prints an error to standard error, wrapped at 100 characters."""
     text = printable(f"error: {message}")
-    if wraps:
-        text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+    text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr)
 
 
-def _run(
-    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
-) -> None:
+def _run(command: Callable[[], int | None], traceback_txt: Callable[[], Path | None]) -> None:
     # Exit inside the exception handlers, because `ending_together` reports the SystemExit's context
     # to the other processes.
     try:
@@ -85,20 +70,20 @@ def _run(
     except Error as error:
         # Remove the context that Fiddle appends to a constructor's exception.
         message = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
-        print_error(message, wraps=wraps)
+        print_error(message)
         sys.exit(error.exit_status)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            print_error(not_written(error.filename or "A file", error), wraps=wraps)
+            print_error(not_written(error.filename or "A file", error))
             sys.exit(2)
         if reason := lack_of_memory(error):
             description = (describe_error(error) or "").rstrip(".")
-            print_error(out_of_memory(description or reason), wraps=wraps)
+            print_error(out_of_memory(description or reason))
             sys.exit(2)
         explanation = explain_error(error, traceback_txt())
         if explanation is None:
             raise
-        print_error(explanation.message, wraps=wraps)
+        print_error(explanation.message)
         sys.exit(explanation.status)
 
 
@@ -125,15 +110,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        # Positional arguments may come between options: --mode=report JOB --html=FILE JOB.
-        takes_lists = any(action.nargs == "*" for action in self._get_positional_actions())
-        parse = self.parse_known_intermixed_args if takes_lists else self.parse_known_args
+        # Positional arguments may come between options: praxis report JOB --html=FILE JOB.
+        positional = self._get_positional_actions()
+        is_intermixed = any(action.nargs in ("*", "?") for action in positional)
+        parse = self.parse_known_intermixed_args if is_intermixed else self.parse_known_args
         parsed, unknown = parse(args, namespace)
         if unknown:
             raise ConfigError(self._unknown_option_message(unknown[0]))
         return parsed
 
     def _unknown_option_message(self, given: str) -> str:
+        if not given.startswith("-"):
+            return f"{shortened(given)} is not an option or its value. --help lists the arguments."
         word, _, value = given.lstrip("-").partition("=")
         if word in self.pax_options:
             return (

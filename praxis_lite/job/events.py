@@ -9,8 +9,8 @@ Job code uses the global `events`:
 
 Without listeners, only the seconds spent in each kind of phase are measured (`JobEvents.seconds`),
 for a step's metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes
-are implemented as listeners: subclasses of `Listener` that `main.py` and
-`praxis_tools/job_tools.py` add.
+are implemented as listeners: subclasses of `Listener` that the trainer's recorder
+and praxis_tools add.
 
 Reported facts:
 

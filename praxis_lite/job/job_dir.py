@@ -48,7 +48,7 @@ class JobDir:
       non_finite_txt: The origin of NaN and infinite values in each step that was rerun for
         run.debug_nans.
       residuals_jsonl: Measured and predicted seconds, with one line per profile and per
-        --mode=plan --measure.
+        `praxis plan` --measure.
       elastic_jsonl: One line per change to the processes of an elastic job.
       elastic: Folder through which the supervisors of an elastic job communicate.
       stacks_txt: The watchdog's reports, with the stacks of all threads.

@@ -1,4 +1,4 @@
-"""`main.py --mode=decode`: continues prompts with a job's checkpoint."""
+"""`praxis decode`: continues prompts with a job's checkpoint."""
 
 import argparse
 import sys
@@ -23,6 +23,7 @@ class Decode(Mode):
 
     name = "decode"
     summary = "continues prompts with a checkpoint of a job"
+    argument = "job_log_dir"
     continues_without_output = True
     is_of_many_processes = True
 

@@ -1,4 +1,4 @@
-"""`main.py --mode=eval`: evaluates one of a job's checkpoints, or each new checkpoint."""
+"""`praxis eval`: evaluates one of a job's checkpoints, or each new checkpoint."""
 
 import argparse
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +18,7 @@ class Evaluate(Mode):
 
     name = "eval"
     summary = "evaluates a checkpoint of a job on all datasets except train"
+    argument = "job_log_dir"
     continues_without_output = True
     is_of_many_processes = True
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.decoding.user_prompts import Prompt
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
-__all__ = ("experiment_of", "job_log_dir", "job_on_mesh", "recorded_job_of")
+__all__ = ("experiment_name", "experiment_of", "job_log_dir", "job_on_mesh", "recorded_job_of")
 
 
 def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
-    """Returns the config of --exp with --set applied, and prints the experiment's name.
+    """Returns the config of the experiment with --set applied, and prints the experiment's name.
 
     Args:
       command: The common options.
@@ -35,11 +35,8 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
       ConfigError: The experiment does not exist, a setting or the directory is invalid, or a
         required field or a tokenizer is missing.
     """
-    if command.exp is None:
-        raise ConfigError(
-            f"--mode={command.mode} requires --exp=NAME. --list shows the available names."
-        )
-    launched = config_of_experiment(command.exp, command.settings, command.packages)
+    name = experiment_name(command)
+    launched = config_of_experiment(name, command.settings, command.packages)
     if trains:
         path = job_log_dir(command)
         command.job_dir = open_shared(path, lambda: open_for_training(path, launched.experiment))
@@ -132,10 +129,22 @@ def job_on_mesh(
             yield JobOnMesh(partitioner, job, files)  # type: ignore[arg-type]  # See above.
 
 
+def experiment_name(command: CommandLine) -> str:
+    """Returns the name of the experiment. Raises ConfigError if it is not set."""
+    if command.exp is None:
+        raise ConfigError(
+            f"`praxis {command.mode} EXP` requires the name of an experiment, such as lm.PyDocs "
+            "(main.py: --exp=EXP). `praxis list` shows the available names."
+        )
+    return command.exp
+
+
 def job_log_dir(command: CommandLine) -> str:
     """Returns the directory of --job_log_dir. Raises ConfigError if it is not set."""
     if command.job_log_dir is None:
-        raise ConfigError(f"--mode={command.mode} requires --job_log_dir=DIR, the job's directory.")
+        raise ConfigError(
+            f"`praxis {command.mode}` requires --job_log_dir=DIR, the job's directory."
+        )
     if not command.job_log_dir:
         raise ConfigError(
             "--job_log_dir is empty, perhaps because a shell variable is not set. Pass a directory."
@@ -164,6 +173,6 @@ def _check_same_command(
         from praxis_lite.config.config_json import config_lines
 
         lines = dict(line.partition("=")[::2] for line in config_lines(launched.config))
-        options = {"--mode": command.mode, "experiment": launched.experiment, **same}
+        options = {"mode": command.mode, "experiment": launched.experiment, **same}
         package_versions = {f"version of {name}": text for name, text in versions().items()}
         check_same("The processes differ", {**package_versions, **options, **lines})

@@ -1,10 +1,10 @@
-"""The base class of command-line modes (`--mode`), and the common options."""
+"""The base class of modes (`praxis MODE`), and the common options."""
 
 import abc
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from praxis_lite.job.processes.start import START_SECONDS
 
@@ -17,18 +17,17 @@ class CommandLine:
     """The options that are common to all modes.
 
     Attributes:
-      mode: The option --mode.
-      exp: The option --exp.
+      mode: Name of the mode.
+      exp: The experiment, EXP in `praxis MODE EXP`.
       packages: The option --packages.
-      job_log_dir: The option --job_log_dir.
-      settings: The option --set.
-      list: The option --list.
+      job_log_dir: The option --job_log_dir, or JOB in `praxis MODE JOB`.
+      settings: The settings in --config and --set.
       coordinator: The option --coordinator.
       num_processes: The option --num_processes.
       process_id: The option --process_id.
       start_seconds: The option --start_seconds.
-      elastic: The option --elastic, which only --mode=train has.
-      min_processes: The option --min_processes, which only --mode=train has.
+      elastic: The option --elastic, which only `praxis train` has.
+      min_processes: The option --min_processes, which only `praxis train` has.
       job_dir: The job directory, set after it has been opened. Tracebacks of errors in the user's
         code are stored there.
       began: Start of the launch in Unix seconds. If None, the time when `begin_launch` is called.
@@ -39,7 +38,6 @@ class CommandLine:
     packages: Sequence[str] = ()
     job_log_dir: str | None = None
     settings: Sequence[str] = ()
-    list: bool = False
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
@@ -51,9 +49,9 @@ class CommandLine:
 
 
 class Mode(abc.ABC):
-    """An action of main.py on an experiment or a job.
+    """A subcommand that works on an experiment or a job, such as `praxis train`.
 
-    To add a mode, write a subclass in your package, and pass its full name as --mode:
+    To add a mode, write a subclass in your package, and use its full name as the subcommand:
 
         # mypackage/modes.py
         from praxis_lite.modes import Mode
@@ -71,7 +69,7 @@ class Mode(abc.ABC):
                 with job_on_mesh(command, launched, "load") as job:
                     print(time_of(job.partitioner, repeats))
 
-        main.py --packages=mypackage --mode=mypackage.modes.Latency --exp=lm.PyDocs --repeats=3
+        praxis mypackage.modes.Latency lm.PyDocs --packages=mypackage --repeats=3
 
     The file of a mode is imported before options are parsed, so import jax and modules that need
     jax inside `run`. Raise ConfigError for errors that the user can fix. The error is printed as a
@@ -81,6 +79,9 @@ class Mode(abc.ABC):
       name: Name of the mode on the command line. Not needed for modes that are specified as
         module.Class.
       summary: One line for --help.
+      argument: The option that is set by the first argument after the mode: "exp" if the mode
+        creates an experiment, "job_log_dir" if it reads a job, or None if the mode declares its
+        own arguments.
       continues_without_output: Whether the mode finishes its work even if its standard output is
         closed, because its results are files.
       is_of_many_processes: Whether the mode supports several processes (--coordinator).
@@ -88,6 +89,7 @@ class Mode(abc.ABC):
 
     name: str = ""
     summary: str
+    argument: Literal["exp", "job_log_dir"] | None = "exp"
     continues_without_output: bool = False
     is_of_many_processes: bool = False
 

@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.config.settings_file import SettingInFile, settings_in_file
 from praxis_lite.core.callables import imported_module
-from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.job.command import Parser
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -16,7 +17,7 @@ __all__ = ("file_to_write", "names")
 
 # Options and modes of Pax, and their equivalents in praxis_lite.
 PAX_OPTIONS = {
-    "fdl_config": "--exp=NAME with --set path=value",
+    "fdl_config": "the name of an experiment, with --set path=value or --config=FILE",
     "fdl_flags_override": "--set path=value",
     "tfds_data_dir": "the path of a Tfds source",
     "eval_on_test": "a dataset of that name",
@@ -35,13 +36,14 @@ Modes = Mapping[str, Mode]
 
 
 def parse_command_line(
-    argv: Sequence[str] | None, modes: Modes
+    argv: Sequence[str], modes: Modes, other_commands: Collection[str] = ()
 ) -> tuple[CommandLine, Mode, dict[str, Any]]:
-    """Parses a command line.
+    """Parses `MODE [EXP | JOB] [options]`, or the same with --mode=MODE.
 
     Args:
-      argv: The arguments, or None for the arguments of this process.
+      argv: The arguments.
       modes: The known modes, keyed by name. --packages may provide additional modes.
+      other_commands: Names of the subcommands that are not modes, for error messages.
 
     Returns:
       A tuple of the common options, the mode, and the values of the mode's options, keyed by name.
@@ -50,14 +52,20 @@ def parse_command_line(
       ConfigError: An option is unknown, is not used by the mode, or has an invalid value.
     """
     first = Parser(add_help=False)
-    _add_common(first, modes)
+    first.add_argument("--mode")
+    add_packages(first)
     given = first.parse_known_args(argv)[0]
-    name = given.mode or CommandLine.mode
-    mode = modes[name] if name in modes else _custom_mode(name, given.packages, modes)
-    parser = parser_of(name, mode, modes)
-    if given.mode is None:
-        parser.epilog = "\n".join(_help_section(name, mode) for name, mode in modes.items())
-    values = vars(parser.parse_args(argv)) | {"mode": name}
+    name, options = given.mode or CommandLine.mode, argv
+    if argv and not argv[0].startswith("-"):
+        name, *options = argv
+        if given.mode is not None:
+            raise ConfigError(
+                f"--mode={given.mode} cannot be combined with `praxis {name}`. Remove one of them."
+            )
+    known = [*modes, *other_commands]
+    mode = modes[name] if name in modes else _custom_mode(name, given.packages, known)
+    values = vars(parser_of(name, mode, modes).parse_args(options)) | {"mode": name}
+    _set_argument(values, name, mode)
     common = [field.name for field in dataclasses.fields(CommandLine) if field.name in values]
     return CommandLine(**{name: values.pop(name) for name in common}), mode, values
 
@@ -65,19 +73,20 @@ def parse_command_line(
 def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
     """Returns the parser for command lines with this mode."""
     parser = Parser(
-        prog="main.py",
+        prog=f"praxis {name}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
+        description=f"{mode.summary[0].upper()}{mode.summary[1:]}.",
+        epilog=f"`python main.py --mode={name}` takes the same options.",
     )
     parser.pax_options = PAX_OPTIONS
-    _add_common(parser, modes)
+    _add_common(parser, mode)
+    group = parser.add_argument_group(f"options of {name}")
+    mode.add_options(group)
     flags = _flags(mode)
-    if flags:
-        mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     modes_by_flag: dict[str, list[str]] = {}
     for other_name, other_mode in modes.items():
         for flag in _flags(other_mode):
-            modes_by_flag.setdefault(flag, []).append(f"--mode={other_name}")
+            modes_by_flag.setdefault(flag, []).append(other_name)
     for flag, mode_names in modes_by_flag.items():
         if flag not in flags:
             *first, last = mode_names
@@ -88,9 +97,45 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
                 help=argparse.SUPPRESS,
                 nargs="*",
                 default=argparse.SUPPRESS,
-                const=f"is an option of {modes_text}; --mode={name}",
+                const=f"is an option of {modes_text}; {name}",
             )
+    parser.usage = " ".join(["praxis", name, *_arguments(parser), "[options]"])
     return parser
+
+
+def add_packages(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --packages."""
+    parser.add_argument(
+        "--packages",
+        metavar="NAME,...",
+        type=names,
+        action="extend",
+        default=[],
+        help="your packages, in which experiments are looked up in addition to "
+        "praxis_lite.experiments",
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the options --set and --config."""
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        metavar="path=value",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
+        "of the experiment's class",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action=_ReadSettings,
+        default=argparse.SUPPRESS,
+        help="settings in a file: lines `path=value`, as in a job's config.txt, or YAML in "
+        "FILE.yaml; --set overrides them",
+    )
 
 
 def names(words: str) -> list[str]:
@@ -116,35 +161,23 @@ def file_to_write(example: str) -> Callable[[str], Path]:
     return parse_path
 
 
-def _add_common(parser: Parser, modes: Modes) -> None:
-    parser.add_argument(
-        "--exp", metavar="NAME", help="the experiment, such as lm.PyDocs or mypackage.mod.MyLm"
-    )
-    parser.add_argument(
-        "--packages",
-        metavar="NAME,...",
-        type=names,
-        action="extend",
-        default=[],
-        help="your packages, in which --exp is looked up in addition to praxis_lite.experiments",
-    )
-    parser.add_argument("--job_log_dir", metavar="DIR", help="directory of the job's files")
-    parser.add_argument(
-        "--mode",
-        metavar="MODE",
-        type=_mode,
-        help=f"{', '.join(modes)}, or module.Class of your package; default: {CommandLine.mode}",
-    )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        metavar="path=value",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
-        "of the experiment's class",
-    )
+_ARGUMENTS = {
+    "exp": ("EXP", "the experiment, such as lm.PyDocs or mypackage.mod.MyLm"),
+    "job_log_dir": ("JOB", "directory of the job's files"),
+}
+
+
+def _add_common(parser: Parser, mode: Mode) -> None:
+    if mode.argument is not None:
+        metavar, text = _ARGUMENTS[mode.argument]
+        parser.add_argument("argument", metavar=metavar, nargs="?", help=text)
+    for option, (_, text) in _ARGUMENTS.items():
+        # `praxis --help` documents the options of main.py that the argument replaces.
+        text = argparse.SUPPRESS if option == mode.argument else text
+        parser.add_argument(f"--{option}", metavar="DIR" if "dir" in option else "NAME", help=text)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    add_packages(parser)
+    add_settings(parser)
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -161,35 +194,72 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         help="how long processes wait for each other at the start; default: "
         f"{CommandLine.start_seconds}",
     )
-    parser.add_argument("--list", action="store_true", help="list the experiments and exit")
 
 
-def _mode(text: str) -> str:
-    if text in PAX_MODES:
-        raise argparse.ArgumentTypeError(
-            f"{text} is a mode of Pax; in praxis_lite it is {PAX_MODES[text]}: see "
-            "docs/coming_from_pax.md"
+def _set_argument(values: dict[str, Any], name: str, mode: Mode) -> None:
+    """Moves the argument EXP or JOB to the option that it sets."""
+    given = values.pop("argument", None)
+    if given is None or mode.argument is None:
+        return
+    if values[mode.argument] is not None:
+        metavar, _ = _ARGUMENTS[mode.argument]
+        raise ConfigError(
+            f"`praxis {name} {metavar}` and --{mode.argument} are the same, but both "
+            f"{given} and --{mode.argument}={values[mode.argument]} are given. Remove one of them."
         )
-    return text
+    values[mode.argument] = given
 
 
-def _custom_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
+def _arguments(parser: Parser) -> list[str]:
+    """Returns the positional arguments of a parser, as they are shown in its usage."""
+    forms = {"?": "[{}]", "*": "[{} ...]"}
+    return [
+        forms.get(str(action.nargs), "{}").format(action.metavar)
+        for action in parser._get_positional_actions()
+    ]
+
+
+class _ReadSettings(argparse.Action):
+    """An argparse action that inserts the settings of a file before those of --set."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        settings = [*namespace.settings]
+        position = sum(isinstance(setting, SettingInFile) for setting in settings)
+        settings[position:position] = settings_in_file(Path(values))
+        namespace.settings = settings
+
+
+def _custom_mode(name: str, packages: Sequence[str], known: Sequence[str]) -> Mode:
     """Returns the mode `module.Class` from a package in --packages."""
+    if name in PAX_MODES:
+        raise ConfigError(
+            f"{name} is a mode of Pax; in praxis_lite it is {PAX_MODES[name]}: see "
+            "docs/coming_from_pax.md."
+        )
     module, _, class_name = name.rpartition(".")
     top = module.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")) or not module:
-        require_choice("--mode", name, modes)
-    allowed_packages(packages)
+        raise ConfigError(
+            f"There is no subcommand {shortened(name)}."
+            f"{did_you_mean(name, known)} `praxis --help` lists all."
+        )
     if top not in packages:
         raise ConfigError(
-            f"--mode={name} is in the package {top}, which is not in --packages: add "
-            f"--packages={top}."
+            f"There is no subcommand {shortened(name)}; expected a name such as train, as in "
+            f"`praxis train lm.PyDocs`. If it is a mode of your package, add --packages={top}."
         )
+    allowed_packages(packages)
     members = vars(imported_module(module) or object)
     mode_class = members.get(class_name)
     if not (isinstance(mode_class, type) and issubclass(mode_class, Mode)):
         raise ConfigError(
-            f"--mode={name} is {mode_class!r}; expected a subclass of praxis_lite.modes.Mode."
+            f"The mode {name} is {mode_class!r}; expected a subclass of praxis_lite.modes.Mode."
             f"{did_you_mean(class_name, members)}"
         )
     return mode_class()
@@ -199,13 +269,6 @@ def _flags(mode: Mode) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
     mode.add_options(parser.add_argument_group())
     return [action.option_strings[0] for action in parser._actions if action.option_strings]
-
-
-def _help_section(name: str, mode: Mode) -> str:
-    """Returns the --help section about a mode and its options."""
-    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
-    return parser.format_help()
 
 
 class _OtherModeOption(argparse.Action):

@@ -1,4 +1,4 @@
-"""`main.py --mode=summary`: prints a job's results from the files in its directory."""
+"""`praxis summary`: prints a job's results from the files in its directory."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,7 @@ class Summary(Mode):
 
     name = "summary"
     summary = "prints a job's losses, evaluations, goodput and continuations"
+    argument = "job_log_dir"
 
     def __init__(self, more: Callable[[JobDir], str] = lambda job: ""):
         self._more = more

@@ -1,4 +1,4 @@
-"""`main.py --mode=train`: trains an experiment, or resumes its job."""
+"""`praxis train`: trains an experiment, or resumes its job."""
 
 import argparse
 import contextlib

@@ -1,16 +1,11 @@
-"""Command-line program that creates a job with the weights from a Pax checkpoint.
+"""Creates a job with the weights of a Pax checkpoint (`praxis pax`).
 
-    python -m praxis_lite.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
-
-The new job has a checkpoint at step 0, from which `main.py` can train, evaluate or decode.
+The new job has a checkpoint at step 0, from which it can be trained, evaluated and decoded.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from praxis_lite.job.command import Parser, run
-from praxis_lite.job.processes.standard_output import print_log
 
 if TYPE_CHECKING:
     from praxis_lite.checkpoints.init.initial_state import InitialState
@@ -64,70 +59,3 @@ def begin_job(
 
     with new_job_dir(job_log_dir, experiment, packages) as job_dir:
         return create_job(initial_state, experiment, job_dir, settings, packages)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Creates a job from a Pax checkpoint, with arguments from the command line."""
-    run(lambda: _begin(argv), continues_without_output=True)
-
-
-def _begin(argv: Sequence[str] | None) -> None:
-    print_log()
-    parser = Parser(
-        prog="python -m praxis_lite.pax.job",
-        allow_abbrev=False,
-        description="Creates a job with the weights of a Pax checkpoint.",
-    )
-    parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
-    parser.add_argument(
-        "--packages",
-        metavar="NAME,...",
-        type=lambda words: words.split(","),
-        action="extend",
-        default=[],
-        help="as for main.py",
-    )
-    parser.add_argument("--pax", metavar="DIR", required=True, help="job_log_dir of the Pax job")
-    parser.add_argument(
-        "--pax_step", metavar="N", type=int, help="step of the Pax checkpoint; default: the latest"
-    )
-    parser.add_argument(
-        "--job_log_dir", metavar="DIR", required=True, help="new directory for the job"
-    )
-    parser.add_argument(
-        "--ignore", metavar="PATTERN", nargs="+", default=[], help="Pax variables to ignore"
-    )
-    parser.add_argument(
-        "--new",
-        metavar="PATTERN",
-        nargs="+",
-        default=[],
-        help="weights to initialize, because Pax lacks them",
-    )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        metavar="path=value",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="settings of the job, as for main.py",
-    )
-    args = parser.parse_args(argv)
-    job = begin_job(
-        args.exp,
-        args.pax,
-        args.job_log_dir,
-        step=args.pax_step,
-        settings=args.settings,
-        ignore=args.ignore,
-        new=args.new,
-        packages=args.packages,
-    )
-    from praxis_lite.trainer.create_job import next_command
-
-    print(next_command(job, args.exp, args.settings, args.packages))
-
-
-if __name__ == "__main__":
-    main()

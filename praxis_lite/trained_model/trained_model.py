@@ -182,7 +182,7 @@ class TrainedModel:
 
         Args:
           data: Name of a dataset in the job, an input pipeline, or one or more batches. As in
-            --mode=eval, at most run.evaluation.max_batches batches of a dataset or pipeline are
+            `praxis eval`, at most run.evaluation.max_batches batches of a dataset or pipeline are
             read. Batches are dicts of NumPy arrays with any number of rows. If "weights" is
             missing, every row or label has weight 1.
 
@@ -233,7 +233,7 @@ class TrainedModel:
           **settings: Settings of the decoder to change, such as temperature=0.7.
 
         Returns:
-          A record per row, as written by --mode=decode.
+          A record per row, as written by `praxis decode`.
 
         Raises:
           ConfigError: The task cannot decode, the job has no such dataset, or the decoder has no
@@ -274,7 +274,7 @@ class TrainedModel:
           **settings: Settings of the decoder to change.
 
         Returns:
-          A record per prompt and hypothesis, with the keys of --mode=decode: "prompt",
+          A record per prompt and hypothesis, with the keys of `praxis decode`: "prompt",
           "continuation", "output_ids", "log_prob" and others.
 
         Raises:

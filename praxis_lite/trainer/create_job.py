@@ -102,7 +102,7 @@ def next_command(
     job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> str:
     """Returns a message with the command that trains the new job."""
-    command = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
+    command = ["praxis", "train", experiment, f"--job_log_dir={job_dir.path}"]
     command += [f"--packages={','.join(packages)}"] if packages else []
     command += ["--set", *settings] if settings else []
     return f"created {job_dir.path}: continue with {shlex.join(command)}"

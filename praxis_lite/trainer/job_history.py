@@ -90,7 +90,7 @@ def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
     """Returns (step, dataset, metrics) for each evaluation of a job.
 
     If a step was evaluated several times, the first evaluation is returned. The training job's
-    evaluation precedes any evaluations by --mode=eval.
+    evaluation precedes any evaluations by `praxis eval`.
     """
     first: dict[tuple[int, str], dict[str, float]] = {}
     for line in evaluation_lines(job.eval_metrics_jsonl):

@@ -294,7 +294,7 @@ class Certificates(Hook):
             raise NotCertified(
                 f"{self._error} The state is saved, and training has ended. See "
                 f"{self._job.files.certificates_jsonl}. Remove the faulty device, or fix the model "
-                "code (--mode=check shows details). To continue despite differences, set "
+                "code (`praxis check` shows details). To continue despite differences, set "
                 "run.certify_action=report."
             )
 

@@ -1,6 +1,6 @@
 """Checks that a job computes the same results on a mesh as on a single device.
 
-Used by `--mode=check` and by tests of your models. The steps of a job run in float64 and in the
+Used by `praxis check` and by tests of your models. The steps of a job run in float64 and in the
 job's dtypes, and the job directory is never accessed.
 """
 

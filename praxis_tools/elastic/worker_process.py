@@ -71,7 +71,7 @@ class WorkerProcess:
         os.set_blocking(self._pipe, False)
         self._bytes = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "praxis_lite.main", *argv],
+            [sys.executable, "-m", "praxis_lite", *argv],
             stdin=subprocess.PIPE,
             pass_fds=(child,),
             start_new_session=True,

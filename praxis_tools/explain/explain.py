@@ -45,7 +45,7 @@ Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, 
 class Explanation:
     """The layout and the compiled steps of an experiment.
 
-    `print(explanation)` shows the output of --mode=explain. Notebooks display the HTML page, with
+    `print(explanation)` shows the output of `praxis explain`. Notebooks display the HTML page, with
     the memory and communication of each device.
 
     Attributes:
@@ -55,7 +55,7 @@ class Explanation:
       notes: Notes about the layout.
       warnings: Warnings about the layout and about matmuls that XLA may permute.
       steps: The compiled steps, with their batch, collectives, memory per device and flops.
-      text: Output of --mode=explain.
+      text: Output of `praxis explain`.
     """
 
     experiment: str

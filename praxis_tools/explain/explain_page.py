@@ -1,4 +1,4 @@
-"""Builds the HTML page of --mode=explain, which shows each device's memory and communication.
+"""Builds the HTML page of `praxis explain`, which shows each device's memory and communication.
 
 The data is inserted into the template explain_page.html as a JSON document.
 """

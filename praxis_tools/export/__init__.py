@@ -1,6 +1,6 @@
 """Exports trained models as files that can be run with only jax installed.
 
-    python -m praxis_tools.export JOB OUT --what=decode|predict
+    praxis export JOB OUT --what=decode|predict
 
 The package exports the program and weights of a partitioner, and never imports the training loop.
 """

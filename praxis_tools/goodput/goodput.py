@@ -153,8 +153,8 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
     """Computes the goodput of a job from timeline.jsonl; returns None if nothing was recorded.
 
     A launch starts when it locks the job directory. Launches that were refused before that, or
-    that found nothing to do, are not recorded, so their time is counted as idle. Only --mode=train
-    records launches.
+    that found nothing to do, are not recorded, so their time is counted as idle. Only `praxis
+    train` records launches.
 
     If a launch began before the previous launch ended, the overlap is subtracted from the import
     time of the later launch. An overlap longer than the import time means that a clock was set

@@ -1,6 +1,6 @@
 """Evaluates trained models with EleutherAI's lm-evaluation-harness (`lm_eval`).
 
-    python -m praxis_tools.lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
+    praxis lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
 
 The command takes all arguments of `lm_eval` and registers `--model praxis_lite`; `harness_model`
 does the same in Python. Text is tokenized as in lm_eval's adapter for transformers (`hf`). Tasks

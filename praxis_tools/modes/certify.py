@@ -1,4 +1,4 @@
-"""`main.py --mode=certify`: writes or verifies certificates with digests of job files and data."""
+"""`praxis certify`: writes or verifies certificates with digests of job files and data."""
 
 import argparse
 import json
@@ -24,6 +24,7 @@ class Certify(Mode):
 
     name = "certify"
     summary = "certifies jobs by digests of their files, or verifies a certificate"
+    argument = None
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
@@ -79,8 +80,8 @@ class Certify(Mode):
         """
         if command.exp is not None:
             raise ConfigError(
-                "--exp cannot be combined with --mode=certify, which reads the experiment from the "
-                "job. Remove --exp."
+                "--exp cannot be combined with `praxis certify`, which reads the experiment from "
+                "the job. Remove --exp."
             )
         if verify is not None and (json or html):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`main.py --mode=check`: compares results on several meshes with results on one device."""
+"""`praxis check`: compares results on several meshes with results on one device."""
 
 import argparse
 from collections.abc import Callable, Sequence

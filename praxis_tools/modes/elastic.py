@@ -1,31 +1,28 @@
 """`--elastic`: runs this process as the supervisor of a host, or as the supervisor's worker."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import require
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
 from praxis_lite.job.health_files import HealthFiles, health_directory
 from praxis_lite.job.job_dir import open_for_supervisors
 from praxis_lite.job.processes.addresses import own_address
 from praxis_lite.job.processes.start import connect_member, process_numbers
-from praxis_lite.modes.job_from_command import job_log_dir
+from praxis_lite.modes.job_from_command import experiment_name, job_log_dir
 from praxis_lite.modes.mode import CommandLine
 from praxis_tools.elastic import worker_assignment
 from praxis_tools.stuck.progress import progress_recorder
 
 
-def begin_elastic(
-    command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
-) -> int | None:
+def begin_elastic(command: CommandLine, argv: Sequence[str], health_dir: str | None) -> int | None:
     """Runs this host's supervisor, or prepares this process as a worker.
 
     Args:
       command: The parsed command line.
-      argv: Command-line arguments, or None for `sys.argv`.
+      argv: Command-line arguments.
       health_dir: Value of --health_dir.
 
     Returns:
@@ -36,7 +33,7 @@ def begin_elastic(
       ConfigError: A flag is invalid or missing, or the directory does not belong to a job.
     """
     if not worker_assignment.is_worker():
-        return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
+        return _supervise(command, argv, health_dir)
     assignment = worker_assignment.wait_for_assignment(lambda: _import(command))
     command.began = time.time()
     events.add_listener(worker_assignment.SupervisorListener())
@@ -67,8 +64,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
         min_members,
         f"a number from 1 to {num_members}, the number of processes",
     )
-    if command.exp is None:
-        raise ConfigError("--elastic requires --exp=NAME; --list shows the available names.")
+    experiment_name(command)  # Raises an error if there is none.
     job = open_for_supervisors(job_log_dir(command))
     health = None
     if health_dir is not None:

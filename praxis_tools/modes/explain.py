@@ -1,4 +1,4 @@
-"""`main.py --mode=explain`: prints the layout and the compiled steps of an experiment."""
+"""`praxis explain`: prints the layout and the compiled steps of an experiment."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`main.py --mode=plan`: predicts the time and memory of an experiment on any topology."""
+"""`praxis plan`: predicts the time and memory of an experiment on any topology."""
 
 import argparse
 import functools
@@ -137,7 +137,7 @@ class Plan(Mode):
             )
         if topology is None and not measure:
             raise ConfigError(
-                "--mode=plan requires the devices to plan for: --topology=CHIP:SHAPE, such as "
+                "`praxis plan` requires the devices to plan for: --topology=CHIP:SHAPE, such as "
                 "--topology=v5e:16x16."
             )
         if residuals is None and command.job_log_dir is not None:
@@ -242,7 +242,7 @@ def _avoid_accelerators() -> None:
 def _steps(text: str) -> list[str]:
     if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with --mode=plan; expected step names among {', '.join(STEPS)}"
+            f"{text!r} with `praxis plan`; expected step names among {', '.join(STEPS)}"
         )
     return names(text)
 
@@ -251,7 +251,7 @@ def _batch_sizes(text: str) -> list[int]:
     sizes = names(text)
     if not sizes or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with --mode=plan; expected positive numbers of prompts, such as 1,8,32"
+            f"{text!r} with `praxis plan`; expected positive numbers of prompts, such as 1,8,32"
         )
     return list(map(int, sizes))
 
@@ -260,6 +260,6 @@ def _load(text: str) -> float:
     load = float(text)
     if not 1.0 <= load < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text} with --mode=plan; expected 1 (even loads) or more, such as 1.5"
+            f"{text} with `praxis plan`; expected 1 (even loads) or more, such as 1.5"
         )
     return load

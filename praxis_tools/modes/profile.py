@@ -1,4 +1,4 @@
-"""`main.py --mode=profile`: prints the time and memory of a job's profiled steps."""
+"""`praxis profile`: prints the time and memory of a job's profiled steps."""
 
 import argparse
 
@@ -13,6 +13,7 @@ class Profile(Mode):
 
     name = "profile"
     summary = "prints the time and memory of a job's profiled steps, by layer and collective"
+    argument = "job_log_dir"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --step."""

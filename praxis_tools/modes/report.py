@@ -1,4 +1,4 @@
-"""`main.py --mode=report`: compares jobs, as text and as an HTML page."""
+"""`praxis report`: compares jobs, as text and as an HTML page."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ class Report(Mode):
 
     name = "report"
     summary = "compares jobs, finished or running: curves, settings, samples, times"
+    argument = None
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --html, --follow and --every."""
@@ -59,8 +60,8 @@ class Report(Mode):
             )
         if command.exp is not None or command.settings:
             raise ConfigError(
-                "--exp and --set have no effect with --mode=report, which only reads jobs. Remove "
-                "them."
+                "--exp, --config and --set have no effect with `praxis report`, which only reads "
+                "jobs. Remove them."
             )
         from praxis_tools.report.job_reader import named_jobs
         from praxis_tools.report.report import ReportReader, print_reports

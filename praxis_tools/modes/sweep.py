@@ -1,4 +1,4 @@
-"""`main.py --mode=sweep`: trains an experiment with different settings and compares the results."""
+"""`praxis sweep`: trains an experiment with different settings and compares the results."""
 
 import argparse
 
@@ -66,7 +66,7 @@ class Sweep(Mode):
         options.add_argument(
             "--topology",
             metavar="CHIP:SHAPE",
-            help="topology as in --mode=plan, such as v5e:2x4; trials that do not fit on it are "
+            help="topology as in `praxis plan`, such as v5e:2x4; trials that do not fit on it are "
             "skipped",
         )
         options.add_argument(

@@ -1,4 +1,4 @@
-"""Predicts and measures steps on the attached devices, for --mode=explain and --measure."""
+"""Predicts and measures steps on the attached devices, for `praxis explain` and --measure."""
 
 import json
 import statistics
@@ -35,7 +35,7 @@ def figures_on_attached_devices(
 ) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
     """Returns a function that predicts a step's time and memory on the attached devices.
 
-    That function returns the (name, value) pairs shown by --mode=explain, or an empty list if
+    That function returns the (name, value) pairs shown by `praxis explain`, or an empty list if
     `CHIPS` does not contain the devices.
     """
     topology = attached_topology(list(partitioner.mesh.devices.flat))

@@ -31,8 +31,8 @@ from praxis_tools.plan.topology import Topology
 class Plan:
     """Predictions for the steps of an experiment on devices that may not be attached.
 
-    `print(plan)` shows the output of --mode=plan. Notebooks display the HTML page, with the memory
-    and communication of each device.
+    `print(plan)` shows the output of `praxis plan`. Notebooks display the HTML page, with the
+    memory and communication of each device.
 
     Attributes:
       experiment: Full name of the experiment.
@@ -42,7 +42,7 @@ class Plan:
       warnings: Warnings about the layout, such as large replicated weights.
       steps: Plan of each step, in the requested order.
       drawn: Data for the HTML page, for each step that compiled successfully.
-      text: Output of --mode=plan.
+      text: Output of `praxis plan`.
     """
 
     experiment: str

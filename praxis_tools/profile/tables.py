@@ -1,4 +1,4 @@
-"""Creates the tables of a profile from its files, for --mode=profile and for a training hook."""
+"""Creates the tables of a profile from its files, for `praxis profile` and for a training hook."""
 
 from pathlib import Path
 

@@ -185,7 +185,7 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
     """
     if not paths:
         raise ConfigError(
-            "A report requires at least one job directory: --mode=report JOB [JOB ...]."
+            "A report requires at least one job directory: `praxis report JOB [JOB ...]`."
         )
     jobs: dict[str, JobDir] = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Serves a language model through OpenAI's HTTP API (`--mode=serve`).
+"""Serves a language model through OpenAI's HTTP API (`praxis serve`).
 
 The engine runs the model and does not depend on HTTP; the endpoints do not depend on devices.
 """

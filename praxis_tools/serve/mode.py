@@ -1,4 +1,4 @@
-"""`main.py --mode=serve`: serves a language model through OpenAI's HTTP API."""
+"""`praxis serve`: serves a language model through OpenAI's HTTP API."""
 
 import argparse
 import os
@@ -25,6 +25,7 @@ class Serve(Mode):
 
     name = "serve"
     summary = "serves completions and chats through OpenAI's HTTP API"
+    argument = "job_log_dir"
     continues_without_output = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
@@ -101,11 +102,11 @@ class Serve(Mode):
         **options: Any,
     ) -> None:
         """Serves the model; raises ConfigError for invalid options before compiling anything."""
-        require_package("starlette", "--mode=serve")
-        require_package("uvicorn", "--mode=serve")
+        require_package("starlette", "praxis serve")
+        require_package("uvicorn", "praxis serve")
         if (hf is None) == (command.job_log_dir is None):
             raise ConfigError(
-                "--mode=serve requires exactly one of --job_log_dir=DIR (a job) and --hf=DIR (a "
+                "`praxis serve` requires exactly one of JOB (--job_log_dir=JOB) and --hf=DIR (a "
                 "Hugging Face model)."
             )
         for name in ("request_seconds", "drain_seconds"):
@@ -151,7 +152,7 @@ def _serve_job(
         from praxis_lite.trainer.decoding.user_prompts import check_language_model
         from praxis_lite.trainer.restored_weights import restored_weights
 
-        check_language_model(job.partitioner.task, "--mode=serve")
+        check_language_model(job.partitioner.task, "praxis serve")
         _, mdl_vars = restored_weights(
             job.partitioner, job.files, step, job.run.decode_use_ema_states
         )

@@ -129,7 +129,7 @@ def create_served_model(
         positions, or several processes are running.
     """
     task = partitioner.task
-    check_language_model(task, "--mode=serve")
+    check_language_model(task, "praxis serve")
     num_positions = task.num_ids().get("segment_pos")
     if max_length is None:
         max_length = min(num_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)

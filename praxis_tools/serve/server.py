@@ -85,7 +85,7 @@ class Running:
     def __init__(
         self, model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits
     ):
-        uvicorn = optional_module("uvicorn", "--mode=serve")
+        uvicorn = optional_module("uvicorn", "praxis serve")
         from praxis_tools.serve.connections import limited
         from praxis_tools.serve.endpoints import BODY_SECONDS, application
 

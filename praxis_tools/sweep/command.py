@@ -1,4 +1,4 @@
-"""Implements `--mode=sweep`: checks a sweep, runs or prints its trials, and prints a report."""
+"""Implements `praxis sweep`: checks a sweep, runs or prints its trials, and prints a report."""
 
 import shlex
 import sys
@@ -55,7 +55,7 @@ def sweep(
       is_worker: Whether other processes run trials of the same sweep at the same time.
       num_trials: Number of trials, or None for the default.
       metric: The value of --metric, or None for the default.
-      topology: Topology as in --mode=plan. Trials that do not fit on its devices are not started.
+      topology: Topology as in `praxis plan`. Trials that do not fit on its devices are not started.
       **chosen: The fields search, better, pruner and seed of `SweepSettings`.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
         raise ConfigError(
             f"--job_log_dir={path} contains no sweep (sweep.journal)"
             + (f", but {', '.join(sorted(files)[:3])}" if files else "")
-            + ". To start a sweep, set --exp=NAME and choose a new directory."
+            + ". To start a sweep, specify the experiment, praxis sweep EXP, and a new directory."
         )
 
 
@@ -268,7 +268,7 @@ def _table(study: Study, directory: Path) -> str:
         lines += [
             f"best trial: {best.number}, {sweep.metric} {best.value:.6g}: "
             f"{directory / 'trials' / f'{best.number:04d}'}",
-            f"    --exp={sweep.experiment} --set {settings}",
+            f"    praxis train {sweep.experiment} --set {settings}",
         ]
     return printable("\n".join(lines))
 

@@ -117,8 +117,8 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
             )
     if not searched:
         raise ConfigError(
-            "--mode=sweep requires a setting to search. Set several values for a setting, such as "
-            "--set task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
+            "`praxis sweep` requires a setting to search. Set several values for a setting, such "
+            "as --set task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
         )
     return Space(tuple(fixed), searched)
 
@@ -160,7 +160,7 @@ def _distribution(
         raise _ambiguous(setting, repr(tuple(items)), several, len(items))
     for item in items:
         value_after([*before, f"{path}={item}"], path)
-    distributions = optional_module("optuna.distributions", "--mode=sweep")
+    distributions = optional_module("optuna.distributions", "praxis sweep")
     return distributions.CategoricalDistribution(tuple(dict.fromkeys(items)))
 
 
@@ -210,7 +210,7 @@ def _range(
         ends[0],
         "a number above 0",
     )
-    distributions = optional_module("optuna.distributions", "--mode=sweep")
+    distributions = optional_module("optuna.distributions", "praxis sweep")
     if all(type(end) is int for end in ends):
         return distributions.IntDistribution(*ends, log=is_log)
     return distributions.FloatDistribution(*ends, log=is_log)

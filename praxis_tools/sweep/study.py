@@ -56,9 +56,9 @@ class Study:
     """
 
     def __init__(self, journal: Path, settings: SweepSettings | None = None):
-        self._optuna = optuna = optional_module("optuna", "--mode=sweep")
+        self._optuna = optuna = optional_module("optuna", "praxis sweep")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        backends = optional_module("optuna.storages.journal", "--mode=sweep")
+        backends = optional_module("optuna.storages.journal", "praxis sweep")
         # Without settings, the sweep is only read.
         if settings is not None:
             _remove_incomplete_line(journal, backends.JournalFileSymlinkLock(str(journal)))
@@ -88,7 +88,7 @@ class Study:
         if chosen is None:
             raise ConfigError(
                 f"{journal} contains no settings, because the sweep was killed while starting. "
-                "Start the sweep again with --exp=NAME."
+                "Start the sweep again with `praxis sweep EXP`."
             )
         self.settings: SweepSettings = chosen
         if settings is not None and recorded != settings.as_json():
@@ -255,7 +255,7 @@ _STATUS = {
 
 
 def _state(name: str) -> Any:
-    return optional_module("optuna.trial", "--mode=sweep").TrialState[name]
+    return optional_module("optuna.trial", "praxis sweep").TrialState[name]
 
 
 def _record(trial: Any) -> TrialRecord:

@@ -50,7 +50,7 @@ class SweepSettings:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the settings as JSON values for the sweep's journal."""
-        to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
+        to_json = optional_module("optuna.distributions", "praxis sweep").distribution_to_json
         searched = {
             path: to_json(distribution) for path, distribution in self.space.searched.items()
         }
@@ -60,7 +60,7 @@ class SweepSettings:
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
         """Reads settings from the result of `as_json`."""
-        from_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
+        from_json = optional_module("optuna.distributions", "praxis sweep").json_to_distribution
         space = recorded["space"]
         searched = {path: from_json(text) for path, text in space["searched"].items()}
         return cls(**{**recorded, "space": Space(tuple(space["fixed"]), searched)})

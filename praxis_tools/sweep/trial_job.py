@@ -60,9 +60,9 @@ class TrialJob:
         return [
             sys.executable,
             "-m",
-            "praxis_lite.main",
-            f"--mode={mode}",
-            f"--exp={self._sweep.experiment}",
+            "praxis_lite",
+            mode,
+            self._sweep.experiment,
             option,
             *([f"--packages={','.join(packages)}"] if packages else []),
             "--set",

@@ -308,7 +308,7 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path, mesh_of):
         assert checkpoints.latest_step() is None and checkpoints.all_steps() == []
         layout, mesh = partitioner.layout, partitioner.mesh
         for keys in (None, ()):
-            with pytest.raises(ConfigError, match=r"--mode=train"):
+            with pytest.raises(ConfigError, match=r"praxis train"):
                 checkpoints.restore(layout, mesh, opt_states_keys=keys)
 
 

@@ -369,7 +369,7 @@ def test_averages_that_are_not_there_are_refused(tmp_path):
 def test_an_empty_directory_says_what_to_run_first(tmp_path):
     item = rules(directory=str(tmp_path / "docs"), experiment="lm.PyDocs")
     words = (
-        rf" {tmp_path}/docs to .* main.py --exp=lm.PyDocs --job_log_dir={tmp_path}/docs; .*--set "
+        rf" {tmp_path}/docs to .* praxis train lm.PyDocs --job_log_dir={tmp_path}/docs; .*--set "
         r"run.init_from_checkpoint_rules.pretrained.directory=DIR"
     )
     with pytest.raises(ConfigError, match=words):

@@ -1,9 +1,10 @@
-"""`python -m praxis_lite.checkpoints`: its reports on steps, on every mesh, without a model."""
+"""`praxis checkpoints`: its reports on steps, on every mesh, without a model."""
 
 import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 import xxhash
 
 from praxis_lite.checkpoints import stored_arrays
-from praxis_lite.checkpoints.__main__ import main
 from praxis_lite.checkpoints.digest import digest_of, leaf_digests
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.checkpoints.tools import manifest_of
 from tests.checkpoints.saved_steps import MESHES, SPECS, save_steps, true_state
+from tests.support.commands import praxis
 
 EMB = "mdl_vars/params/emb"
 
@@ -59,9 +60,10 @@ def job(tmp_path_factory):
 
 
 def run(capsys, *argv):
-    """Returns exit status, standard output and standard error."""
-    code = main([str(x) for x in argv])
-    return code, *capsys.readouterr()
+    """Returns exit status, standard output, and standard error as one line."""
+    code = praxis("checkpoints", *argv)
+    out, err = capsys.readouterr()
+    return code, out, " ".join(err.split())
 
 
 def copied(folder, to):
@@ -261,7 +263,7 @@ def test_questions_without_an_answer_exit_with_2(job, tmp_path, capsys, argv, wo
     (folder / "empty").mkdir(exist_ok=True)
     code, out, err = run(capsys, *(word.replace("JOB", str(folder)) for word in argv))
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and re.search(words, err), err
+    assert err.startswith("error: ") and re.search(words, err), err
 
 
 def test_a_job_that_lost_everything_exits_with_2(job, tmp_path, capsys):
@@ -271,7 +273,7 @@ def test_a_job_that_lost_everything_exits_with_2(job, tmp_path, capsys):
     assert run(capsys, "ls", tmp_path)[0] == 0
     for command in ("verify", "show", "digest", "diff"):
         code, out, err = run(capsys, command, tmp_path)
-        assert (code, out) == (2, "") and err.count("\n") == 1, command
+        assert (code, out) == (2, "") and err.startswith("error: "), command
 
 
 def test_a_damaged_manifest_is_no_answer(job, tmp_path, capsys):
@@ -286,8 +288,8 @@ def test_a_damaged_manifest_is_no_answer(job, tmp_path, capsys):
 def test_nothing_of_jax_is_imported(job):
     """Nor of flax: the start takes as long as NumPy and TensorStore take."""
     code = (
-        "import sys; from praxis_lite.checkpoints.__main__ import main;"
-        "code = main(sys.argv[1:]);"
+        "import sys; from tests.support.commands import praxis;"
+        "code = praxis('checkpoints', *sys.argv[1:]);"
         "loaded = {'jax', 'flax', 'orbax', 'tensorflow', 'optax'} & sys.modules.keys();"
         "sys.exit(f'imported: {loaded}' if loaded else code)"
     )
@@ -301,12 +303,11 @@ def test_nothing_of_jax_is_imported(job):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(job):
-    code = "import sys; from praxis_lite.checkpoints.__main__ import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-c", code, "show", str(job[0])],
+        [sys.executable, "-m", "praxis_lite", "checkpoints", "show", str(job[0])],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
         process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 0
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE

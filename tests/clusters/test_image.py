@@ -81,7 +81,7 @@ def test_a_network_is_found(line):
 
 def test_the_process_is_ours_and_hears_sigterm_itself():
     (entry,), (command,) = values("ENTRYPOINT"), values("CMD")
-    assert json.loads(entry) == ["python", "-m", "praxis_lite.main"]  # No shell between.
+    assert json.loads(entry) == ["python", "-m", "praxis_lite"]  # No shell between.
     ours, options = our_options(json.loads(command))
     assert ours.job_log_dir == "/job" and options["health_dir"] == "/health"
     assert not any(word in CONTAINER for word in ("command", "tty"))  # The pod's args replace CMD.

@@ -20,6 +20,7 @@ from praxis_lite.config.config_json import (
 )
 from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.settings_file import settings_in_file
 from praxis_lite.experiment import registry
 from praxis_lite.experiments.lm import PyDocs
 from tests.support import callables as zoo
@@ -203,9 +204,10 @@ def _check_lines(config):
         (change,) = apply_overrides(changed, [setting], ["tests"])
         assert len(set(change.split(": ", 1)[1].split(" -> "))) == 1, change
     assert config_lines(changed) == lines
+    assert changed == config  # A default stays unset.
 
 
-def test_the_lines_of_one_job_make_another_the_same():
+def test_the_lines_of_one_job_make_another_the_same(tmp_path):
     settings = [
         "task.learner.optimizer=optax.contrib.muon", "task.model.final_ln_tpl=LayerNorm",
         "task.model.final_ln_tpl.use_bias=false", "task.learner.learning_rate=constant_schedule()",
@@ -215,7 +217,8 @@ def test_the_lines_of_one_job_make_another_the_same():
     ]  # fmt: skip
     config = configured(PyDocs, settings)
     lines = config_lines(config)
-    again = configured(PyDocs, [shlex.split(line)[0] for line in lines])
+    (tmp_path / "config.txt").write_text("\n".join(lines))
+    again = configured(PyDocs, settings_in_file(tmp_path / "config.txt"))
     assert config_lines(again) == lines != config_lines(PyDocs().config())
     assert config_difference(config, again) == []
 

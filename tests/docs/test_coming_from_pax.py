@@ -174,7 +174,7 @@ def test_the_words_of_paxs_experiments_and_functions_are_found():
     ("argv", "words"),
     [
         (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "The name is from Pax"),
-        (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax. In praxis_lite it is --exp=NAME"),
+        (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax. In praxis_lite it is the name"),
         (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax; in praxis_lite it is decode"),
         (
             ["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],

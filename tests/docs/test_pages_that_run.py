@@ -20,13 +20,11 @@ from praxis_lite import ConfigError, optimizers
 from praxis_lite.core import AuxiliaryOptimizer, Partitioner, make_mesh
 from praxis_lite.experiments import lm
 from praxis_lite.host.optional_packages import is_installed
-from praxis_lite.huggingface.__main__ import main as huggingface
-from praxis_lite.inputs.__main__ import main as inputs
-from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
 from praxis_lite.layers import QuantizationRule, quantized
 from praxis_lite.optimizers import DynamicLossScale, VariationalNoise, schedules
 from tests.huggingface.test_finetuning import adapters_are_right, with_vocabulary
 from tests.huggingface.test_finetuning import started as started  # A fixture.
+from tests.support.commands import praxis
 from tests.support.doc_pages import Block, page, pages
 from tests.support.every_case import assert_each
 from tests.support.fake_hub import WRITER, client_of, fake_hub
@@ -168,11 +166,11 @@ def test_the_data_page_runs(folder, capsys):
         "run.evaluation.every_steps=None",
         "mesh.ici_mesh_shape=1,1,1",
     )
-    digests = page("data").commands("python -m praxis_lite.inputs")
+    digests = page("data").commands("praxis inputs")
     (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
     # That it is the same for any number of them is tested in experiment/test_python_texts.py.
     capsys.readouterr()
-    assert inputs(digest) == 0
+    assert praxis("inputs", *digest) == 0
     assert re.match(r"[0-9a-f]{8,} ", capsys.readouterr().out)
 
 
@@ -181,9 +179,9 @@ def test_the_tokenizers_page_runs(folder):
     Path("texts").mkdir()
     text = "Who is there? né 😀 It is a fox, and it is there again. "
     Path("texts/a.txt").write_text("\n".join(text * 5 for _ in range(60)), "utf-8")
-    training, shown = page("tokenizers").commands("python -m praxis_lite.inputs.tokenizers")
+    training, shown = page("tokenizers").commands("praxis tokenizers")
     words = [item.replace("~/texts/**", "texts").replace("8192", "280") for item in training]
-    assert tokenizers(words) == 0 and tokenizers(shown) == 0
+    assert praxis("tokenizers", *words) == 0 and praxis("tokenizers", *shown) == 0
     (train,) = page("tokenizers").commands("python main.py")
     train = [
         item.replace("~/texts/**", "texts").replace("/tmp/mine", f"{folder}/job") for item in train
@@ -202,8 +200,8 @@ def test_the_finetuning_page_runs(started, monkeypatch):
     tuned, decoded, _ = page("finetuning").commands("python main.py")
     succeed(*tuned, "run.num_train_steps=2")
     assert "restored the weights of step 2" in succeed(*decoded).out
-    (export,) = page("finetuning").commands("python -m praxis_lite.huggingface")
-    huggingface(export)
+    (export,) = page("finetuning").commands("praxis hf")
+    assert praxis("hf", *export) == 0
     assert (started / "merged" / "model.safetensors").is_file()
     adapters_are_right(started, "jobs/chat")
     (block,) = page("finetuning").blocks()
@@ -238,7 +236,7 @@ def test_the_page_of_hugging_face_runs(folder):
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # In huggingface_hub.
 def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, monkeypatch):
     _, tuned = page("huggingface").commands("python main.py")
-    (export,) = page("huggingface").commands("python -m praxis_lite.huggingface")
+    (export,) = page("huggingface").commands("praxis hf")
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats/train.jsonl").write_text((started / "chat.jsonl").read_text())
     monkeypatch.chdir(tmp_path)
@@ -247,7 +245,7 @@ def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, 
         hub.add("org/chats", tmp_path / "chats", "datasets")
         sizes = ("SEQ_LEN=64", "BATCH_SIZE=8", "mesh.ici_mesh_shape=1,4,2")
         assert "step 1" in succeed(*tuned, "run.num_train_steps=1", *sizes).out
-        huggingface(export)
+        assert praxis("hf", *export) == 0
         adapters = hub.repos["models", "me/model-lora"]
         files = adapters.commits[adapters.branches["main"]]
         base_model = json.loads(files["adapter_config.json"])["base_model_name_or_path"]
@@ -262,13 +260,13 @@ def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, 
 def test_the_serving_page_runs_and_the_exported_model_answers_as_the_job(folder, capsys):
     Path("HF_DIR").mkdir()
     model_directory(Path("HF_DIR"), "llama")
-    imported, exported = page("serving").commands("python -m praxis_lite.huggingface")
-    huggingface(imported)
+    imported, exported = page("serving").commands("praxis hf")
+    assert praxis("hf", *imported) == 0
     commands = page("serving").commands("python main.py")
     (trained,) = [words for words in commands if words[0].startswith("--exp=")]
     succeed(*trained, "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1")
     assert exported[-1] == "--dtype=bfloat16"  # The test compares tokens, and wants all bits.
-    huggingface([*exported[:-1], "--dtype=float32"])
+    assert praxis("hf", *exported[:-1], "--dtype=float32") == 0
     capsys.readouterr()
     (client,) = page("serving").blocks()
     (of_export,) = [words for words in commands if "--hf=OUT" in words]
@@ -347,7 +345,7 @@ def test_the_page_of_your_own_model_passes_its_tests_trains_and_answers_in_pytho
     assert len(tests) == 2
     for name in tests:
         names[name]()
-    (train,) = page("your_own_model").commands("python -m praxis_lite.main")
+    (train,) = page("your_own_model").commands("praxis")
     monkeypatch.setenv("XDG_CACHE_HOME", str(my_model / "cache"))
     done = succeed(*train)
     capsys.readouterr()

@@ -208,7 +208,7 @@ def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
     log = job.with_name(f"{job.name}.log")
     with log.open("ab") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "praxis_lite.main", *argv],
+            [sys.executable, "-m", "praxis_lite", *argv],
             cwd=CHECKOUT,
             env=alone.env(settings.num_hosts * settings.num_devices),
             stdout=file,

@@ -77,7 +77,7 @@ class Host:
         argv = [
             sys.executable,
             "-m",
-            "praxis_lite.main",
+            "praxis_lite",
             *self._settings.argv(*more),
             "--elastic",
             f"--min_processes={self._settings.least}",

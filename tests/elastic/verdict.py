@@ -171,13 +171,14 @@ def _values(step_dir: Path) -> dict[str, np.ndarray]:
 
 
 def examples_once(job: Path, env: Mapping[str, str]) -> Row:
-    """Runs `python -m praxis_lite.inputs digest --job`, which verifies the examples."""
+    """Runs `praxis inputs digest --job`, which verifies the examples."""
     row = Row("every example used exactly once, in order", 1)
     done = subprocess.run(
         [
             sys.executable,
             "-m",
-            "praxis_lite.inputs",
+            "praxis_lite",
+            "inputs",
             "digest",
             f"--job={job}",
             "--packages=elasticzoo",

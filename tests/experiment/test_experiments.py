@@ -1,4 +1,7 @@
-"""Every experiment that --list names can be built, and its steps traced on its own mesh."""
+"""Every experiment that `praxis list` names can be built, and its steps traced on its own mesh."""
+
+import importlib
+import pkgutil
 
 import fiddle as fdl
 import pytest
@@ -69,3 +72,10 @@ def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
             pipeline.check()
             partitioner.steps[step].check_batch(pipeline.element_spec())
             partitioner.steps[step].trace(pipeline.element_spec())
+
+
+def test_the_list_has_every_experiment_that_its_module_registers():
+    for module in pkgutil.iter_modules(importlib.import_module(registry.HOME).__path__):
+        importlib.import_module(f"{registry.HOME}.{module.name}")
+    registered = [full for full in registry.registered if full.startswith(f"{registry.HOME}.")]
+    assert sorted(registered) == [f"{registry.HOME}.{name}" for name in NAMES]

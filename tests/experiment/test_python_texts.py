@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from praxis_lite.inputs import __main__ as command
+from tests.support.commands import praxis
 from tests.support.job_runs import launch, lines_of
 
 EXP = "python_texts.PythonTexts"
@@ -24,7 +24,7 @@ SMALL = (
 def folder(tmp_path_factory):
     """The texts, ready."""
     folder = tmp_path_factory.mktemp("texts") / "made"
-    assert command.main(["prepare", f"--exp={EXP}", "--set", f"folder={folder}"]) == 0
+    assert praxis("inputs", "prepare", EXP, "--set", f"folder={folder}") == 0
     return folder
 
 
@@ -45,8 +45,8 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
     actual = set()
     for number in (1, 3):  # A batch of 16 rows does not divide over three.
         capsys.readouterr()
-        arguments = f"digest --exp={EXP} --processes={number} --batches=6 --start=97"
-        assert command.main([*arguments.split(), "--set", f"folder={folder}"]) == 0
+        arguments = f"digest {EXP} --processes={number} --batches=6 --start=97"
+        assert praxis("inputs", *arguments.split(), "--set", f"folder={folder}") == 0
         actual.add(capsys.readouterr().out.split()[0])
     assert len(actual) == 1
 

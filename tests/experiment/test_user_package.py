@@ -83,7 +83,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_the_wheel_holds_the_library_with_its_tasks_and_experiments_only(site):
     tops = {name for name in os.listdir(site) if not name.endswith(".dist-info")}
-    assert tops == {"praxis_lite", "praxis_tools"}
+    assert tops == {"bin", "praxis_lite", "praxis_tools"}
 
     def files(folder):
         kinds = (".py", ".pyi", ".toml", ".html", ".typed")
@@ -130,7 +130,7 @@ def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_
     command = [CHECKOUT / "main.py"]
     folder, env = own, {**os.environ, "PYTHONPATH": ""}
     if is_by_path:  # The checkout comes before the user's folder, twice.
-        command, folder = ["-m", "praxis_lite.main"], CHECKOUT
+        command, folder = ["-m", "praxis_lite"], CHECKOUT
         env["PYTHONPATH"] = f"{CHECKOUT}:{own}"
     done = subprocess.run(
         [
@@ -195,7 +195,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", *argv],
+        [sys.executable, "-m", "praxis_lite", *argv],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -217,7 +217,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
         [
             sys.executable,
             "-m",
-            "praxis_lite.main",
+            "praxis_lite",
             "--mode=decode",
             *argv,
             "task.decoder.temperature=0.7",
@@ -234,7 +234,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     assert "decoded 1 record of command_line with the weights of step 50" in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", "--list", "--packages=mypackage"],
+        [sys.executable, "-m", "praxis_lite", "list", "--packages=mypackage"],
         cwd=tmp_path,
         env=env,
         capture_output=True,

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file, save_file
 import praxis_lite
 from praxis_lite import huggingface
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_lite.huggingface.__main__ import main as convert
-from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
+from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS
 from tests.support.job_runs import succeed
 
@@ -44,12 +43,8 @@ def started(tmp_path_factory):
         answer = {"role": "assistant", "content": f"{number % 9 + 1} comes."}
         lines.append(json.dumps({"messages": [asked, answer]}))
     (root / "chat.jsonl").write_text("\n".join(lines))
-    assert (
-        tokenizers(
-            ["train", str(root / "chat.jsonl"), str(root / "bpe"), f"--vocab-size={VOCAB - 3}"]
-        )
-        == 0
-    )
+    size = f"--vocab-size={VOCAB - 3}"
+    assert praxis("tokenizers", "train", root / "chat.jsonl", root / "bpe", size) == 0
     shutil.copytree(root / "bpe", directory, dirs_exist_ok=True)
     return root
 
@@ -90,8 +85,8 @@ def merged_by_hand(base, adapters):
 def adapters_are_right(root, job):
     for name in ("merged", "peft"):
         shutil.rmtree(root / name, ignore_errors=True)
-    convert(["export", str(root / job), str(root / "merged"), "--adapters=merge"])
-    convert(["export", str(root / job), str(root / "peft"), "--adapters=peft"])
+    assert praxis("hf", "export", root / job, root / "merged", "--adapters=merge") == 0
+    assert praxis("hf", "export", root / job, root / "peft", "--adapters=peft") == 0
     expected, config = merged_by_hand(root / "llama", root / "peft")
     actual = load_file(root / "merged" / "model.safetensors")
     assert expected.keys() == actual.keys()
@@ -129,8 +124,7 @@ def test_dora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, c
         "mesh.allow_unused_devices=True",
         "USE_DORA=True",
     )
-    with pytest.raises(SystemExit):
-        convert(["export", str(started / "dora"), str(started / "refused")])
+    assert praxis("hf", "export", started / "dora", started / "refused") == 2
     assert "--adapters merge" in capsys.readouterr().err
     adapters_are_right(started, "dora")
 
@@ -206,7 +200,7 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
         assert first["loss"] == pytest.approx(np.log(2.0), abs=1e-4)
     if experiment == "ChatDpo":  # The frozen copy stays here.
         out = started / "dpo"
-        convert(["export", str(started / experiment), str(out)])
+        assert praxis("hf", "export", started / experiment, out) == 0
         base = load_file(started / "llama" / "model.safetensors")
         assert load_file(out / "model.safetensors").keys() == base.keys()
 
@@ -229,10 +223,9 @@ def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(
         "mesh.ici_mesh_shape=1,1,1",
         "mesh.allow_unused_devices=True",
     )
-    with pytest.raises(SystemExit):
-        convert(["export", str(job), str(tmp_path / "peft"), "--adapters=peft"])
+    assert praxis("hf", "export", job, tmp_path / "peft", "--adapters=peft") == 2
     assert "gate_up_proj.weight merges several" in capsys.readouterr().err
-    convert(["export", str(job), str(tmp_path / "merged"), "--adapters=merge"])
+    assert praxis("hf", "export", job, tmp_path / "merged", "--adapters=merge") == 0
     ids = np.arange(20).reshape(2, 10)
     actual = huggingface.load(tmp_path / "merged").logits(ids)
     np.testing.assert_allclose(actual, praxis_lite.load(job).predict(ids)[0], atol=0.05)

@@ -15,10 +15,10 @@ from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiment import registry
 from praxis_lite.host import hub as hub_module
 from praxis_lite.host.hub import check_upload, local_folder, uploaded
-from praxis_lite.huggingface.__main__ import main
 from praxis_lite.inputs import HuggingFaceDataset
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.tokenizers import load_tokenizer
+from tests.support.commands import praxis
 from tests.support.fake_hub import READER, WRITER, FakeHub, client_of, fake_hub
 from tests.support.goldens import GOLDENS
 
@@ -62,8 +62,8 @@ def test_a_model_is_imported_from_the_hub_and_uploaded_bitwise_equal(hub, tmp_pa
     repo.commit("main", {**repo.commits[repo.branches["v1"]], "model.safetensors": zeros})
     job = str(tmp_path / "job")
     with client_of(hub, monkeypatch, tmp_path / "home", WRITER):
-        main(["import", "hf://org/tagged@v1", job])
-        main(["export", job, "hf://me/llama"])
+        praxis("hf", "import", "hf://org/tagged@v1", job)
+        praxis("hf", "export", job, "hf://me/llama")
     uploaded_repo = hub.repos["models", "me/llama"]
     files = uploaded_repo.commits[uploaded_repo.branches["main"]]
     assert {name: x.tobytes() for name, x in load(files["model.safetensors"]).items()} == {
@@ -98,11 +98,9 @@ def test_hf_dir_downloads_no_weights_for_the_config(reader):
 
 
 def test_a_tokenizer_and_its_ids(reader, tmp_path):
-    from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
-
     (tmp_path / "text.txt").write_text("the model, the data, the mesh " * 7)
     local = tmp_path / "bpe"
-    tokenizers(["train", str(tmp_path / "text.txt"), str(local), "--vocab-size=263"])
+    praxis("tokenizers", "train", tmp_path / "text.txt", local, "--vocab-size=263")
     reader.add("org/bpe", local)
     ids = load_tokenizer("hf://org/bpe").encode("the mesh").tolist()
     assert ids == load_tokenizer(local).encode("the mesh").tolist()

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from praxis_lite import ConfigError
-from praxis_lite.huggingface.__main__ import main
 from praxis_lite.main import main as launch
+from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS
 
 PHI3 = GOLDENS / "hf/phi3"
@@ -23,18 +23,18 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     for file in PHI3.glob("*"):
         (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "hf/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", UNEVEN])
+    assert praxis("hf", "import", tmp_path / "hf", tmp_path / "job", "--set", UNEVEN) == 0
     message = capsys.readouterr().out
     num_bytes = sum(4 * x.size for x in load_file(PHI3 / "model.safetensors").values())
     assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{message}"
     kept = f"HF_DIR={tmp_path}/job/huggingface"
     assert (
-        f"created {tmp_path / 'job'}: continue with main.py --exp=huggingface.CausalLm "
+        f"created {tmp_path / 'job'}: continue with praxis train huggingface.CausalLm "
         f"--job_log_dir={tmp_path / 'job'} --set {kept} {UNEVEN}\n"
     ) in message
     # The directory that it came from is no longer needed.
     (tmp_path / "hf").rename(tmp_path / "gone")
-    main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
+    assert praxis("hf", "export", tmp_path / "job", tmp_path / "out") == 0
     expected = load_file(tmp_path / "gone/model.safetensors")
     actual = load_file(tmp_path / "out/model.safetensors")
     assert {name: x.tobytes() for name, x in actual.items()} == {
@@ -43,14 +43,12 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config == json.loads((PHI3 / "config.json").read_text())
     assert (tmp_path / "out/tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
-    main(["export", str(tmp_path / "job"), str(tmp_path / "wide"), "--dtype", "float32"])
+    assert praxis("hf", "export", tmp_path / "job", tmp_path / "wide", "--dtype", "float32") == 0
     wide = load_file(tmp_path / "wide/model.safetensors")
     for name, x in expected.items():
         np.testing.assert_array_equal(wide[name], x.astype(np.float32))
     assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
-    with pytest.raises(SystemExit) as exit_:
-        main(["import", str(tmp_path / "gone"), str(tmp_path / "job")])
-    assert exit_.value.code == 2
+    assert praxis("hf", "import", tmp_path / "gone", tmp_path / "job") == 2
     assert f"{tmp_path}/job already has a job" in " ".join(capsys.readouterr().err.split())
 
 
@@ -81,15 +79,14 @@ def test_an_experiment_begins_with_its_weights(tmp_path, capsys):
         ]
     )
     assert f"12 weights from {PHI3}" in capsys.readouterr().out
-    main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
+    assert praxis("hf", "export", tmp_path / "job", tmp_path / "out") == 0
     actual = load_file(tmp_path / "out/model.safetensors")
     for name, x in load_file(PHI3 / "model.safetensors").items():
         assert actual[name].tobytes() == x.tobytes()
 
 
 def test_an_import_that_is_refused_leaves_none_of_its_files(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["import", str(PHI3), str(tmp_path / "job"), "--set", "run.num_steps=3"])
+    assert praxis("hf", "import", PHI3, tmp_path / "job", "--set", "run.num_steps=3") == 2
     assert " run.num_train_steps" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "job").iterdir()] == [".training"]
 
@@ -109,12 +106,12 @@ def test_a_job_goes_on_by_what_it_keeps_itself(tmp_path, capsys):
             ".num_batches=1",
         )
     ]
-    main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", *settings])
-    (words,) = re.findall("continue with main.py (.*)", capsys.readouterr().out)
+    assert praxis("hf", "import", tmp_path / "hf", tmp_path / "job", "--set", *settings) == 0
+    (words,) = re.findall("continue with praxis (.*)", capsys.readouterr().out)
     shutil.rmtree(tmp_path / "hf")
     launch(shlex.split(words))
     assert "step 1/1" in capsys.readouterr().out
-    main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
+    assert praxis("hf", "export", tmp_path / "job", tmp_path / "out") == 0
     actual = load_file(tmp_path / "out/model.safetensors")
     for name, x in load_file(PHI3 / "model.safetensors").items():
         assert actual[name].tobytes() == x.tobytes()

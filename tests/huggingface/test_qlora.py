@@ -8,10 +8,10 @@ from safetensors.numpy import load_file
 
 import praxis_lite
 from praxis_lite import huggingface
-from praxis_lite.huggingface.__main__ import main as convert
 from praxis_lite.layers.whole_model.four_bit_weights import NF4
 from tests.huggingface.test_finetuning import VOCAB, finetuned, merged_by_hand
 from tests.huggingface.test_finetuning import started as started  # A fixture.
+from tests.support.commands import praxis
 from tests.support.job_runs import launch, lines_of
 from tests.support.marks import nightly_but
 
@@ -80,14 +80,8 @@ def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, q
     assert on_mesh[-1] < on_mesh[0]
     for name in ("merged", "peft"):
         shutil.rmtree(started / name, ignore_errors=True)
-        convert(
-            [
-                "export",
-                str(started / qtype),
-                str(started / name),
-                f"--adapters={name.removesuffix('d')}",
-            ]
-        )
+        adapters = f"--adapters={name.removesuffix('d')}"
+        assert praxis("hf", "export", started / qtype, started / name, adapters) == 0
     expected, _ = merged_by_hand(started / "llama", started / "peft")
     base = load_file(started / "llama" / "model.safetensors")
     rounded = rounded_by_hand(base, qtype)

@@ -17,7 +17,7 @@ from praxis_lite.inputs.tokenizers import (
     as_tokenizer,
     load_tokenizer,
 )
-from praxis_lite.inputs.tokenizers.__main__ import main as command
+from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS, golden
 
 LLAMA = GOLDENS / "tokenizers" / "llama3"
@@ -43,7 +43,12 @@ def trained(tmp_path_factory):
     """A BPE of a text made here, by the command."""
     folder = tmp_path_factory.mktemp("bpe")
     (folder / "text.txt").write_text("\n".join(made_lines(400)), "utf-8")
-    assert command(["train", str(folder / "*.txt"), str(folder / "bpe"), "--vocab-size=300"]) == 0
+    assert (
+        praxis(
+            "tokenizers", "train", str(folder / "*.txt"), str(folder / "bpe"), "--vocab-size=300"
+        )
+        == 0
+    )
     return folder / "bpe"
 
 
@@ -179,11 +184,11 @@ def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
 
 def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):
     text = str(trained.parent / "*.txt")
-    assert command(["train", text, str(trained)]) == 2
+    assert praxis("tokenizers", "train", text, trained) == 2
     assert str(trained) in capsys.readouterr().err
-    assert command(["train", text, str(tmp_path / "new"), "--vocab-size=200"]) == 2
+    assert praxis("tokenizers", "train", text, tmp_path / "new", "--vocab-size=200") == 2
     assert "259" in capsys.readouterr().err
-    assert command(["train", str(tmp_path / "none*"), str(tmp_path / "new")]) == 2
+    assert praxis("tokenizers", "train", tmp_path / "none*", tmp_path / "new") == 2
 
 
 @pytest.mark.parametrize("token", [
@@ -194,7 +199,12 @@ def test_a_special_token_that_text_may_have_is_refused_before_anything_is_writte
     trained, tmp_path, token, capsys
 ):
     options = ["--vocab-size=300", "--special", "<|b|>", token]
-    assert command(["train", str(trained.parent / "*.txt"), str(tmp_path / "new"), *options]) == 2
+    assert (
+        praxis(
+            "tokenizers", "train", str(trained.parent / "*.txt"), str(tmp_path / "new"), *options
+        )
+        == 2
+    )
     message = " ".join(capsys.readouterr().err.split())
     assert "--special" in message
     assert not (tmp_path / "new").exists()
@@ -203,7 +213,7 @@ def test_a_special_token_that_text_may_have_is_refused_before_anything_is_writte
 def test_a_special_token_is_a_single_id_and_the_rest_of_a_text_as_without(trained, tmp_path):
     special = ["<|done|>", "[INST]", "</s>", "<｜User｜>", "<s>", "[end of turn]"]
     files = str(trained.parent / "*.txt")
-    assert command(["train", files, str(tmp_path / "new"), "--special", *special]) == 0
+    assert praxis("tokenizers", "train", files, tmp_path / "new", "--special", *special) == 0
     tokenizer = load_tokenizer(tmp_path / "new")
     for token in special:
         (number,) = tokenizer.encode(token)

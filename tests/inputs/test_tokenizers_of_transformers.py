@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from praxis_lite import ConfigError
 from praxis_lite.inputs.tokenizers import JsonTokenizer, load_tokenizer
-from praxis_lite.inputs.tokenizers.__main__ import main as command
+from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS, golden
 
 HOME = GOLDENS / "tokenizers" / "directories"
@@ -397,8 +397,8 @@ def test_a_template_is_read_in_each_form_of_transformers(tmp_path, template):
 
 
 def test_a_command_shows_special_tokens_and_ends(tmp_path, capsys):
-    assert command(["show", str(write(tmp_path, **KINDS["Qwen"]()))]) == 0
+    assert praxis("tokenizers", "show", str(write(tmp_path, **KINDS["Qwen"]()))) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "eos_token '<|im_end|>'" in shown and "before a text: none" in shown
     assert "end of an answer: 3 '<|im_end|>', 2 '</s>'" in shown
-    assert command(["show", str(tmp_path / "absent")]) == 2
+    assert praxis("tokenizers", "show", tmp_path / "absent") == 2

@@ -84,7 +84,7 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", "--list"],
+        [sys.executable, "-m", "praxis_lite", "list"],
         cwd=CHECKOUT,
         stdout=write,
         stderr=subprocess.PIPE,
@@ -98,7 +98,7 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
 @pytest.mark.slow
 def test_a_job_trains_where_its_streams_were_closed(tmp_path):
     command = (
-        f"{sys.executable} -m praxis_lite.main --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
+        f"{sys.executable} -m praxis_lite --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
         f"--set run.num_train_steps=2 mesh.ici_mesh_shape=1,1,1 0<&- 1>&- 2>&-"
     )
     env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "JAX_PLATFORMS": "cpu"}

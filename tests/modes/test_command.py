@@ -11,63 +11,56 @@ import sys
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.checkpoints.__main__ import main as checkpoints
+from praxis_lite.core.user_lines import user_line
 from praxis_lite.host.whole_files import new_directory
-from praxis_lite.huggingface.__main__ import main as convert
 from praxis_lite.huggingface.tensors.writing import save_tensors
-from praxis_lite.inputs.__main__ import main as inputs
-from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
-from praxis_lite.job.command import run, status_of
-from praxis_lite.pax import job as pax_job
+from praxis_lite.job.command import run
 from praxis_lite.trainer.create_job import new_job_dir
 from tests.job.test_disk_full import files_of_at_most
+from tests.support.commands import praxis, status_of
 from tests.support.goldens import GOLDENS
 
 SYNTHETIC = "lm.Synthetic"
 
 
-def status(command, *argv):
-    return status_of(lambda: command(list(argv)), continues_without_output=False)
-
-
 @pytest.mark.parametrize(
-    "command, words",
+    "words",
     [
-        (tokenizers, "train TEXT FILE"),
-        (tokenizers, "train TEXT FILE/x"),
-        (tokenizers, "train TEXT /proc/x"),
-        (tokenizers, "train TEXT gs://bucket/x"),
-        (tokenizers, "train TEXT file:///x"),
-        (tokenizers, "train TEXT DIR --chat-template=FILE/x"),
-        (tokenizers, "train gs://bucket/*.txt DIR"),
-        (tokenizers, "train TEXT"),
-        (tokenizers, "grow"),
-        (convert, "import gs://bucket/model DIR"),
-        (convert, "import DIR/gone DIR/job"),
-        (convert, "import FILE DIR/job"),
-        (convert, "import LLAMA gs://bucket/job"),
-        (convert, "import LLAMA FILE"),
-        (convert, "import LLAMA FILE/x"),
-        (convert, "import LLAMA /proc/x"),
-        (convert, "export gs://bucket/job DIR"),
-        (convert, "export DIR DIR --step=newest"),
-        (convert, "export DIR DIR --adapters=both"),
-        (convert, "import LLAMA DIR --sat x=1"),
-        (convert, ""),
-        (pax_job.main, "--exp=lm.Synthetic --pax=gs://bucket/x --job_log_dir=DIR"),
-        (pax_job.main, "--exp=lm.Synthetic --pax=FILE --job_log_dir=DIR"),
-        (pax_job.main, "--exp=lm.Synthetic --pax=DIR/gone --job_log_dir=DIR"),
-        (pax_job.main, "--exp=lm.Synthetic"),
-        (inputs, "digest --exp=lm.Synthetic --start=99999999999999999999"),
-        (inputs, "digest --exp=lm.Nothing"),
-        (inputs, "prepare"),
-        (checkpoints, "ls FILE"),
-        (checkpoints, "ls gs://bucket/job"),
-        (checkpoints, "ls"),
+        "tokenizers train TEXT FILE",
+        "tokenizers train TEXT FILE/x",
+        "tokenizers train TEXT /proc/x",
+        "tokenizers train TEXT gs://bucket/x",
+        "tokenizers train TEXT file:///x",
+        "tokenizers train TEXT DIR --chat-template=FILE/x",
+        "tokenizers train gs://bucket/*.txt DIR",
+        "tokenizers train TEXT",
+        "tokenizers grow",
+        "hf import gs://bucket/model DIR",
+        "hf import DIR/gone DIR/job",
+        "hf import FILE DIR/job",
+        "hf import LLAMA gs://bucket/job",
+        "hf import LLAMA FILE",
+        "hf import LLAMA FILE/x",
+        "hf import LLAMA /proc/x",
+        "hf export gs://bucket/job DIR",
+        "hf export DIR DIR --step=newest",
+        "hf export DIR DIR --adapters=both",
+        "hf import LLAMA DIR --sat x=1",
+        "hf ",
+        "pax lm.Synthetic --pax=gs://bucket/x --job_log_dir=DIR",
+        "pax lm.Synthetic --pax=FILE --job_log_dir=DIR",
+        "pax lm.Synthetic --pax=DIR/gone --job_log_dir=DIR",
+        "pax lm.Synthetic",
+        "inputs digest lm.Synthetic --start=99999999999999999999",
+        "inputs digest lm.Nothing",
+        "inputs prepare",
+        "checkpoints ls FILE",
+        "checkpoints ls gs://bucket/job",
+        "checkpoints ls",
     ],
 )
 def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
-    command, words, tmp_path, monkeypatch, capsys
+    words, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("some text")
@@ -75,7 +68,7 @@ def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
     (tmp_path / "dir").mkdir()
     for word, path in {"TEXT": "text", "FILE": "file", "DIR": "dir"}.items():
         words = words.replace(word, str(tmp_path / path))
-    assert status(command, *words.replace("LLAMA", str(GOLDENS / "hf/llama")).split()) == 2
+    assert praxis(*words.replace("LLAMA", str(GOLDENS / "hf/llama")).split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "Traceback" not in err and "traceback" not in err
     assert sorted(os.listdir(tmp_path)) == ["dir", "file", "text"]
@@ -84,9 +77,9 @@ def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
 
 def test_a_memory_that_does_not_suffice_is_not_said_before_the_path_of_pax(tmp_path, capsys):
     assert (
-        status(
-            pax_job.main,
-            "--exp=lm.Synthetic",
+        praxis(
+            "pax",
+            "lm.Synthetic",
             "--pax=/nope",
             f"--job_log_dir={tmp_path}/job",
             "--set",
@@ -235,3 +228,10 @@ def test_an_import_that_fails_leaves_no_files(tmp_path):
     with new_job_dir(path, SYNTHETIC) as job_dir:
         job_dir.write_config("{}", [])
     assert sorted(os.listdir(path)) == [".training", "config.json", "config.txt"]
+
+
+def test_the_script_that_pip_creates_is_not_code_of_the_user():
+    try:
+        exec(compile("raise ZeroDivisionError", "/venv/bin/praxis", "exec"))
+    except ZeroDivisionError as error:
+        assert user_line(error).filename == __file__

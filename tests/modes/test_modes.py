@@ -1,15 +1,17 @@
 """Modes of the command line: their options, their help, and modes of a user's own package."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.main import MODES, main
+from praxis_lite.main import MODES, PROGRAMS, main
 from praxis_lite.modes.mode import CommandLine
 from praxis_lite.modes.options import parse_command_line
 from praxis_lite.trainer.job_on_mesh import partitioner_of
+from tests.support.commands import praxis
 from tests.support.job_runs import CHECKOUT
 
 WITHOUT_JAX = """
@@ -89,7 +91,7 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(mypackage
         (
             ["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"],
             2,
-            "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count ",
+            "plan and sweep; mypackage.modes.Count ",
         ),
         (
             ["--packages=mypackage", "--mode=mypackage.modes.Wrong"],
@@ -109,12 +111,13 @@ def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, myp
 
 WRONG = [
     (["--mode=trian"], "train?"),
-    (["--mode=plan", "--measur", "--step=3"], "--mode=eval, --mode=decode"),
-    (["--mode=plan", "--step"], "--mode=eval, --mode=decode"),
-    (["--mode=eval", "--prompts=x"], "--mode=decode; --mode=eval "),
+    (["--mode=plan", "--measur", "--step=3"], "eval, decode"),
+    (["--mode=plan", "--step"], "eval, decode"),
+    (["--mode=eval", "--prompts=x"], "decode; eval "),
     (["--mode=check", "--steps=train"], "--steps: invalid int value: 'train'"),
     (["--chatt"], "--chat?"),
 ]
+ANSWERED = [["--help"], ["--version"], ["list"], ["train", "--help"], ["checkpoints", "--help"]]
 ANSWERED_WITHOUT_JAX = """
 import sys
 from praxis_lite.main import main
@@ -127,11 +130,12 @@ for argv in {}:
 """
 
 
-def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported():
-    code = ANSWERED_WITHOUT_JAX.format([argv for argv, _ in WRONG])
+def test_help_and_errors_of_the_command_line_do_not_import_jax():
+    code = ANSWERED_WITHOUT_JAX.format([*ANSWERED, *(argv for argv, _ in WRONG)])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    answers = " ".join(done.stderr.split())
+    assert "\nlm.PyDocs " in done.stdout
+    answers = " ".join(line for line in done.stderr.splitlines() if not line.startswith("0 "))
     for argv, words in WRONG:
         answer, _, answers = answers.partition(f" 2 after {' '.join(argv)}")
         assert words in answer, argv
@@ -159,19 +163,53 @@ def test_options_reach_their_mode_and_no_other():
     assert options["steps"] == ["eval", "train"]
 
 
+def test_a_subcommand_is_the_same_as_the_options_of_pax():
+    def same(words, options):
+        assert parse_command_line(words.split(), MODES) == parse_command_line(
+            options.split(), MODES
+        )
+
+    same("train lm.A --set a=1", "--exp=lm.A --set a=1")
+    same("train --job_log_dir=/x lm.A", "--exp=lm.A --job_log_dir=/x")
+    same("eval /x --step=7", "--mode=eval --step=7 --job_log_dir=/x")
+    same("report /x --html=r.html /y", "--mode=report /x /y --html=r.html")
+    same("export /x OUT --what=decode", "--mode=export --job_log_dir=/x --what=decode OUT")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["trian"], "Did you mean train?"),
+        (["checkpoint", "ls"], "Did you mean checkpoints"),
+        (["lm.PyDocs"], "`praxis train lm.PyDocs`"),
+        (["decode_once"], "in praxis_lite it is decode"),
+        (["eval", "lm.PyDocs", "--job_log_dir=/x"], "both lm.PyDocs and --job_log_dir=/x"),
+        (["eval", "--mode=decode"], "--mode=decode cannot be combined with `praxis eval`"),
+        (["train", "lm.PyDocs", "lm.Synthetic"], "lm.Synthetic is not an option"),
+        (["train", "lm.PyDocs", "--config=/gone"], "--config=/gone cannot be read"),
+    ],
+)
+def test_a_wrong_subcommand_or_argument_is_named_with_its_fix(argv, words, capsys):
+    assert praxis(*argv) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("name", MODES)
-def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, capsys):
-    texts = {}
-    for argv in ([f"--mode={name}", "--help"], ["--help"]):
-        with pytest.raises(SystemExit) as ended:
-            parse_command_line(argv, MODES)
-        assert ended.value.code == 0
-        texts[len(argv)] = capsys.readouterr().out
-    assert "--coordinator" in texts[2] and MODES[name].summary in " ".join(texts[1].split())
-    for other in ("--chat", "--measure", "--shrink"):
-        local = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
-        assert (other in texts[2]) == (local == name)
-        assert other in texts[1]
+def test_help_of_a_mode_has_its_options_alone(name, capsys):
+    assert praxis(name, "--help") == 0
+    text = capsys.readouterr().out
+    assert "--coordinator" in text
+    for option, mode in {"--chat": "decode", "--measure": "plan", "--shrink": "check"}.items():
+        assert (option in text) == (mode == name)
+
+
+def test_help_has_one_line_for_each_subcommand(capsys):
+    texts = []
+    for argv in ([], ["--help"]):
+        assert praxis(*argv) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert re.findall(r"^  (\w+) ", texts[0], re.MULTILINE) == [*MODES, *PROGRAMS]
 
 
 def test_a_job_is_checked_for_what_there_is():

@@ -101,7 +101,7 @@ def try_out() -> str:
     """Trains and decodes in an empty folder, with the installed wheel only."""
     python = WORK / "installed/bin/python"
     with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-m", "praxis_lite.main"]
+        command = [python, "-m", "praxis_lite"]
         settings = ["run.num_train_steps=30", "corpus.files=*.txt"]
         Path(folder, "a.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(3000)))
         train = [*command, "--exp=lm.PyDocs", "--job_log_dir=job", "--set", *settings]

@@ -13,21 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.main import MODES, PROGRAMS
 from praxis_lite.public_names import PACKAGES, homes_of
 
 ROOT = Path(__file__).parents[2]
 _MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
 PAGE = ROOT / "docs/api.md"
-COMMANDS = (
-    "praxis_lite.main",
-    "praxis_lite.checkpoints",
-    "praxis_lite.inputs",
-    "praxis_lite.inputs.tokenizers",
-    "praxis_lite.huggingface",
-    "praxis_tools.lm_eval",
-    "praxis_lite.pax.job",
-    "praxis_tools.export",
-)
 HEAD = """\
 # Public names
 
@@ -77,8 +68,8 @@ def page() -> str:
     for module, names in sorted(names_for_tools().items()):
         lines.append(f"- `{module}`: {', '.join(f'`{name}`' for name in names)}")
     lines += ["", "## Commands", ""]
-    for module in COMMANDS:
-        lines.append(f"- `python -m {module}`: {first_line(importlib.import_module(module))}")
+    for name, command in (MODES | PROGRAMS).items():
+        lines.append(f"- `praxis {name}`: {command.summary}")
     return "\n".join(lines) + "\n"
 
 

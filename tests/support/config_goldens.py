@@ -9,7 +9,7 @@ an experiment or of any class that it uses.
 import sysconfig
 
 from praxis_lite.config.config_json import config_lines
-from praxis_lite.experiment.registry import HOME, list_experiments, registered
+from praxis_lite.experiment.registry import get_experiment, list_experiments
 from tests.support.goldens import GOLDENS
 
 CONFIGS = GOLDENS / "configs"
@@ -23,13 +23,9 @@ def config_texts() -> dict[str, str]:
     """
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
-    list_experiments()  # Import the experiments here; tests may have registered more.
-    for full, experiment in sorted(registered.items()):
-        if not full.startswith(f"{HOME}."):
-            continue
-        name = full.removeprefix(f"{HOME}.")
+    for name in list_experiments():
         module = name.partition(".")[0]
-        lines = sorted(config_lines(experiment().config()))
+        lines = sorted(config_lines(get_experiment(name)().config()))
         section = "".join(f"{line}\n" for line in [f"[{name}]", *lines])
         section = section.replace(stdlib, "STDLIB")
         texts[module] = f"{texts[module]}\n{section}" if module in texts else section

@@ -328,7 +328,7 @@ def _packages(argv: tuple[str, ...]) -> list[str]:
 def start_process(
     *argv: str, cwd: Path, env: dict[str, str] | None = None, out: Any = subprocess.PIPE
 ) -> subprocess.Popen:
-    """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on its path."""
+    """Starts `python -m praxis_lite` with the checkout and `jobzoo` on its path."""
     whole = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}"}
     whole |= {"XDG_CACHE_HOME": str(home() / "cache"), **(env or {})}
     if (
@@ -336,7 +336,7 @@ def start_process(
     ):  # pytest was started in the background of a shell.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
-        [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
+        [sys.executable, "-m", "praxis_lite", *argv, *_packages(argv)],
         cwd=cwd,
         env=whole,
         text=True,

@@ -56,13 +56,13 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         Tfds,
         TfRecords,
     )
-    from praxis_lite.inputs.tokenizers.__main__ import train
     from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
+    from praxis_lite.inputs.tokenizers.training import train
     from praxis_lite.layers.whole_model.quantization import quantized
     from praxis_lite.modes.mode import CommandLine
     from praxis_tools.lm_eval import harness_model
-    from praxis_tools.lm_eval.__main__ import evaluate
+    from praxis_tools.lm_eval.program import LmEval
     from praxis_tools.plan.search.search_report import plot_plans
     from praxis_tools.plan.topology import topology_of
     from praxis_tools.serve.mode import Serve
@@ -90,9 +90,9 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "--topology": lambda: topology_of("v5e:2x4"),
         "vision.digits": lambda: vision.digits("train"),
         "harness_model": lambda: harness_model(None),
-        "the command of lm_eval": lambda: evaluate([]),
-        "--mode=sweep": lambda: Study(folder / "sweep.journal"),
-        "--mode=serve": lambda: Serve().run(CommandLine(), step=None, hf=None),
+        "the command of lm_eval": lambda: LmEval().run(LmEval().parse([])),
+        "praxis sweep": lambda: Study(folder / "sweep.journal"),
+        "praxis serve": lambda: Serve().run(CommandLine(), step=None, hf=None),
     }
 
 

@@ -253,7 +253,7 @@ def test_wrong_settings_are_refused_before_anything_compiles(argv, message, tmp_
 @pytest.mark.slow
 def test_step_is_for_eval_and_decode_only(tmp_path):
     done = launch(TINY, f"--job_log_dir={tmp_path}", "--step=3")
-    assert done.code == 2 and "--mode=eval" in done.err
+    assert done.code == 2 and "--step is an option of eval" in done.err
     done = launch("--mode=eval", f"--job_log_dir={averaged()[0].path}", "--step=99")
     assert done.code == 2 and " 99 " in done.err
     assert "None" not in done.err

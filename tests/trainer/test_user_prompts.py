@@ -54,7 +54,7 @@ def test_prompts_of_other_lengths_have_few_shapes(job):
     ("options", "said"),
     [
         (["--prompts=nowhere.txt"], "--prompts=nowhere.txt "),
-        (["--prompt", "The ", "--mode=eval"], "--mode=decode; --mode=eval"),
+        (["--prompt", "The ", "--mode=eval"], "decode; eval"),
     ],
     ids=str,
 )

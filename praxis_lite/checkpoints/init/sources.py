@@ -36,10 +36,10 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     elif given.name.isdigit() and (given / MANIFEST_JSON).is_file():
         directory, step = given.parent, int(given.name)
     if not (directory.is_dir() and (numbered_steps(directory) or set_aside(directory, "damaged"))):
-        experiment = rules.experiment or "NAME"
+        experiment = rules.experiment or "EXP"
         raise ConfigError(
             f"There is no checkpoint in {given} to start this job from. Train that job first: "
-            f"main.py --exp={experiment} --job_log_dir={given}; or use a job with a checkpoint: "
+            f"praxis train {experiment} --job_log_dir={given}; or use a job with a checkpoint: "
             f"--set {join(join(SETTING, key), 'directory')}=DIR."
         )
     return directory, step

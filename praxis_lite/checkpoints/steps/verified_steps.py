@@ -118,7 +118,7 @@ class VerifiedSteps:
         if not steps:
             raise ConfigError(
                 f"There is no checkpoint in {self.directory}. Train the job first "
-                "(--mode=train), or use the directory of a trained job."
+                "(`praxis train`), or use the directory of a trained job."
             )
         if number not in steps:
             missing = f"no checkpoint of step {step}"

@@ -27,7 +27,7 @@ class ShardedWeight:
       gather: Takes a block, and returns the complete, unpadded weight. Given one layer of a stacked
         block, it returns the weight of that layer. The gradient with respect to a block is
         the device's block of the weight's gradient, summed over devices.
-      path: Path of the weight, used as a name scope for --mode=explain.
+      path: Path of the weight, used as a name scope for `praxis explain`.
     """
 
     block: jax.Array

@@ -81,7 +81,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     ) -> jax.Array:
         if x.shape == shape.shape:
             return x
-        # --mode=explain uses this name scope to find the leaf that the compiler gathers.
+        # `praxis explain` uses this name scope to find the leaf that the compiler gathers.
         with jax.named_scope("unpad/" + jax.tree_util.keystr(path, simple=True, separator="/")):
             return _annotate(x[tuple(slice(dim) for dim in shape.shape)], spec)
 

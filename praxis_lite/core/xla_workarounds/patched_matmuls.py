@@ -30,7 +30,7 @@ from praxis_lite.core.xla_workarounds.product_orders import (
 
 __all__ = ("PatchedFunction", "patch_matmuls", "patch_exported_matmuls")
 
-_COMPARE = "compare the job with a single device (--mode=check)"
+_COMPARE = "compare the job with a single device (`praxis check`)"
 _NOT_PATCHED = f"It could not be patched. Before you rely on its results, {_COMPARE}"
 _NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
 # Each round's constraints may change the shardings of other matmuls, which are patched in the next

@@ -120,7 +120,7 @@ class TensorFiles:
             raise ConfigError(
                 f"{self.directory} describes a model but contains no weights, because it belongs "
                 "to a job. Specify the original directory of the model, or export the job with "
-                "python -m praxis_lite.huggingface export JOB DIR."
+                "praxis hf export JOB DIR."
             )
         start, stop = self._entry(name)["data_offsets"]
         data = self._data(file)[start:stop]

@@ -1,7 +1,7 @@
 """Tokenizers, which convert text to token ids and back. This package does not depend on models.
 
-    python -m praxis_lite.inputs.tokenizers train --help    # trains a tokenizer on your text
-    python -m praxis_lite.inputs.tokenizers show DIR        # lists special tokens and end tokens
+    praxis tokenizers train --help    # trains a tokenizer on your text
+    praxis tokenizers show DIR        # lists special tokens and end tokens
 
 The libraries `tokenizers` and `jinja2` are imported when a tokenizer's files are first read, as is
 `transformers` for directories that are not in the plain tokenizer.json format.

@@ -54,7 +54,8 @@ class BaseLayer(nnx.Module):
     # Maps templates, such as "softmax_tpl", to settings that override the settings of the layers
     # that the templates build.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
-    # The mechanism that couples examples in a batch, such as "batch statistics"; for --mode=check.
+    # The mechanism that couples examples in a batch, such as "batch statistics", for
+    # `praxis check`.
     couples_rows: str | None = None
     # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
     # for". None if there is no such mechanism, or if the mechanism is attention, which has masks.

@@ -26,7 +26,7 @@ SHARE_OF_BLOCKS = "share_of_blocks"  # Attribute of kernels in the HLO text.
 def share_of_blocks(share: float) -> contextlib.AbstractContextManager:
     """Annotates kernels inside the `with` block with the fraction of blocks that they compute.
 
-    `--mode=plan` reads this attribute, because HLO text does not show the cost of Pallas kernels.
+    `praxis plan` reads this attribute, because HLO text does not show the cost of Pallas kernels.
     """
     return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{share:.6f}"})
 

@@ -93,7 +93,7 @@ def grouped_matmul(
       x_RK: Rows sorted by expert, followed by rows without an expert.
       w_LKN: The experts' matrices.
       rows_of_expert_L: Number of rows per expert, int32.
-      expected_rows: Expected number of rows with an expert, for the cost in --mode=plan.
+      expected_rows: Expected number of rows with an expert, for the cost in `praxis plan`.
     """
     work = Workload(compiled_platform(), x_RK.dtype, varying_axes((x_RK, w_LKN)))
     name, reason = choose_kernel(setting, work)

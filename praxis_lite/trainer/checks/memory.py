@@ -74,7 +74,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             f"mesh, but a device has {format_bytes(int(available))} of memory. "
             f"{_largest(leaves)} {SMALLER_STATE}."
         )
-    raise OutOfMemory(f"{message} --mode=explain shows the layout without allocating it.")
+    raise OutOfMemory(f"{message} `praxis explain` shows the layout without allocating it.")
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:

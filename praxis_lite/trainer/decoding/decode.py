@@ -1,4 +1,4 @@
-"""Implements --mode=decode: decodes prompt datasets, command-line prompts, or a chat."""
+"""Implements `praxis decode`: decodes prompt datasets, command-line prompts, or a chat."""
 
 import dataclasses
 import functools

@@ -102,7 +102,7 @@ def _parse_prompt(line: bytes, where: str) -> Prompt:
 def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
     """Returns the job with these prompts as its only decode dataset; see `prompt_batch`."""
     check_parts(job)
-    batch = prompt_batch(job.task, prompts, "--mode=decode")
+    batch = prompt_batch(job.task, prompts, "praxis decode")
     return dataclasses.replace(job, decode_datasets={COMMAND_LINE: batch})
 
 
@@ -128,7 +128,7 @@ def prompt_batch(task: Task, prompts: Prompts, caller: str = "generate") -> InMe
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
             f"{caller} requires a language model task, but {type(task).__name__} does not continue "
-            "prompts. Use --mode=decode without prompts, or decode(NAME), to decode the job's "
+            "prompts. Use `praxis decode` without prompts, or decode(NAME), to decode the job's "
             "datasets, or predict(ARRAYS) to compute the model's outputs."
         )
     prompt_list: list[Prompt] = []

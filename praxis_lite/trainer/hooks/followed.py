@@ -36,8 +36,8 @@ class FollowedEvaluations(Hook):
         self._loop = loop
         if self._job.run.evaluation.by_follower and loop.is_first:
             loop.note(
-                "a follower must run the evaluations (run.evaluation.by_follower): main.py "
-                f"--mode=eval --follow --job_log_dir={self._job.files.path}"
+                "a follower must run the evaluations (run.evaluation.by_follower): praxis eval "
+                f"{self._job.files.path} --follow"
             )
             self._known = {(step, name) for step, name, _ in evaluations(self._job.files)}
 

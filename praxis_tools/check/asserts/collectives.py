@@ -56,7 +56,7 @@ def compiled_step(
       step: "train", "eval" or "decode".
       batch: Shapes and types of a global batch; required with a Partitioner.
       mesh: Number of devices along each axis, or None for the experiment's own mesh.
-      topology: Devices to compile for, as in --topology with --mode=plan. The compilers for CPUs
+      topology: Devices to compile for, as in --topology with `praxis plan`. The compilers for CPUs
         and TPUs choose different collectives, such as all-reduces instead of reduce-scatters.
 
     Returns:

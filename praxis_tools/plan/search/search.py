@@ -131,8 +131,8 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     if tuple(config.mesh.axis_names) != AXES and not is_pipelined:
         raise ConfigError(
             f"--search tries sharding presets that require a mesh with axes {AXES}, but the "
-            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Run --mode=plan for each mesh "
-            "instead."
+            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Run `praxis plan` for each "
+            "mesh instead."
         )
     model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
     arguments = {name: getattr(model, name, None) for name in names}
@@ -140,7 +140,7 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     if len(sizes) < len(names):
         raise ConfigError(
             f"--search requires the arguments {', '.join(names)} of a model such as TransformerLm, "
-            "but task.model does not have all of them. Run --mode=plan for each mesh instead."
+            "but task.model does not have all of them. Run `praxis plan` for each mesh instead."
         )
     job = build(config)
     if not is_pipelined:
@@ -194,7 +194,7 @@ def _write(
     best: tuple[Candidate, StepPlan],
 ) -> None:
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "__init__.py").write_text('"""Results of --mode=plan --search."""\n', "utf-8")
+    (FOLDER / "__init__.py").write_text('"""Results of `praxis plan` --search."""\n', "utf-8")
     settings = [*launched.settings, *best[0].settings]
     class_name, source = experiment_source(launched.experiment, topology, settings, best)
     (FOLDER / "best.py").write_text(source, "utf-8")
@@ -216,6 +216,6 @@ def _write(
     print(f"\nFastest layout that fits: {best[0].name}\n  --set {lines}")
     all_packages = ",".join([str(FOLDER), *packages])
     print(
-        f"\nAs an experiment: --packages={all_packages} --exp={FOLDER}.best.{class_name}\n"
+        f"\nAs an experiment: {FOLDER}.best.{class_name} --packages={all_packages}\n"
         f"{note} All plans: {FOLDER / 'plans.json'}"
     )

@@ -108,7 +108,7 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is not a certificate ({shortened(str(error))}). Create one with "
-            "--mode=certify JOB --json=FILE."
+            "`praxis certify JOB --json=FILE`."
         ) from None
     actual, title = _digest(fields), "the certificate's own digest"
     if actual == digest:

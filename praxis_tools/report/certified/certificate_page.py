@@ -43,7 +43,7 @@ def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
         "style-src 'unsafe-inline'; img-src data:\">",
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
         f"<p>{escape(certificate.written)}; SHA-256 {certificate.as_json()['sha256']}. To verify "
-        "it: <code>main.py --mode=certify JOB --verify=FILE.json</code></p>",
+        "it: <code>praxis certify JOB --verify=FILE.json</code></p>",
     ]
     for job in certificate.jobs:
         state = states[job.name]

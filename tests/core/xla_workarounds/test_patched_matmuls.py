@@ -254,7 +254,7 @@ def test_in_a_function_that_a_shard_map_calls_its_axes_do_not_count():
 def test_what_cannot_be_patched_is_said(monkeypatch):
     monkeypatch.setattr(patched_matmuls, "_MAX_ROUNDS", 0)
     _, _, (text,) = outcome(WRONG["two orders"], mesh_of(), mend=True)
-    assert "could not be patched" in text and "--mode=check" in text
+    assert "could not be patched" in text and "praxis check" in text
 
 
 def test_exports_are_patched_unless_they_are_for_any_number_of_rows():

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from praxis_lite.inputs.__main__ import main
 from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.job.examples.history import history_of
 from praxis_lite.job.examples.lines import (
@@ -27,6 +26,7 @@ from praxis_lite.job.examples.lines import (
     read_record,
 )
 from praxis_lite.job.job_dir import JobDir
+from tests.support.commands import praxis
 from tests.support.job_runs import home, launch, succeed
 from tests.support.line_jobs import LINE
 
@@ -50,7 +50,7 @@ def proven(*argv):
     """Returns the exit status of `digest`, its output, and its errors in a line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(["digest", "--packages=jobzoo", *map(str, argv)])
+        status = praxis("inputs", "digest", *argv, "--packages=jobzoo")
     return status, out.getvalue(), " ".join(err.getvalue().split())
 
 
@@ -185,8 +185,8 @@ def test_other_data_than_those_that_were_fed_are_caught(job):
     "argv, words",
     [
         (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
-        (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
-        ([], "--exp=NAME is missing"),
+        (["--recorded-only", "jobzoo.lines.Line"], "--recorded-only requires --job"),
+        ([], "The experiment is missing"),
         (["--job={job}/nowhere"], "does not exist"),
     ],
 )

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from praxis_lite.inputs.__main__ import main
 from praxis_lite.job.job_dir import JobDir
+from tests.support.commands import praxis
 from tests.support.job_runs import home, succeed
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ class Mixed(Tiny):
 def digest(*argv):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        status = main(["digest", "--packages=jobzoo", *map(str, argv)])
+        status = praxis("inputs", "digest", *argv, "--packages=jobzoo")
     return status, out.getvalue()
 
 

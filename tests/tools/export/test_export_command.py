@@ -1,7 +1,6 @@
-"""`python -m praxis_tools.export`: a job's directory, or Hugging Face's, as an artifact."""
+"""`praxis export`: a job's directory, or Hugging Face's, as an artifact."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,17 +13,15 @@ import pytest
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.huggingface import load as load_huggingface
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.export import __main__ as export
 from praxis_tools.export import load as loader
+from tests.support.commands import praxis
 from tests.support.job_runs import CHECKOUT, home, loaded, succeed, trained
 
 LLAMA = Path(__file__).parents[2] / "goldens/hf/llama"
 
 
 def refused(capsys, *argv):
-    with pytest.raises(SystemExit) as end:
-        export.main([str(arg) for arg in argv])
-    assert end.value.code == 2
+    assert praxis("export", *argv) == 2
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -41,9 +38,10 @@ def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
     sampling = "task.decoder.temperature=1.2"
     settings = ["mesh.ici_mesh_shape=1,2,2", sampling]
     for what, more in (("decode", []), ("predict", ["--batch=5", "--length=6"])):
-        export.main(
-            [
-                str(job.path),
+        assert (
+            praxis(
+                "export",
+                job.path,
                 str(tmp_path / what),
                 f"--what={what}",
                 packages,
@@ -52,7 +50,8 @@ def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
                 "--mesh=1,2,2",
                 "--set",
                 sampling,
-            ]
+            )
+            == 0
         )
     model = loaded(job, mesh="job", settings=settings)
     (batch,) = model.job.decode_datasets["prompts"].batches()
@@ -81,7 +80,7 @@ def test_averages_are_exported_where_the_job_decodes_with_them(tmp_path, package
         "task.learner.ema_decay=0.5",
         "run.decode_use_ema_states=true",
     )
-    export.main([str(job), str(out), "--what=decode", packages, "--batch=1", "--length=2"])
+    assert praxis("export", job, out, "--what=decode", packages, "--batch=1", "--length=2") == 0
     model = loaded(JobDir(job))
     with np.load(out / "weights.npz") as file:
         weights = dict(file)
@@ -98,16 +97,18 @@ def test_averages_are_exported_where_the_job_decodes_with_them(tmp_path, package
 @pytest.mark.slow
 def test_the_lines_of_the_page_run(tmp_path, packages):
     job, _ = trained()
-    export.main(
-        [
-            str(job.path),
+    assert (
+        praxis(
+            "export",
+            job.path,
             str(tmp_path / "OUT"),
             "--what=decode",
             packages,
             "--batch=1",
             "--length=3",
             "--mesh=1,1,1",
-        ]
+        )
+        == 0
     )
     page = (CHECKOUT / "docs/exporting.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -123,10 +124,11 @@ def test_the_lines_of_the_page_run(tmp_path, packages):
 @pytest.mark.slow
 def test_a_model_of_hugging_face_continues_as_it_does_in_python(tmp_path):
     out = tmp_path / "out"
-    export.main(
-        [
-            str(LLAMA),
-            str(out),
+    assert (
+        praxis(
+            "export",
+            LLAMA,
+            out,
             "--what=decode",
             "--batch=b",
             "--length=4",
@@ -134,7 +136,8 @@ def test_a_model_of_hugging_face_continues_as_it_does_in_python(tmp_path):
             "--set",
             "task.decoder.max_decode_steps=6",
             "task.decoder.eos_id=[]",
-        ]
+        )
+        == 0
     )
     prompts = [[5, 6, 7, 8], [9, 10], [11], [3, 2, 1]]
     ids, lengths = np.zeros((4, 4), np.int32), np.array([4, 2, 1, 3], np.int32)
@@ -161,14 +164,3 @@ def test_a_directory_that_is_no_job_or_not_empty_is_refused(tmp_path, capsys):
     assert "already has files (notes.txt)" in refused(capsys, tmp_path, job, "--what=predict")
     assert "argument --what" in refused(capsys, tmp_path, out, "--what=train")
     assert [path.name for path in job.iterdir()] == ["notes.txt"]
-
-
-def test_the_command_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "praxis_tools.export", "--help"],
-        check=True,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    assert "--what {decode,predict}" in done.stdout and done.stderr == ""

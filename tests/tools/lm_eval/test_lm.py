@@ -14,8 +14,8 @@ import pytest
 from praxis_lite import ConfigError, huggingface
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_tools.lm_eval import harness_model
-from praxis_tools.lm_eval.__main__ import main
 from tests.support import job_runs
+from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS, golden
 from tests.support.lm_eval_tasks import CHATS, TASKS, model_directory, write_tasks
 from tests.support.marks import needs_lm_eval
@@ -196,12 +196,14 @@ def test_a_temperature_draws_alike_from_one_seed_and_otherwise_for_each_request(
 def test_the_page_evaluates_a_job_on_the_command_line_and_in_python(tasks, offline, tmp_path):
     folder, _ = job_runs.trained()
     page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text("utf-8")
-    (command,) = re.findall(r"^    python (-m .*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^    praxis (.*?)\n\n", page, re.MULTILINE | re.DOTALL)
     words = shlex.split(command.replace("\\\n", "").replace("hellaswag", "tiny_choice"))
     words = [word.replace("JOB", f"{folder.path},mesh=job,{SETTINGS}") for word in words]
     done = subprocess.run(
         [
             sys.executable,
+            "-m",
+            "praxis_lite",
             *words,
             "--include_path",
             tasks,
@@ -237,7 +239,5 @@ def test_the_command_says_in_a_paragraph_what_is_wrong(monkeypatch, capsys, task
     ours = task_manager(tasks)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **given: ours)
     words = ["--model", "praxis_lite", "--model_args", "job=no_such_job", "--tasks", "tiny_choice"]
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 2
-    assert re.fullmatch("error: .*no_such_job.*\n", capsys.readouterr().err.splitlines(True)[-1])
+    assert praxis("lm_eval", *words) == 2
+    assert re.search("^error: .*no_such_job", capsys.readouterr().err, re.MULTILINE)

@@ -264,7 +264,7 @@ def test_a_job_with_all_evidence_is_the_same_elsewhere_and_when_it_was_evaluated
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "--mode=report JOB"),
+        ([], "praxis report JOB"),
         (["{job}", "--exp=lm.PyDocs"], "--exp"),
         (["{job}", "--verify={file}", "--json=x.json"], "--verify cannot be combined"),
         (["{job}", "{job}/nowhere", "--verify={file}"], "number of jobs is 2, but"),

@@ -76,7 +76,7 @@ def _umask():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "--mode=report JOB"),
+        ([], "praxis report JOB"),
         (["{jobs}/wram"], "Did you mean warm, in {jobs}."),
         (["{jobs}"], "{jobs}/cold, {jobs}/warm"),
         (["{jobs}/warm", "--every=3"], "--every=3 requires --follow"),

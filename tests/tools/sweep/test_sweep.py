@@ -74,9 +74,9 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(tmp_p
         loss_at(float(record.values[RATE])) for record in records
     ]
     out = capsys.readouterr().out
-    (line,) = [text for text in out.splitlines() if text.startswith("    --exp=")]
-    assert shlex.split(line) == [
-        SWEPT,
+    (line,) = [text for text in out.splitlines() if text.startswith("    praxis train ")]
+    assert shlex.split(line)[2:] == [
+        SWEPT.removeprefix("--exp="),
         "--set",
         "run.seed=3",
         f"{RATE}=1e-2",
@@ -219,7 +219,7 @@ def test_printed_lines_are_the_trials_and_their_results_are_collected(
     monkeypatch.setattr(TrialJob, "is_complete", lambda job: job.has_stepped())
     assert quick(folder, *settings, prints=True) is None
     out = capsys.readouterr().out
-    assert "best trial: 1" in out and "-m praxis_lite.main" not in out
+    assert "best trial: 1" in out and "-m praxis_lite" not in out
     assert [record.value for record in records_in(folder)] == [loss_at(1e-3), loss_at(1e-2)]
 
 

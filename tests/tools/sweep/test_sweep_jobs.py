@@ -79,7 +79,7 @@ def test_its_losses_are_those_of_jobs_by_hand_bit_for_bit(killed):
         results[rate] = lines_of(hand.eval_metrics_jsonl)[-1]["loss"]
     best = min(results, key=results.get)
     assert f"heldout/loss {results[best]:.6g}: " in again.out
-    assert f"--exp=jobzoo.swept.Swept --set task.learner.learning_rate={best}\n" in again.out
+    assert f"praxis train jobzoo.swept.Swept --set task.learner.learning_rate={best}\n" in again.out
 
 
 @pytest.mark.nightly

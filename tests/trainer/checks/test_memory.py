@@ -19,8 +19,8 @@ from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.workers import WithWorkers
-from praxis_lite.job.command import status_of
 from praxis_lite.trainer.checks.memory import check_batch_fits, check_fits, explaining_out_of_memory
+from tests.support.commands import status_of
 from tests.support.job_runs import CHECKOUT, copy_of_trained, home, launch, loaded
 from tests.support.line_jobs import LINE
 
@@ -305,7 +305,7 @@ def test_a_step_that_was_looked_at_is_not_compiled_again(tmp_path, caplog):
 )
 def test_a_limit_of_the_shell_ends_a_job_in_a_paragraph(kilobytes, words, tmp_path):
     command = (
-        f"ulimit -v {kilobytes}; {sys.executable} -m praxis_lite.main --exp=lm.Synthetic "
+        f"ulimit -v {kilobytes}; {sys.executable} -m praxis_lite --exp=lm.Synthetic "
         f"--job_log_dir={tmp_path}/job --set datasets.train.seq_len=256 "
         "datasets.train.batch_size=30000"
     )

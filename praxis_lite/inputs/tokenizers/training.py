@@ -1,11 +1,11 @@
-"""Trains a byte-level BPE tokenizer like those of GPT-2 and Llama 3, or describes a tokenizer."""
+"""Trains byte-level BPE tokenizers like those of GPT-2 and Llama 3, and describes tokenizers."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.core.errors import ConfigError, require, shortened
+from praxis_lite.core.errors import require, shortened
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
@@ -13,9 +13,6 @@ from praxis_lite.inputs.text.corpus import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
-from praxis_lite.inputs.tokenizers.loading import load_tokenizer
-from praxis_lite.job.command import Parser, status_of
-from praxis_lite.job.local_directory import local_directory
 
 # GPT-4's pre-tokenization pattern. Tokens never cross the boundaries of its matches: a word with
 # the space before it, up to three digits, punctuation, whitespace, and line ends.
@@ -152,69 +149,3 @@ def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
     yield f"  end of a document: {described(tokenizer.document_end)}"
     yield f"  end of an answer: {described(tokenizer.eos_ids)}"
     yield f"{len(tokenizer.special_ids)} special tokens: {described(sorted(tokenizer.special_ids))}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status, which is 2 for errors the user can fix."""
-    return status_of(lambda: _run(argv), continues_without_output=True)
-
-
-def _run(argv: Sequence[str] | None) -> None:
-    parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
-    show_parser = commands.add_parser(
-        "show", help="list special tokens and end tokens of a tokenizer"
-    )
-    show_parser.add_argument(
-        "directory", metavar="DIR", help="directory or hf:// URL of the tokenizer"
-    )
-    train_parser = commands.add_parser(
-        "train", help="train a byte-level BPE tokenizer", description=__doc__
-    )
-    train_parser.add_argument("files", metavar="FILES", help="comma-separated globs of text files")
-    train_parser.add_argument("directory", metavar="OUT_DIR", help="new or empty directory")
-    train_parser.add_argument(
-        "--vocab-size", type=int, default=8192, help="number of tokens (default: 8192)"
-    )
-    train_parser.add_argument(
-        "--special", nargs="+", default=[], metavar="TOKEN", help="additional special tokens"
-    )
-    train_parser.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja chat template (default: ChatML format)"
-    )
-    args = parser.parse_args(argv)
-    if args.command == "show":
-        print(description(load_tokenizer(args.directory)))
-        return
-    template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
-    directory = local_directory(args.directory)
-    result = train(args.files, directory, args.vocab_size, args.special, template)
-    texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
-    num_bytes = sum(map(len, texts))
-    num_tokens = sum(map(len, result.encode_documents(texts)))
-    if not num_tokens:
-        raise ConfigError(f"The files {args.files} contain no text. Specify files with text.")
-    if result.vocab_size < args.vocab_size:
-        print(
-            f"The vocabulary has only {result.vocab_size} tokens instead of {args.vocab_size}, "
-            "because the text contains no further pairs to merge."
-        )
-    print(
-        f"{args.directory}: a tokenizer with {result.vocab_size} tokens. It encodes the "
-        f"{num_bytes:,} bytes of text as {num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes "
-        "per token."
-    )
-
-
-def _template(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--chat-template={path} cannot be read: {getattr(error, 'strerror', None) or error}. "
-            "Specify a UTF-8 text file."
-        ) from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
