@@ -13,7 +13,7 @@ from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
 from praxis_lite.job.events import process_start
-from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.logs import configure_log
 from praxis_lite.job.processes.start import start
 from praxis_lite.modes.decode import Decode
 from praxis_lite.modes.evaluate import Evaluate
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         began = process_start()
         command, mode, options = parse_command_line(argv, MODES)
         command.began = began
-        print_log()
+        configure_log(verbose=command.verbose, quiet=command.quiet, log_format=command.log_format)
         if command.list:
             _list_experiments(command.packages)
             return None

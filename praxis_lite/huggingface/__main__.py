@@ -5,10 +5,10 @@ python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype
     [--adapters merge|peft]
 """
 
+import logging
 from collections.abc import Sequence
 
 from praxis_lite.job.command import Parser, run
-from praxis_lite.job.processes.standard_output import print_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,7 +17,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _convert(argv: Sequence[str] | None) -> None:
-    print_log()
     args = _parser().parse_args(argv)
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
     from praxis_lite.huggingface.jobs import begin_job, export_job, hf_dir_setting
@@ -25,7 +24,7 @@ def _convert(argv: Sequence[str] | None) -> None:
     from praxis_lite.trainer.create_job import next_command
 
     if args.command == "import":
-        job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_print)
+        job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_log.info)
         print(next_command(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
         return
     export_job(
@@ -34,7 +33,7 @@ def _convert(argv: Sequence[str] | None) -> None:
         step=args.step,
         dtype=args.dtype,
         adapters=args.adapters,
-        note=_print,
+        note=_log.info,
     )
     print(f"wrote {args.out_dir}")
 
@@ -80,9 +79,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 if __name__ == "__main__":
     main()
+
+
+_log = logging.getLogger(__name__)

@@ -20,13 +20,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, which is 2 for errors the user can fix."""
-    return status_of(lambda: _run(argv), continues_without_output=False)
+    return status_of(lambda: _run(argv), continues_without_output=False, logs_to_stderr=True)
 
 
 def _run(argv: Sequence[str] | None) -> int | None:
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("praxis_lite").setLevel(logging.INFO)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Input pipelines need no accelerator.
     return args.command(args)
 
@@ -114,14 +112,14 @@ def _prove(args: argparse.Namespace) -> int:
     from praxis_lite.installed_tools import installed_job_tools
     from praxis_lite.job.job_dir import open_for_reading
 
-    last_printed = time.monotonic()
+    last_logged = time.monotonic()
 
-    def print_progress(num_done: int, num_steps: int) -> None:
-        nonlocal last_printed
-        if time.monotonic() - last_printed >= _SECONDS_BETWEEN_LINES:
-            last_printed = time.monotonic()
-            message = f"{num_done:,} of {num_steps:,} steps compared ({num_done / num_steps:.0%})"
-            print(message, file=sys.stderr, flush=True)
+    def log_progress(num_done: int, num_steps: int) -> None:
+        nonlocal last_logged
+        if time.monotonic() - last_logged >= _SECONDS_BETWEEN_LINES:
+            last_logged = time.monotonic()
+            share = f"{num_done / num_steps:.0%}"
+            _log.info("%s of %s steps compared (%s)", f"{num_done:,}", f"{num_steps:,}", share)
 
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
@@ -129,7 +127,7 @@ def _prove(args: argparse.Namespace) -> int:
         packages=args.packages,
         settings=args.settings,
         recorded_only=args.recorded_only,
-        progress=print_progress,
+        progress=log_progress,
         num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
@@ -160,3 +158,6 @@ def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_log = logging.getLogger(__name__)

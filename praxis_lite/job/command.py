@@ -1,6 +1,7 @@
 """Runs a praxis_lite command, and handles its options, output, signals and errors."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import describe_error, explain_error
 from praxis_lite.host.whole_files import DISK_FULL, not_written
+from praxis_lite.job.processes.logs import command_log, is_json
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.standard_output import (
@@ -29,6 +31,7 @@ def run(
     continues_without_output: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
+    logs_to_stderr: bool = False,
 ) -> None:
     """Runs a command, and exits with the returned status if it is nonzero.
 
@@ -47,24 +50,43 @@ def run(
         temporary file.
       wraps: Whether to wrap errors at 100 characters. If False, each error is printed on a single
         line.
+      logs_to_stderr: Whether the log is written to standard error, because other programs read the
+        result from standard output.
     """
     open_closed_streams()
-    with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
+    with (
+        output_may_be_lost(continues=continues_without_output),
+        command_log(to_stderr=logs_to_stderr),
+        EndsBySignal(),
+        ending_together(),
+    ):
         _add_current_directory_to_path()
         _run(command, traceback_txt, wraps)
 
 
-def status_of(command: Callable[[], int | None], *, continues_without_output: bool) -> int:
+def status_of(
+    command: Callable[[], int | None],
+    *,
+    continues_without_output: bool,
+    logs_to_stderr: bool = False,
+) -> int:
     """Calls `run` and returns the exit status."""
     try:
-        run(command, continues_without_output=continues_without_output)
+        run(
+            command,
+            continues_without_output=continues_without_output,
+            logs_to_stderr=logs_to_stderr,
+        )
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 
 def print_error(message: object, *, wraps: bool = True) -> None:
-    """Prints an error to standard error, wrapped at 100 characters or as a single line."""
+    """Prints an error to standard error, wrapped at 100 characters or as one line, or as JSON."""
+    if is_json():
+        _log.error("%s", message)
+        return
     text = printable(f"error: {message}")
     if wraps:
         text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
@@ -155,3 +177,6 @@ class Parser(argparse.ArgumentParser):
         if value and "." in word:
             hint = f" Set fields of the config with --set {word}={value}."
         return f"{given} is not an option of praxis_lite.{hint} --help lists all options."
+
+
+_log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.job.processes.start import START_SECONDS
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ class CommandLine:
       job_log_dir: The option --job_log_dir.
       settings: The option --set.
       list: The option --list.
+      verbose: The option --verbose.
+      quiet: The option --quiet.
+      log_format: The option --log_format.
       coordinator: The option --coordinator.
       num_processes: The option --num_processes.
       process_id: The option --process_id.
@@ -40,6 +44,9 @@ class CommandLine:
     job_log_dir: str | None = None
     settings: Sequence[str] = ()
     list: bool = False
+    verbose: bool = False
+    quiet: bool = False
+    log_format: LogFormat = LogFormat.TEXT
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None

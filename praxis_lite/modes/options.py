@@ -10,6 +10,7 @@ from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.job.command import Parser
+from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.modes.mode import CommandLine, Mode
 
 __all__ = ("file_to_write", "names")
@@ -162,6 +163,20 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         f"{CommandLine.start_seconds}",
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument(
+        "-v", "--verbose", action="store_true", help="log more, such as the times of phases"
+    )
+    verbosity.add_argument(
+        "-q", "--quiet", action="store_true", help="log only warnings and errors to the output"
+    )
+    parser.add_argument(
+        "--log_format",
+        metavar="FORMAT",
+        type=_log_format,
+        default=LogFormat.TEXT,
+        help="text (default), or json for one JSON object per line of the log",
+    )
 
 
 def _mode(text: str) -> str:
@@ -171,6 +186,13 @@ def _mode(text: str) -> str:
             "docs/coming_from_pax.md"
         )
     return text
+
+
+def _log_format(text: str) -> LogFormat:
+    try:
+        return LogFormat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a format; expected text or json") from None
 
 
 def _custom_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.job.command import Parser, run
-from praxis_lite.job.processes.standard_output import print_log
 
 if TYPE_CHECKING:
     from praxis_lite.checkpoints.init.initial_state import InitialState
@@ -72,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _begin(argv: Sequence[str] | None) -> None:
-    print_log()
     parser = Parser(
         prog="python -m praxis_lite.pax.job",
         allow_abbrev=False,

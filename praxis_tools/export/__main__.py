@@ -5,12 +5,12 @@ python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.job.command import Parser, run
-from praxis_lite.job.processes.standard_output import print_log
 from praxis_lite.modes.evaluate import add_step
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _export(argv: Sequence[str] | None) -> None:
-    print_log()
     args = _parser().parse_args(argv)
     require_package("flatbuffers", "praxis_tools.export")
     # Import jax late, so that Ctrl-C during its import prints no traceback.
@@ -114,7 +113,7 @@ def _load_from_huggingface(args: Any) -> _Model:
         args.job,
         make_mesh(config),
         settings=args.settings,
-        note=lambda line: print(line, flush=True),
+        note=_log.info,
     )
     about = {"experiment": EXPERIMENT, "step": None}
     return _Model(model.partitioner, model.mdl_vars, {}, about)
@@ -194,3 +193,6 @@ def _parser() -> Parser:
 
 if __name__ == "__main__":
     main()
+
+
+_log = logging.getLogger(__name__)

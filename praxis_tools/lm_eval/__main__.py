@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.job.command import run
-from praxis_lite.job.processes.standard_output import print_log
 
 NAME, CLASS = "praxis_lite", "praxis_tools.lm_eval.lm:HarnessModel"
 
@@ -25,7 +24,6 @@ def evaluate(argv: Sequence[str]) -> None:
     Raises:
       ConfigError: lm_eval is not installed.
     """
-    print_log()
     registry = optional_module("lm_eval.api.registry", "python -m praxis_tools.lm_eval")
     command_line = optional_module("lm_eval.__main__", "python -m praxis_tools.lm_eval")
     if NAME not in registry.model_registry:

@@ -1,6 +1,7 @@
 """Trains a byte-level BPE tokenizer like those of GPT-2 and Llama 3, or describes a tokenizer."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -113,7 +114,7 @@ def _train(
 
     def texts() -> Iterator[str]:
         for number, path in enumerate(paths, 1):
-            print(f"reading {path} ({number} of {len(paths)})", flush=True)
+            _log.info("reading %s (%d of %d)", path, number, len(paths))
             for _, text in read_documents(path):
                 yield text.decode(errors="replace")
 
@@ -218,3 +219,6 @@ def _template(path: Path) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_log = logging.getLogger(__name__)
