@@ -1,12 +1,12 @@
 """Compares the step time of a training job, with metrics and logs, with that of a bare loop.
 
 `python benchmarks/run_overhead.py` trains a job with 10 ms of matmuls per step, which records
-goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard and the progress line, but saves no
-checkpoints. Every 20 steps, the job pauses while a bare loop runs 20 steps of the same compiled
-step on a separate state. The loop creates the batch, calls the step, and reads the metrics one step
-late. The script prints the ratio of the step times: the median over all turns, and the median over
-the 10% of turns with the least other load. It also prints the CPU time of the training thread,
-which is hidden as long as this time is shorter than the step.
+goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard, the progress line and log.txt, but
+saves no checkpoints. Every 20 steps, the job pauses while a bare loop runs 20 steps of the same
+compiled step on a separate state. The loop creates the batch, calls the step, and reads the metrics
+one step late. The script prints the ratio of the step times: the median over all turns, and the
+median over the 10% of turns with the least other load. It also prints the CPU time of the training
+thread, which is hidden as long as this time is shorter than the step.
 
 The simulated device is bound to one core, and all other threads of the process to the other cores,
 because the host of an accelerator does not compute the model either. --shared_cores disables this.
@@ -40,6 +40,7 @@ from praxis_lite.config.build import build  # noqa: E402
 from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
 from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
 from praxis_lite.job.job_dir import JobDir  # noqa: E402
+from praxis_lite.job.processes.logs import command_log, job_log  # noqa: E402
 from praxis_lite.trainer import launch  # noqa: E402
 from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
 from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
@@ -173,7 +174,7 @@ def main() -> None:
             hooks = [hook for hook in hooks_of_tools(job) if not isinstance(hook, Utilization)]
             return [Utilization(job, CHIPS["cpu"]), *hooks, turns]
 
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), command_log(), job_log():
             launch.train(job, launched, dataclasses.replace(TOOLS, hooks=more_hooks))
     print(f"{num_layers} layers, {len(turns.bare)} turns of {PER_TURN} steps each")
     print(f"{'ms per step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")

@@ -1,5 +1,7 @@
 """`praxis_lite.train`, the Python counterpart of `praxis train`."""
 
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.experiment import registry
 from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job.processes.interrupts import Interrupt
+from praxis_lite.job.processes.logs import is_on_terminal, job_log, lines_of
 from praxis_lite.modes.mode import CommandLine
 from praxis_lite.modes.train import begin_launch, train_job
 
@@ -29,6 +32,7 @@ def train(
     settings: Settings = (),
     hooks: "Sequence[Hook]" = (),
     packages: Sequence[str] = (),
+    progress: bool = True,
 ) -> "TrainedModel":
     """Trains an experiment, or resumes its job, and returns the trained model.
 
@@ -46,6 +50,9 @@ def train(
       hooks: Hooks to call after the experiment's hooks. These additional hooks are not recorded in
         config.json.
       packages: User packages to import, as for --packages.
+      progress: Whether to show the progress: a line that is updated on a terminal or in a notebook,
+        otherwise about twenty lines. All other messages go to `logging.getLogger("praxis_lite")`
+        and to log.txt in the job's directory.
 
     Returns:
       The trained model on the job's mesh, as from `load`; its weights are read on first use.
@@ -55,13 +62,18 @@ def train(
         job.
     """
     command = command_line("train", experiment, settings, packages)
+    from praxis_lite.trainer.metrics import progress as progress_line
+
     command.job_log_dir = os.fspath(job_log_dir)
-    if threading.current_thread() is not threading.main_thread():
-        print("not in the main thread: signals such as Ctrl-C do not stop training", flush=True)
-    launched = begin_launch(command)
-    job, result = train_job(
-        command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
-    )
+    command.quiet = not progress or is_on_terminal()
+    lines = lines_of(progress_line.__name__) if progress else contextlib.nullcontext()
+    with lines, job_log():
+        if threading.current_thread() is not threading.main_thread():
+            _log.info("not in the main thread: signals such as Ctrl-C do not stop training")
+        launched = begin_launch(command)
+        job, result = train_job(
+            command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
+        )
 
     from praxis_lite.trained_model.trained_model import TrainedModel
 
@@ -115,3 +127,6 @@ def _name(experiment: "str | type[Experiment]") -> str:
     registry.registered.pop(name, None)  # The module may have been reloaded.
     registry.register(experiment)
     return name
+
+
+_log = logging.getLogger(__name__)

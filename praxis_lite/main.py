@@ -15,7 +15,7 @@ from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
 from praxis_lite.job.events import process_start
-from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.logs import configure_log
 from praxis_lite.job.processes.start import start
 from praxis_lite.modes.decode import Decode
 from praxis_lite.modes.evaluate import Evaluate
@@ -81,12 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"praxis_lite {praxis_lite.__version__}")
             return None
         if first in PROGRAMS:
-            print_log()
             selected = program = PROGRAMS[first]
             return program.run(program.parse(arguments[1:]))
         command, mode, options = parse_command_line(arguments, MODES, PROGRAMS)
         selected, command.began = mode, began
-        print_log()
+        configure_log(verbose=command.verbose, quiet=command.quiet, log_format=command.log_format)
         if command.elastic:
             if TOOLS.begin_elastic is None:
                 raise ConfigError(
@@ -121,7 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     def continues_without_output() -> bool:
         return selected is not None and selected.continues_without_output
 
-    run(launch, continues_without_output=continues_without_output, traceback_txt=traceback_txt)
+    program = PROGRAMS.get(arguments[0]) if arguments else None
+    run(
+        launch,
+        continues_without_output=continues_without_output,
+        traceback_txt=traceback_txt,
+        logs_to_stderr=program is not None and program.logs_to_stderr,
+    )
 
 
 def _help() -> str:

@@ -4,7 +4,7 @@ They take the same options as the command line, and raise a `ConfigError` where 
 prints an error.
 """
 
-import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -99,7 +99,7 @@ def check(
 ) -> "Certificate":
     """Compares an experiment's results on several meshes with its results on one device.
 
-    Progress is printed, because the comparison may take minutes. The result is the `certified`
+    The comparison may take minutes, and its progress is logged. The result is the `certified`
     attribute of the returned certificate.
 
     Args:
@@ -116,9 +116,7 @@ def check(
       ConfigError: The experiment or a setting is invalid, as for `train`, or a mesh does not fit.
     """
     command = command_line("check", experiment, settings, packages)
-    return check_experiment(
-        command, functools.partial(print, flush=True), meshes=meshes, steps=steps, shrink=shrink
-    )
+    return check_experiment(command, _log.info, meshes=meshes, steps=steps, shrink=shrink)
 
 
 def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
@@ -136,3 +134,6 @@ def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
     from praxis_tools.report.report import ReportReader
 
     return ReportReader(named_jobs([os.fspath(path) for path in job_log_dirs])).read()
+
+
+_log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ chooses the step, and writes, renames and deletes all files except Orbax's files
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.broadcast import from_first
 
 __all__ = ("Checkpoints", "Restored")
+
+_log = logging.getLogger(__name__)
 
 PyTree = Any
 # Numbers the instances in a process. All processes must create instances in the same order.
@@ -93,7 +96,7 @@ class Checkpoints:
         directory: str | Path,
         *,
         saving: SaveSettings | None = None,
-        note: Callable[[str], None] = print,
+        note: Callable[[str], None] = _log.warning,
         config_json: str = "",
         evaluated: Callable[[], Metrics] = dict,
         saved: Callable[[int | None], None] = lambda step: None,

@@ -142,4 +142,4 @@ def format_bytes(size: int) -> str:
 @functools.cache
 def warn_once(message: str) -> None:
     """Logs a warning once per process and message."""
-    logging.getLogger("praxis_lite").warning("WARNING: %s", message)
+    logging.getLogger(__name__).warning("%s", message)

@@ -95,7 +95,7 @@ def _skips_padding(layer_class: type) -> bool:
 @functools.cache
 def log_slow_prefill(names: tuple[str, ...]) -> None:
     """Logs once per model that prompts are read a token at a time, and how to avoid this."""
-    logging.getLogger("praxis_lite").info(
+    logging.getLogger(__name__).info(
         "prompts are read one token at a time, because these layers do not declare "
         "cache_skips_padding (docs/how_to_add.md): %s",
         ", ".join(names),

@@ -210,7 +210,7 @@ def _import_all(packages: Sequence[str]) -> None:
             folders = getattr(importlib.import_module(name), "__path__", ())
         except Exception as error:
             reason = describe_error(error) or f"{type(error).__name__}: {error}"
-            _log.warning("WARNING: %s cannot be imported: %s", name, reason)
+            _log.warning("%s cannot be imported: %s", name, reason)
             continue
         # Importing a `__main__` module would run a program.
         remaining += [

@@ -1,6 +1,7 @@
 """`load` and HuggingFaceModel: logits, generation and export with Hugging Face models on a mesh."""
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -29,6 +30,8 @@ from praxis_lite.trainer.forward_pass import forward_pass
 
 __all__ = ("EXPERIMENT", "HuggingFaceModel", "load", "load_on_devices")
 
+_log = logging.getLogger(__name__)
+
 EXPERIMENT = "huggingface.CausalLm"
 AXIS_NAMES = ("replica", "data", "mdl")
 
@@ -38,7 +41,7 @@ def load(
     mesh: Mesh | None = None,
     *,
     settings: Sequence[str] = (),
-    note: Callable[[str], None] = print,
+    note: Callable[[str], None] = _log.info,
 ) -> "HuggingFaceModel":
     """Loads a Hugging Face model onto a mesh, with float32 weights.
 

@@ -58,7 +58,7 @@ class TextWindows(numpy_data.TextWindows):
 @functools.cache
 def _log_no_tensorflow() -> None:
     """Logs once per process that NumPy replaces tensorflow."""
-    logging.getLogger("praxis_lite").info(
+    logging.getLogger(__name__).info(
         "tf_data.TextWindows: tensorflow is not installed; NumPy computes the same batches without "
         "prefetching"
     )

@@ -1,6 +1,7 @@
 """Runs a praxis_lite command, and handles its options, output, signals and errors."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable,
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import describe_error, explain_error
 from praxis_lite.host.whole_files import DISK_FULL, not_written
+from praxis_lite.job.processes.logs import command_log, is_json
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.standard_output import (
@@ -28,6 +30,7 @@ def run(
     *,
     continues_without_output: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
+    logs_to_stderr: bool = False,
 ) -> None:
     """Runs a command, and exits with the returned status if it is nonzero.
 
@@ -44,15 +47,25 @@ def run(
         returns such a bool and is called when output is lost.
       traceback_txt: Function that returns the file for tracebacks of the user's code, or None for a
         temporary file.
+      logs_to_stderr: Whether the log is written to standard error, because other programs read the
+        result from standard output.
     """
     open_closed_streams()
-    with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
+    with (
+        output_may_be_lost(continues=continues_without_output),
+        command_log(to_stderr=logs_to_stderr),
+        EndsBySignal(),
+        ending_together(),
+    ):
         _add_current_directory_to_path()
         _run(command, traceback_txt)
 
 
 def print_error(message: object) -> None:
-    """Prints an error to standard error, wrapped at 100 characters."""
+    """Prints an error to standard error, wrapped at 100 characters, or as JSON."""
+    if is_json():
+        _log.error("%s", message)
+        return
     text = printable(f"error: {message}")
     text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr)
@@ -143,3 +156,6 @@ class Parser(argparse.ArgumentParser):
         if value and "." in word:
             hint = f" Set fields of the config with --set {word}={value}."
         return f"{given} is not an option of praxis_lite.{hint} --help lists all options."
+
+
+_log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import os
 import tempfile
 from collections.abc import Sequence
@@ -91,6 +92,10 @@ class JobDir:
     trackers = _child("trackers")
     checkpoints = _child("checkpoints")
 
+    def log_txt(self, process: int) -> Path:
+        """Returns the file of a process's log: log.txt for the first process, then log.1.txt."""
+        return self.path / (f"log.{process}.txt" if process else "log.txt")
+
     def decode_jsonl(self, dataset: str, step: int) -> Path:
         """Returns the file of a dataset's decoded outputs at the checkpoint of `step`."""
         return self.path / "decode" / dataset / f"{step}.jsonl"
@@ -153,11 +158,14 @@ def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
 def _check_may_be_jobs(job: JobDir) -> None:
     """Checks that an existing directory contains a job, or only files left by a failed launch."""
     _check_is_directory(job)
-    # A launch that failed before it created the job may have left a traceback, and supervisors may
-    # have left their folder. Hidden files may belong to the desktop or the network file system.
+    # A launch that failed before it created the job may have left a traceback or the log of another
+    # process, and supervisors may have left their folder. Hidden files may belong to the desktop or
+    # the network file system.
     ignored = (job.traceback_txt.name, job.elastic.name, job.elastic_jsonl.name)
     visible = sorted(
-        name for name in os.listdir(job.path) if not name.startswith(".") and name not in ignored
+        name
+        for name in os.listdir(job.path)
+        if not (name.startswith(".") or name in ignored or fnmatch.fnmatch(name, "log.*.txt"))
     )
     if visible and not job.config_json.is_file():
         _refuse(

@@ -21,8 +21,8 @@ _VISIBLE_SECONDS = 15.0
 class OtherJobDir(JobDir):
     """A temporary job directory, used by every process except the first.
 
-    Checkpoints, profiles and the records of the rows that were fed to training are stored in the
-    shared job directory instead.
+    Checkpoints, profiles, logs and the records of the rows that were fed to training are stored in
+    the shared job directory instead.
 
     Attributes:
       shared: The job's shared directory.
@@ -32,6 +32,9 @@ class OtherJobDir(JobDir):
     checkpoints = property(lambda self: JobDir(self.shared).checkpoints)
     examples = property(lambda self: JobDir(self.shared).examples)
     profiles = property(lambda self: JobDir(self.shared).profiles)
+
+    def log_txt(self, process: int) -> Path:
+        return JobDir(self.shared).log_txt(process)
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:

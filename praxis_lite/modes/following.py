@@ -1,6 +1,7 @@
 """--follow: processes each new checkpoint of a job that trains in another process."""
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ def each_checkpoint(
             "once, without --coordinator."
         )
     job_dir = JobDir(local_directory(job_log_dir(command)))
-    steps = NewSteps(job_dir, silent_seconds, lambda line: print(line, flush=True))
+    steps = NewSteps(job_dir, silent_seconds, _log.info)
     steps.wait_for_first()
     return lambda process: _follow(job_dir, command.packages, steps, process)
 
@@ -83,4 +84,7 @@ def _follow(
         try:
             process(step)
         except StepLost as lost:
-            print(f"step {step} is skipped: {lost}", flush=True)
+            _log.warning("step %s is skipped: %s", step, lost)
+
+
+_log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Creates and checks the config that a command line specifies, and places its job on a mesh."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ __all__ = ("experiment_name", "experiment_of", "job_log_dir", "job_on_mesh", "re
 
 
 def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
-    """Returns the config of the experiment with --set applied, and prints the experiment's name.
+    """Returns the config of the experiment with --set applied, and logs the experiment's name.
 
     Args:
       command: The common options.
@@ -48,7 +49,7 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
 def recorded_job_of(
     command: CommandLine, reads: str, *, has_prompts: bool = False
 ) -> LaunchedConfig:
-    """Returns the config of a trained job with --set applied, and prints the experiment's name.
+    """Returns the config of a trained job with --set applied, and logs the experiment's name.
 
     Sets `command.job_dir`.
 
@@ -154,7 +155,7 @@ def job_log_dir(command: CommandLine) -> str:
 
 def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
     location = f", in {command.job_dir.path}" if command.job_dir else ""
-    print(f"{launched.experiment}, {command.mode}{location}", flush=True)
+    _log.info("%s, %s%s", launched.experiment, command.mode, location)
 
 
 def _check(launched: LaunchedConfig) -> None:
@@ -176,3 +177,6 @@ def _check_same_command(
         options = {"mode": command.mode, "experiment": launched.experiment, **same}
         package_versions = {f"version of {name}": text for name, text in versions().items()}
         check_same("The processes differ", {**package_versions, **options, **lines})
+
+
+_log = logging.getLogger(__name__)

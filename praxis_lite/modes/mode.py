@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.job.processes.start import START_SECONDS
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ class CommandLine:
       packages: The option --packages.
       job_log_dir: The option --job_log_dir, or JOB in `praxis MODE JOB`.
       settings: The settings in --config and --set.
+      verbose: The option --verbose.
+      quiet: The option --quiet.
+      log_format: The option --log_format.
       coordinator: The option --coordinator.
       num_processes: The option --num_processes.
       process_id: The option --process_id.
@@ -38,6 +42,9 @@ class CommandLine:
     packages: Sequence[str] = ()
     job_log_dir: str | None = None
     settings: Sequence[str] = ()
+    verbose: bool = False
+    quiet: bool = False
+    log_format: LogFormat = LogFormat.TEXT
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None

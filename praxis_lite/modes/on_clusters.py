@@ -1,11 +1,13 @@
 """Hooks for training on a cluster: health files, and the grace period after SIGTERM."""
 
+import logging
 import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from praxis_lite.job.health_files import HealthBeat
+from praxis_lite.job.processes.logs import warn_once_per_job
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics
 
 if TYPE_CHECKING:
@@ -83,9 +85,12 @@ class Grace(Hook):
         if needed <= self._seconds or not self._save or self._has_warned:
             return
         self._has_warned = True
-        self._loop.note(
-            f"WARNING: this job may need {needed} s to stop after SIGTERM (two steps of "
+        warn_once_per_job(
+            f"this job may need {needed} s to stop after SIGTERM (two steps of "
             f"{self._step:.1f} s and two saves of {self._save:.1f} s), but the cluster kills it "
             f"after --grace_seconds={self._seconds}, so the last save would be lost. Increase the "
             "cluster's grace period (docs/clusters.md)."
         )
+
+
+_log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.job.command import Parser
+from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.modes.mode import CommandLine, Mode
 
 __all__ = ("file_to_write", "names")
@@ -194,6 +195,27 @@ def _add_common(parser: Parser, mode: Mode) -> None:
         help="how long processes wait for each other at the start; default: "
         f"{CommandLine.start_seconds}",
     )
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument(
+        "-v", "--verbose", action="store_true", help="log more, such as the times of phases"
+    )
+    verbosity.add_argument(
+        "-q", "--quiet", action="store_true", help="log only warnings and errors to the output"
+    )
+    parser.add_argument(
+        "--log_format",
+        metavar="FORMAT",
+        type=_log_format,
+        default=LogFormat.TEXT,
+        help="text (default), or json for one JSON object per line of the log",
+    )
+
+
+def _log_format(text: str) -> LogFormat:
+    try:
+        return LogFormat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a format; expected text or json") from None
 
 
 def _set_argument(values: dict[str, Any], name: str, mode: Mode) -> None:

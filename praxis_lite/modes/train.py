@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import ConfigError, Error, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import IMPORT, INIT, events
+from praxis_lite.job.processes.logs import LogFormat, job_log
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -104,6 +105,7 @@ class Train(Mode):
 
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(job_log())
             hooks = _cluster_hooks(command, health_dir, grace_seconds, stack)
             train_job(command, begin_launch(command), self._tools, hooks=hooks, trackers=trackers)
 
@@ -186,7 +188,11 @@ def train_job(
             run = dataclasses.replace(job.run, trackers=all_trackers)
             extended = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
             job = dataclasses.replace(job, job=extended)
-        result = launch.train(job, launched, tools, stop_request=stop_request)
+        # JSON lines take the place of the live line.
+        is_shown = not command.quiet and command.log_format is LogFormat.TEXT
+        result = launch.train(
+            job, launched, tools, stop_request=stop_request, shows_progress=is_shown
+        )
     events.report(ended="stopped" if result.stopped_by else "trained")
     if result.unsound is not None:
         raise LastStepUnsound(result.unsound)

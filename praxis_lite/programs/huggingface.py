@@ -1,6 +1,7 @@
 """`praxis hf`: creates jobs from Hugging Face models, and exports jobs as Hugging Face models."""
 
 import argparse
+import logging
 
 from praxis_lite.job.command import Parser
 from praxis_lite.modes.options import add_settings
@@ -54,7 +55,7 @@ class HuggingFace(Program):
         from praxis_lite.trainer.create_job import next_command
 
         if args.command == "import":
-            job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_print)
+            job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_log.info)
             print(next_command(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
             return
         export_job(
@@ -63,10 +64,9 @@ class HuggingFace(Program):
             step=args.step,
             dtype=args.dtype,
             adapters=args.adapters,
-            note=_print,
+            note=_log.info,
         )
         print(f"wrote {args.out_dir}")
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
+_log = logging.getLogger(__name__)

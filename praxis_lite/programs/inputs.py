@@ -4,8 +4,8 @@
 """
 
 import argparse
+import logging
 import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ class Inputs(Program):
 
     name = "inputs"
     summary = "prepares an experiment's data, or proves which examples a job used"
+    logs_to_stderr = True
 
     def add_arguments(self, parser: Parser) -> None:
         """Adds the subcommands digest and prepare."""
@@ -108,14 +109,14 @@ def _prove(args: argparse.Namespace) -> int:
     from praxis_lite.installed_tools import installed_job_tools
     from praxis_lite.job.job_dir import open_for_reading
 
-    last_printed = time.monotonic()
+    last_logged = time.monotonic()
 
-    def print_progress(num_done: int, num_steps: int) -> None:
-        nonlocal last_printed
-        if time.monotonic() - last_printed >= _SECONDS_BETWEEN_LINES:
-            last_printed = time.monotonic()
-            message = f"{num_done:,} of {num_steps:,} steps compared ({num_done / num_steps:.0%})"
-            print(message, file=sys.stderr, flush=True)
+    def log_progress(num_done: int, num_steps: int) -> None:
+        nonlocal last_logged
+        if time.monotonic() - last_logged >= _SECONDS_BETWEEN_LINES:
+            last_logged = time.monotonic()
+            share = f"{num_done / num_steps:.0%}"
+            _log.info("%s of %s steps compared (%s)", f"{num_done:,}", f"{num_steps:,}", share)
 
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
@@ -123,7 +124,7 @@ def _prove(args: argparse.Namespace) -> int:
         packages=args.packages,
         settings=args.settings,
         recorded_only=args.recorded_only,
-        progress=print_progress,
+        progress=log_progress,
         num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
@@ -152,3 +153,6 @@ def _pipelines(args: argparse.Namespace) -> "dict[str, InputPipeline]":
             "The experiment is missing: praxis inputs digest EXP. To check a job, use --job=JOB."
         )
     return build(config_of_experiment(args.exp, args.settings, args.packages).config.datasets)
+
+
+_log = logging.getLogger(__name__)

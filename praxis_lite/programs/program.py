@@ -20,11 +20,14 @@ class Program(abc.ABC):
       summary: One line for `praxis --help`.
       continues_without_output: Whether the program finishes its work even if its standard output is
         closed, because its results are files.
+      logs_to_stderr: Whether the log is written to standard error, because other programs read the
+        result from standard output.
     """
 
     name: str
     summary: str
     continues_without_output: bool = False
+    logs_to_stderr: bool = False
 
     def add_arguments(self, parser: Parser) -> None:  # noqa: B027
         """Adds the program's options and subcommands to its parser."""

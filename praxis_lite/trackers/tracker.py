@@ -1,6 +1,7 @@
 """The base class of trackers, which record the metrics of a run in a service or in files."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,8 @@ from typing import Literal
 import numpy as np
 
 from praxis_lite.host.optional_packages import NeedsPackage
+
+_log = logging.getLogger(__name__)
 
 # The ways in which a launch can end: its last step, a signal or a limit, or an exception.
 Ending = Literal["finished", "stopped", "failed"]
@@ -39,7 +42,7 @@ class TrackedRun:
     facts: Mapping[str, str]
     first_step: int
     evaluated: tuple[str, ...] = ()
-    note: Callable[[str], None] = print
+    note: Callable[[str], None] = _log.info
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ from praxis_lite.trainer.metrics.records import write_records
 from praxis_lite.trainer.metrics.weighted import WeightedMean
 from praxis_lite.trainer.restored_weights import restored_weights
 
+_log = logging.getLogger(__name__)
+
 Batch = Mapping[str, np.ndarray]
 
 
@@ -48,7 +51,7 @@ class Evaluator:
     partitioner: Partitioner
     pipelines: Mapping[str, InputPipeline]
     max_eval_batches: int | None
-    note: Callable[[str], None] = print
+    note: Callable[[str], None] = _log.info
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def run(
@@ -174,7 +177,7 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
         print(evaluation_line(step, name, metrics))
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)
-        write_records(path, records, print)
+        write_records(path, records, _log.info)
         count = "1 example" if len(records) == 1 else f"{len(records)} examples"
         print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
 

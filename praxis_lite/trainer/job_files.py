@@ -1,6 +1,6 @@
 """Writes the config, layout and loss curve of a launch to the job directory."""
 
-from collections.abc import Callable
+import logging
 
 from praxis_lite.config.config_json import (
     config_difference,
@@ -15,6 +15,7 @@ from praxis_lite.experiment.recorded_job import copy_tokenizers
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.logs import warn_once_per_job
 from praxis_lite.trainer.layout_table import (
     layout_json,
     layout_table,
@@ -65,25 +66,28 @@ class ConfigFiles:
 
 
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:
-    """Writes layout.json and layout.txt, and prints a summary, notes and warnings."""
+    """Writes layout.json and layout.txt, and logs a summary, notes and warnings."""
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     write_whole(files.layout_json, layout_json(layout).encode())
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
     for line in optimizer_report(partitioner.learner.groups):
-        print(line)
-    print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
+        _log.info(line)
+    _log.info("%s See layout.txt.", table.splitlines()[-1])
     for note in (*layout.notes, *padding_notes(layout)):
-        print(f"note: {note}")
+        _log.info("note: %s", note)
     for warning in layout_warnings(layout):
-        print(f"WARNING: {warning}")
+        warn_once_per_job(warning)
 
 
-def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
-    """Writes loss_curve.png, or prints why it cannot be written."""
+def draw_loss_curve(files: JobDir, step: int) -> None:
+    """Writes loss_curve.png, or logs why it cannot be written."""
     if not processes.is_first():
         return
     title = f"{files.path.name}, {step} steps"
     try:
         plot_loss_curve(files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title)
     except ConfigError as error:
-        note(f"note: {error}")
+        _log.info("note: %s", error)
+
+
+_log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Places a job on its mesh, after all checks that do not require compilation."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from praxis_lite.trainer.checks.memory import check_fits
 from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.layout_table import mesh_text
 
-__all__ = ("JobOnMesh", "partitioner_of", "partitioner_on", "print_compiler_options")
+__all__ = ("JobOnMesh", "partitioner_of", "partitioner_on", "log_compiler_options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +101,9 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     use_compilation_cache()
     mesh = _mesh_of(job)
     if mode in ("train", "decode"):
-        _print_turn_ends(job.task.tokenizer)
+        _log_turn_ends(job.task.tokenizer)
     partitioner = partitioner_on(job, mesh)
-    print_compiler_options(partitioner)
+    log_compiler_options(partitioner)
     if mode != "explain":
         check_fits(partitioner.layout, mesh, mode)
     check_averages(partitioner, job.run)
@@ -123,7 +124,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 
 
 def _mesh_of(job: Job) -> Mesh:
-    """Builds and prints the job's mesh, with simulated devices if there is no accelerator."""
+    """Builds and logs the job's mesh, with simulated devices if there is no accelerator."""
     mesh_config = filled_mesh(job.mesh)
     # The number of simulated devices must be set before JAX initializes its devices.
     check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
@@ -141,14 +142,14 @@ def _mesh_of(job: Job) -> Mesh:
         else f"{mesh.size} {device.device_kind} device{plural}, "
         f"{num_processes} host{'s' * (num_processes > 1)}"
     )
-    print(f"{mesh_text(mesh.shape)}: {devices}", flush=True)
+    _log.info("%s: %s", mesh_text(mesh.shape), devices)
     return mesh
 
 
-def _print_turn_ends(tokenizer: Tokenizer | None) -> None:
+def _log_turn_ends(tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and (ends := tokenizer.turn_end_ids):
         tokens = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
-        print(f"decoding ends an answer at the chat template's end tokens: {tokens}", flush=True)
+        _log.info("decoding ends an answer at the chat template's end tokens: %s", tokens)
 
 
 def partitioner_on(
@@ -168,8 +169,11 @@ def partitioner_on(
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
 
-def print_compiler_options(partitioner: Partitioner) -> None:
-    """Prints the train step's compiler options, if any are set."""
+def log_compiler_options(partitioner: Partitioner) -> None:
+    """Logs the train step's compiler options, if any are set."""
     if options := partitioner.train_options:
         text = ", ".join(f"{name}={value}" for name, value in options.items())
-        print(f"compiler options: {text}", flush=True)
+        _log.info("compiler options: %s", text)
+
+
+_log = logging.getLogger(__name__)

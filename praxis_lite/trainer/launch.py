@@ -6,7 +6,7 @@
 
 import contextlib
 import dataclasses
-import sys
+import logging
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
@@ -15,6 +15,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
 from praxis_lite.job.job_lock import JobLock
+from praxis_lite.job.processes.logs import PhaseTimes, open_job_log, warn_once_per_job
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer import trainer
 from praxis_lite.trainer.checks.datasets import step_for
@@ -40,7 +41,7 @@ from praxis_lite.trainer.job_history import (
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
-from praxis_lite.trainer.metrics.progress import ProgressLine
+from praxis_lite.trainer.metrics.progress import ProgressLine, live_line
 from praxis_lite.trainer.spike_detector import LossSpike, RollBacks
 from praxis_lite.trainer.starting_point import StartingPoint, StartingPoints
 from praxis_lite.trainer.trainer import TrainingResult
@@ -54,6 +55,7 @@ def train(
     tools: JobTools | None = None,
     *,
     stop_request: type[StopRequest] = StopRequest,
+    shows_progress: bool = True,
 ) -> TrainingResult:
     """Trains a new job, or resumes it from its newest saved state.
 
@@ -62,6 +64,7 @@ def train(
       launched: The config of this launch; it is written to the job's directory.
       tools: Hooks, listeners and state sources from other packages, or None.
       stop_request: Class that handles signals and the time limit while the job trains.
+      shows_progress: Whether to show the progress as a live line on a terminal or in a notebook.
 
     Returns:
       How training ended, even if all steps were completed before this launch.
@@ -85,16 +88,17 @@ def train(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         is_elastic = processes.membership() is not None
-        stack.enter_context(JobLock(files.path, _print_line, is_shared=is_elastic))
+        stack.enter_context(JobLock(files.path, warn_once_per_job, is_shared=is_elastic))
         config.write_if_new()
-        stack.enter_context(
-            events.listening(stack.enter_context(tools.recorder(files, _print_line)))
-        )
+        open_job_log(files.log_txt(processes.index()))
+        if _log.isEnabledFor(logging.DEBUG):
+            stack.enter_context(events.listening(PhaseTimes()))
+        stack.enter_context(events.listening(stack.enter_context(tools.recorder(files, _log.info))))
         checkpoints = stack.enter_context(
             Checkpoints(
                 files.checkpoints,
                 saving=run.checkpoints,
-                note=_print_line,
+                note=warn_once_per_job,
                 config_json=config.json,
                 evaluated=lambda: metrics_by_step(files),
                 saved=stop.saved,
@@ -103,7 +107,7 @@ def train(
         # This runs just before `checkpoints` waits for a save in progress, so that goodput counts
         # the wait as time spent saving.
         stack.callback(events.begins, SAVE)
-        other_saves = stack.enter_context(tools.other_saves(job, _print_line))
+        other_saves = stack.enter_context(tools.other_saves(job, _log.info))
         # The newest state may be in the memory of the job's hosts instead of a checkpoint.
         with events.phase(RESTORE):
             saved = other_saves.newest(checkpoints)
@@ -121,10 +125,18 @@ def train(
             result = _report_nothing_to_do(job, start, reason)
         else:
             result = _train_with_roll_backs(
-                job, launched, tools, starting_points, start, checkpoints, other_saves, stop
+                job,
+                launched,
+                tools,
+                starting_points,
+                start,
+                checkpoints,
+                other_saves,
+                stop,
+                shows_progress=shows_progress,
             )
     if not reason:
-        print(_last_line(job, result), flush=True)
+        _log.info(_last_line(job, result))
     unsound = unsound_end(files, result.step, result.num_skipped, job.eval_sets)
     return dataclasses.replace(result, unsound=unsound)
 
@@ -132,19 +144,19 @@ def train(
 def _resume(
     starting_points: StartingPoints, saved: SavedState, config: ConfigFiles
 ) -> StartingPoint:
-    """Restores a saved state, and prints the settings that changed since the previous launch."""
+    """Restores a saved state, and logs the settings that changed since the previous launch."""
     start = starting_points.resumed(saved)
     for line in config.changes():
-        print(f"changed since the job was last run: {line}")
+        _log.info("changed since the job was last run: %s", line)
     return start
 
 
 def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> TrainingResult:
-    """Prints and reports why the job runs no steps, and returns how its training ended."""
-    print(reason)
+    """Logs and reports why the job runs no steps, and returns how its training ended."""
+    _log.info(reason)
     events.report(nothing_to_do=reason)
     if not job.files.loss_curve_png.exists():
-        draw_loss_curve(job.files, start.step, print)
+        draw_loss_curve(job.files, start.step)
     ended_early = why_stopped_early(job.run, job.files, start.step)
     assert start.state is not None, "No step has taken the state."
     num_skipped = num_skipped_in_a_row(start.state)
@@ -160,15 +172,19 @@ def _train_with_roll_backs(
     checkpoints: Checkpoints,
     other_saves: OtherSaves,
     stop: StopRequest,
+    *,
+    shows_progress: bool,
 ) -> TrainingResult:
     """Runs the training loop, repeats it after each roll-back, and then draws the loss curve."""
     run, train_set = job.run, job.datasets[TRAIN]
     check_first_batches(job.datasets)
-    for line in (*notes_on_batch_size(train_set), *notes_on_resume(job.datasets)):
-        print(line)
-    with open_trackers(job, launched, start.step, _print_line) as trackers:
-        print(checkpoint_schedule(run, start.step))
-        print("compiling the first step", flush=True)
+    for line in notes_on_batch_size(train_set):
+        warn_once_per_job(line)
+    for line in notes_on_resume(job.datasets):
+        _log.info(line)
+    with open_trackers(job, launched, start.step, _log.info) as trackers:
+        _log.info(checkpoint_schedule(run, start.step))
+        _log.info("compiling the first step")
         with events.phase(COMPILE):
             steps = [
                 (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
@@ -184,22 +200,22 @@ def _train_with_roll_backs(
         # Each iteration trains until the end of training, or until a loss spike.
         while True:
             check_batches_left(train_set, run, start.skipped_batches)
-            progress = ProgressLine(
-                run.num_train_steps, sys.stdout, run.log_every_steps, start.step
-            )
+            is_shown = shows_progress and _log.isEnabledFor(logging.INFO) and processes.is_first()
+            live = live_line() if is_shown else None
+            progress = ProgressLine(run.num_train_steps, live, run.log_every_steps, start.step)
             hooks = all_hooks(job, progress, tools.hooks, trackers, other_saves.hooks(job))
-            ended = trainer.train(job, start, checkpoints, stop, hooks, progress.note)
+            ended = trainer.train(job, start, checkpoints, stop, hooks, _log.info)
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
             # From now on, also skip the batch of the loss spike.
             skipped = tuple(sorted({*start.skipped_batches, ended.batch_index}))
             start = starting_points.rolled_back(checkpoints, ended, skipped)
-            _print_line(_roll_back_line(ended, start))
+            warn_once_per_job(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)
         # If an elastic job was stopped, its supervisor is waiting, so skip the loss curve.
         if processes.membership() is None or not ended.stopped_by:
-            draw_loss_curve(job.files, ended.step, progress.note)
+            draw_loss_curve(job.files, ended.step)
         trackers.finish(start.step, ended.step, stopped=ended.stopped_by is not None)
     return ended
 
@@ -221,5 +237,4 @@ def _last_line(job: JobOnMesh, result: TrainingResult) -> str:
     return f"trained to step {result.step}: {job.files.path}"
 
 
-def _print_line(line: str) -> None:
-    print(line, flush=True)
+_log = logging.getLogger(__name__)

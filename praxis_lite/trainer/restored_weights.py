@@ -1,5 +1,6 @@
 """Restores weights from a checkpoint for evaluation and decoding."""
 
+import logging
 from typing import Any
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -29,12 +30,15 @@ def restored_weights(
     opt_states = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
     with Checkpoints(
         job_dir.checkpoints,
-        note=lambda line: print(line, flush=True),
+        note=_log.warning,
         evaluated=lambda: metrics_by_step(job_dir),
     ) as checkpoints:
         restored = checkpoints.restore(
             layout, partitioner.mesh, step=step, opt_states_keys=tuple(opt_states)
         )
     averages = ", averaged (EMA)" if opt_states else ""
-    print(f"restored the weights of step {restored.step}{averages}", flush=True)
+    _log.info("restored the weights of step %d%s", restored.step, averages)
     return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
+
+
+_log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Creates or restores the state from which training starts."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,19 +80,19 @@ class StartingPoints:
         partitioner = self._job.partitioner
         key, source = partitioner.key(self._job.run.seed), self._initial()
         if source is None:
-            _print_line("initializing the state")
+            _log.info("initializing the state")
             with events.phase(COMPILE):
                 compile_init(partitioner, key)
             return StartingPoint(0, partitioner.init(key))
         source.keep(self._job.files)
-        return StartingPoint(source.step, begun(partitioner, key, source, _print_line))
+        return StartingPoint(source.step, begun(partitioner, key, source, _log.info))
 
     def resumed(self, saved: SavedState) -> StartingPoint:
         """Restores a saved state. Raises ConfigError if the job's training data has changed."""
         run, data = self._job.run, saved.latest_data()
         accepted = check_resumable(data, self._job.datasets[TRAIN], run.accept_changed_data)
         for line in [*accepted, *check_same_seed(data, run)]:
-            print(line)
+            _log.info(line)
         return self._restored(saved)
 
     def rolled_back(
@@ -124,7 +125,7 @@ class StartingPoints:
         with events.phase(RESTORE):
             restored = saved.restore(self._job.partitioner.layout, self._job.partitioner.mesh)
         name, source = ("peer save", "peers") if restored.from_memory else ("checkpoint", "disk")
-        print(f"restored the {name} of step {restored.step}", flush=True)
+        _log.info("restored the %s of step %d", name, restored.step)
         data = restored.data
         return StartingPoint(
             restored.step,
@@ -135,5 +136,4 @@ class StartingPoints:
         )
 
 
-def _print_line(line: str) -> None:
-    print(line, flush=True)
+_log = logging.getLogger(__name__)

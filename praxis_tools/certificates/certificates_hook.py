@@ -14,6 +14,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, events
+from praxis_lite.job.processes.logs import warn_once_per_job
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_on
@@ -203,9 +204,9 @@ class Certificates(Hook):
         return certified
 
     def _warn_without_reruns(self, error: Error) -> None:
-        self._loop.note(
-            f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only replicas of the "
-            "state are compared."
+        warn_once_per_job(
+            f"run.certify_every_steps cannot re-run steps: {error} Only replicas of the state are "
+            "compared."
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
@@ -216,7 +217,7 @@ class Certificates(Hook):
         return [Difference(**json.loads(first))] if first else []
 
     def _handle_difference(self, step: int, difference: Difference) -> str | None:
-        self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
+        warn_once_per_job(f"step {step} is NOT CERTIFIED: {difference}")
         if self._job.run.certify_action == "report":
             # Save the state for inspection.
             self._loop.consensus.save_is_due = True

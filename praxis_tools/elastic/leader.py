@@ -1,6 +1,7 @@
 """The leader of an elastic job: observes the members, and starts and records generations."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 
@@ -54,7 +55,7 @@ class Settings:
 
 
 class StatusPrinter:
-    """Prints status lines, repeating the same line at most once a minute."""
+    """Logs status lines, repeating the same line at most once a minute."""
 
     def __init__(self) -> None:
         self._last: tuple[str, float] = ("", 0.0)
@@ -63,7 +64,7 @@ class StatusPrinter:
         last_line, printed_at = self._last
         if line != last_line or time.monotonic() - printed_at > _REPEAT_SECONDS:
             self._last = line, time.monotonic()
-            print(f"elastic: {line}", flush=True)
+            _log.info("elastic: %s", line)
 
 
 class Leader:
@@ -209,3 +210,6 @@ class Leader:
             self._print_status(
                 f"{self._elastic_jsonl} cannot be written: {error.strerror or error}"
             )
+
+
+_log = logging.getLogger(__name__)

@@ -6,16 +6,17 @@ number also leads the job.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
+from praxis_lite.job.processes.logs import write_now
 from praxis_tools.elastic.leader import Leader, Settings, StatusPrinter
 from praxis_tools.elastic.liveness import SILENT_SECONDS, Liveness
 from praxis_tools.elastic.members import (
@@ -57,7 +58,7 @@ class _LeaveListener(signals.SignalListener):
 
     def _on_signal(self, signum: int) -> None:
         self.reason = signals.name(signum)
-        signals.write_line(
+        write_now(
             f"{self.reason}: this process will leave the job after the current step. Send the "
             "signal again to end it immediately."
         )
@@ -155,11 +156,7 @@ class Supervisor:
         if job_end := self._rendezvous.job_end(number):
             status, why = job_end
             if status and self._settings.member == min(self._members, default=0):
-                print(
-                    f"elastic: the job ended with status {status}: {why}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _log.error("elastic: the job ended with status %d: %s", status, why)
             return status
         if self._rendezvous.stop_reason(number) is not None and not self._has_forwarded_stop:
             self._has_forwarded_stop = True
@@ -370,3 +367,6 @@ def _free_port(address: str) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as free:
         free.bind((address, 0))
         return free.getsockname()[1]
+
+
+_log = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.job.processes.logs import warn_once_per_job
 from praxis_lite.trainer.hooks.hook import Hook
-from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import layers_of_name
 
@@ -33,16 +32,13 @@ for line in open(0, "rb"):
 
 
 class CompilerWarnings(Hook):
-    """Prints XLA's warnings about the training step, with the layer and a suggested fix."""
+    """Logs XLA's warnings about the training step, with the layer and a suggested fix."""
 
     def __init__(self, job: JobOnMesh):
         self._is_split = job.partitioner.mesh.size > 1
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
-        self._note = loop.note
-
     def compiling(self) -> contextlib.AbstractContextManager:
-        return explained_warnings(self._note) if self._is_split else contextlib.nullcontext()
+        return explained_warnings(warn_once_per_job) if self._is_split else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -88,7 +84,7 @@ def _explain(line: str) -> str:
     splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)
     between = f" (from {splits[1]} to {splits[2]})" if splits else ""
     return (
-        f"WARNING: {layer}: to reshard an array{between}, the compiler copies the full array to "
+        f"{layer}: to reshard an array{between}, the compiler copies the full array to "
         "every device, which costs memory and time (XLA: involuntary full rematerialization). "
         "Shard the batch like the activations, for instance with the task's "
         "inputs_split_mapping={'map_2d': (('replica', 'data'), None)}, or set the layer's "

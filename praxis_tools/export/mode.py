@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -160,7 +161,7 @@ def _load_from_huggingface(directory: str, mesh: str | None, settings: Sequence[
         directory,
         make_mesh(config),
         settings=settings,
-        note=lambda line: print(line, flush=True),
+        note=_log.info,
     )
     about = {"experiment": EXPERIMENT, "step": None}
     return _Model(model.partitioner, model.mdl_vars, {}, about)
@@ -181,3 +182,6 @@ def _text_settings(task: Any) -> dict[str, Any]:
         fields = dataclasses.asdict(task.decoder)
         settings["decoder"] = {"class": type(task.decoder).__name__, **fields}
     return settings
+
+
+_log = logging.getLogger(__name__)

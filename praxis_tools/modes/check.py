@@ -1,6 +1,7 @@
 """`praxis check`: compares results on several meshes with results on one device."""
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ class Check(Mode):
         """Prints the certificate; returns 1 if any results differ, otherwise 0."""
         certificate = check_experiment(
             command,
-            lambda text: print(text, flush=True),
+            _log.info,
             meshes=meshes,
             steps=steps,
             shrink=shrink,
@@ -100,3 +101,6 @@ def check_experiment(
     return check_launched(
         launched, meshes=meshes, steps=steps, shrink=shrink, print_text=print_text
     )
+
+
+_log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """`--elastic`: runs this process as the supervisor of a host, or as the supervisor's worker."""
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from praxis_lite.job.events import events
 from praxis_lite.job.health_files import HealthFiles, health_directory
 from praxis_lite.job.job_dir import open_for_supervisors
 from praxis_lite.job.processes.addresses import own_address
+from praxis_lite.job.processes.logs import set_supervised_process
 from praxis_lite.job.processes.start import connect_member, process_numbers
 from praxis_lite.modes.job_from_command import experiment_name, job_log_dir
 from praxis_lite.modes.mode import CommandLine
@@ -43,9 +45,8 @@ def begin_elastic(command: CommandLine, argv: Sequence[str], health_dir: str | N
     worker_assignment.report_progress()
     if processes.is_first():
         names = ", ".join(map(str, assignment.members))
-        print(
-            f"generation {assignment.generation}: processes {names} of {assignment.num_slots}",
-            flush=True,
+        _log.info(
+            "generation %d: processes %s of %d", assignment.generation, names, assignment.num_slots
         )
     return None
 
@@ -57,6 +58,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     member, num_members = process_numbers(
         command.coordinator, command.num_processes, command.process_id, os.environ
     )
+    set_supervised_process(member)
     min_members = 1 if command.min_processes is None else command.min_processes
     require(
         1 <= min_members <= num_members,
@@ -90,3 +92,6 @@ def _import(command: CommandLine) -> None:
 
     assert command.exp is not None  # The supervisor has checked this.
     config_of_experiment(command.exp, command.settings, command.packages)
+
+
+_log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.trainer.compilation import use_compilation_cache
-from praxis_lite.trainer.job_on_mesh import print_compiler_options
+from praxis_lite.trainer.job_on_mesh import log_compiler_options
 from praxis_lite.trainer.layout_table import layout_warnings, mesh_text
 from praxis_tools.explain.compiler_warnings import explained_warnings
 from praxis_tools.explain.explain import explained_step
@@ -145,7 +145,7 @@ def plan_job(
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
     add(f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (need not be attached)")
-    print_compiler_options(partitioner)
+    log_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:
         add(f"WARNING: {warning}")
@@ -153,7 +153,10 @@ def plan_job(
     chosen = [partitioner.steps[step] for step in steps]
     for step, name, spec in step_specs(job, partitioner, chosen, batch_sizes):
         add(f"\n{step.name}, batches of {name}, {num_rows_of(spec)} rows")
-        with compiling_for(topology), explained_warnings(add):
+        with (
+            compiling_for(topology),
+            explained_warnings(lambda warning: add(f"WARNING: {warning}")),
+        ):
             plan = plan_step(partitioner, step, spec, topology)
         plan = dataclasses.replace(plan, expert_load=expert_load)
         plan = apply_residuals(plan, topology.chip.name, mesh.shape, residuals, previous_residuals)

@@ -20,7 +20,7 @@ from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
 from praxis_tools.plan.chips import CHIPS, Chip
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Example shapes for error messages, keyed by the number of torus dims. libtpu accepts more shapes.
 _EXAMPLES = {
@@ -238,7 +238,7 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
     require_package("libtpu", f"--topology={name}")
     check_environment()
     if message := mismatch():
-        log.warning("WARNING: %s", message)
+        _log.warning("%s", message)
     for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies

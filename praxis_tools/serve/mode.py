@@ -1,6 +1,7 @@
 """`praxis serve`: serves a language model through OpenAI's HTTP API."""
 
 import argparse
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -197,14 +198,15 @@ def _serve(
         max_waiting=max_queue,
     )
     if not is_loopback(host) and api_key is None:
-        print(
-            f"warning: --host={host} is reachable from other machines without an API key. Set "
+        _log.warning(
+            "--host=%s is reachable from other machines without an API key. Set "
             "--api_key_variable=NAME to require one.",
-            flush=True,
+            host,
         )
     if model.tokenizer.chat is None:
-        print(
-            "the tokenizer has no chat template: /v1/chat/completions is not available", flush=True
-        )
+        _log.info("the tokenizer has no chat template: /v1/chat/completions is not available")
     limits = Limits(request_seconds, api_key, LOOPBACK_HOSTS if is_loopback(host) else None)
     serve(model, engine, listening, limits, drain_seconds)
+
+
+_log = logging.getLogger(__name__)

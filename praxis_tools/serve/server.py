@@ -1,5 +1,6 @@
 """Runs the server: opens the port, runs the engine and the HTTP thread, and handles signals."""
 
+import logging
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.job.processes import signals
+from praxis_lite.job.processes.logs import write_now
 from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
@@ -64,10 +66,13 @@ def serve(
         Running(model, engine, listening, limits) as running,
         _DrainOnSignal(engine, drain_seconds),
     ):
-        print(
-            f"ready: {running.url}/v1 serves {model.name}: up to {engine.num_rows} answers at a "
-            f"time, each with at most {model.max_length} tokens including the prompt",
-            flush=True,
+        _log.info(
+            "ready: %s/v1 serves %s: up to %d answers at a time, each with at most %d tokens "
+            "including the prompt",
+            running.url,
+            model.name,
+            engine.num_rows,
+            model.max_length,
         )
         engine.run()
 
@@ -134,9 +139,12 @@ class _DrainOnSignal(signals.SignalListener):
 
     def _on_signal(self, signum: int) -> None:
         if not self._engine.is_draining:
-            signals.write_line(
+            write_now(
                 f"{signals.name(signum)}: no new requests are accepted. The server ends within "
                 f"{self._seconds:g} s, after the answers in progress ({self._engine.num_in_rows}) "
                 f"and in the queue ({self._engine.num_waiting})"
             )
             self._engine.drain(self._seconds)
+
+
+_log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Implements `praxis sweep`: checks a sweep, runs or prints its trials, and prints a report."""
 
+import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -67,7 +68,7 @@ def sweep(
     if command.exp is None:
         return _report(Study(journal), path)
     # The output of --print is read by a scheduler and must not contain other lines.
-    note = _print_error if prints else _print
+    note = _print_error if prints else _log.info
     settings = _settings(command, num_trials, metric, note, **chosen)
     if prints and settings.search == "tpe":
         raise ConfigError(
@@ -101,11 +102,13 @@ def sweep(
                 return None
         else:
             _announce(settings, path, parallel)
-            if reason := run_trials(study, claims, job_of, parallel, topology, _print):
-                _print(f"stopped by {reason}; run the same command to resume the sweep: {path}")
+            if reason := run_trials(study, claims, job_of, parallel, topology, _log.info):
+                _log.info(
+                    "stopped by %s; run the same command to resume the sweep: %s", reason, path
+                )
                 return None
             if num_running := sum(record.status == "runs" for record in study.records()):
-                _print(f"other workers are running the last {num_running} trials: {path}")
+                _log.info("other workers are running the last %d trials: %s", num_running, path)
                 return None
         return _report(study, path)
 
@@ -216,25 +219,25 @@ def _print_commands(
 def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
     better = "lower" if settings.better == "min" else "higher"
     pruning = "" if settings.pruner == "none" else f"; bad trials end early ({settings.pruner})"
-    _print(
+    _log.info(
         f"sweep of {settings.experiment} in {path}: {settings.num_trials} trials "
         f"({settings.search}), {parallel} at a time, ranked by {settings.metric} ({better} is "
         f"better){pruning}"
     )
     for setting, distribution in settings.space.searched.items():
-        _print(f"  {describe(setting, distribution)}")
+        _log.info(f"  {describe(setting, distribution)}")
 
 
 def _report(study: Study, path: Path) -> int | None:
     """Prints and plots the trials; returns 1 if no trial is complete."""
-    _print(_table(study, path))
+    print(_table(study, path))
     if study.best() is None:
         return 1
     try:
         study.draw(path / "sweep.png")
-        _print(f"plot: {path / 'sweep.png'}")
+        print(f"plot: {path / 'sweep.png'}")
     except ConfigError as error:
-        _print(f"note: {error}")
+        _log.info("note: %s", error)
     return None
 
 
@@ -285,9 +288,8 @@ def _shorten(text: str) -> str:
     return short if len(short) < len(text) else text
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 def _print_error(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+_log = logging.getLogger(__name__)

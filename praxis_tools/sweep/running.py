@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.job.processes import signals
+from praxis_lite.job.processes.logs import write_now
 from praxis_tools.sweep.claims import Claims
 from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
@@ -34,7 +35,7 @@ class _EndRequest(signals.SignalListener):
     def _on_signal(self, signum: int) -> None:
         if self.reason is None:
             self.reason = signals.name(signum)
-            signals.write_line(
+            write_now(
                 f"{self.reason}: ending all trials after they have saved their steps. Send the "
                 "signal again to end immediately."
             )

@@ -16,6 +16,7 @@ from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import is_training
+from praxis_lite.job.processes.logs import message_of
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
 from praxis_tools.sweep.sweep_settings import SweepSettings
@@ -173,5 +174,5 @@ class TrialJob:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         _, error, paragraph = launch.rpartition("\nerror: ")
-        text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
+        text = paragraph if error else message_of((launch.strip().splitlines() or [""])[-1])
         return " ".join(text.split())

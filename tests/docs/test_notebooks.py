@@ -65,7 +65,8 @@ def test_notebooks_are_small_without_outputs_and_import_public_names_alone(path)
 def test_an_own_model_learns_and_goes_on_on_another_mesh(tmp_path):
     lines, errors = run("own_model", tmp_path)
     assert errors == ""
-    assert any(line.startswith("mesh (data 8): 8 simulated CPU devices") for line in lines)
+    log = (tmp_path / "jobs/wave/log.txt").read_text()
+    assert "mesh (data 8): 8 simulated CPU devices" in log
     (shown,) = [line for line in lines if line.startswith("TrainedModel(__main__.LearnWave")]
     assert "step 400" in shown and "mesh (data 4)" in shown
     assert float(shown.partition("heldout loss ")[2].partition(";")[0]) < 0.002

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.faults.zoo import CHECKOUT, home
+from tests.support.log_lines import terminal_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             self._answer()
         seconds = time.monotonic() - start
-        return Launch(code, *(file.read_text(errors="replace") for file in (out, err)), seconds)
+        texts = (terminal_text(file.read_text(errors="replace")) for file in (out, err))
+        return Launch(code, *texts, seconds)
 
     def _answer(self, until: float | None = None) -> int | None:
         """Returns the next number from the process, or None if none arrives by the time `until`."""

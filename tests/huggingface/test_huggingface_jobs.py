@@ -13,6 +13,7 @@ from praxis_lite import ConfigError
 from praxis_lite.main import main as launch
 from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS
+from tests.support.log_lines import terminal_text
 
 PHI3 = GOLDENS / "hf/phi3"
 UNEVEN = "mesh.ici_mesh_shape=1,4,2"
@@ -24,7 +25,7 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
         (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "hf/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert praxis("hf", "import", tmp_path / "hf", tmp_path / "job", "--set", UNEVEN) == 0
-    message = capsys.readouterr().out
+    message = terminal_text(capsys.readouterr().out)
     num_bytes = sum(4 * x.size for x in load_file(PHI3 / "model.safetensors").values())
     assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{message}"
     kept = f"HF_DIR={tmp_path}/job/huggingface"

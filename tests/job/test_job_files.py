@@ -13,6 +13,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.layout_table import read_layout
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import home, start_process, trained
+from tests.support.log_lines import terminal_text
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def ran(tmp_path_factory):
     process = start_process(*argv, cwd=folder)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
-    return JobDir(folder / "job"), out, err
+    return JobDir(folder / "job"), terminal_text(out), terminal_text(err)
 
 
 def test_200_steps_print_at_most_60_lines(ran):
@@ -68,6 +69,7 @@ def test_the_directory_holds_what_the_readme_says(ran):
         "examples",
         "layout.json",
         "layout.txt",
+        "log.txt",
         "loss_curve.png",
         "metrics.jsonl",
         "tensorboard",

@@ -93,7 +93,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
     assert second.out == first.err == ""
     assert second.err.startswith("SIGTERM: ending after") and second.err.count("\n") == 1
-    assert names == names_in(trained()[0])
+    assert names == names_in(trained()[0]) | {"log.1.txt"}
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     assert seen["asked by"].startswith("a signal to process 1 (")
     assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]
     assert seen["missing"].startswith("process 1 (")
-    slow = [line for line in lines if line.startswith("slow: ")]
-    assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
+    slow = [line for line in lines if "slow: " in line]
+    assert len(slow) == 1 and slow[0].startswith("WARNING: slow: process 1 (")
 
 
 @pytest.mark.slow

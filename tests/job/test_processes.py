@@ -15,8 +15,9 @@ from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.job import processes
+from praxis_lite.job.processes.logs import PrefixedStream
 from praxis_lite.job.processes.same_everywhere import check_same
-from praxis_lite.job.processes.start import PrefixedStream, find_others
+from praxis_lite.job.processes.start import find_others
 from praxis_lite.job.processes.stop_consensus import SlowHosts, StopConsensus
 
 

@@ -18,6 +18,7 @@ from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import CHECKOUT, home, launch, lines_of, start_process, succeed, trained
 from tests.support.line_jobs import LINE
+from tests.support.log_lines import terminal_text
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 AT_ONCE = "the second signal: ended at once; the newest checkpoint is of step 40"
@@ -74,7 +75,7 @@ def start(where, limit=0, num_processes=1, before=()):
 def ended(process):
     """Returns the status, the lines of standard output and those of standard error."""
     out, err = process.communicate(timeout=60)
-    return process.returncode, out.splitlines(), err.splitlines()
+    return process.returncode, out.splitlines(), terminal_text(err).splitlines()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -32,7 +32,7 @@ class Reports:
 @pytest.fixture
 def reports(monkeypatch):
     result = Reports()
-    monkeypatch.setattr(watchdog, "_to_stderr", result.write)
+    monkeypatch.setattr(watchdog, "write_now", result.write)
     # On a busy machine it would write here too, or end the process that runs the tests.
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **settings: None)
     return result
@@ -172,7 +172,7 @@ def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
     def end(status):
         order.append("ended")
 
-    monkeypatch.setattr(watchdog, "_to_stderr", write)
+    monkeypatch.setattr(watchdog, "write_now", write)
     monkeypatch.setattr(watchdog, "end_now", end)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **settings: None)
     with Watchdog(0.1, exits=True) as dog:

@@ -13,6 +13,7 @@ from praxis_lite.modes.options import parse_command_line
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from tests.support.commands import praxis
 from tests.support.job_runs import CHECKOUT
+from tests.support.log_lines import terminal_text
 
 WITHOUT_JAX = """
 import sys
@@ -21,6 +22,7 @@ assert "jax" not in sys.modules
 """
 MODES_PY = """
 from praxis_lite.modes import Mode
+from tests.support.log_lines import terminal_text
 
 
 class Count(Mode):
@@ -78,7 +80,8 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(mypackage
         text=True,
     )
     assert (done.returncode, done.stderr) == (5, "")
-    assert done.stdout.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
+    out = terminal_text(done.stdout)
+    assert out.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
     assert done.stdout.splitlines()[-1] == "3 times 8 devices"
 
 

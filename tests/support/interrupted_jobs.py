@@ -15,6 +15,7 @@ from praxis_lite.job.job_dir import JobDir
 from tests.support import line_jobs  # noqa: F401 (writes jobzoo.lines)
 from tests.support import process_pairs as pairs
 from tests.support.job_runs import CHECKOUT, home, lines_of
+from tests.support.log_lines import terminal_text
 
 EXPERIMENT = '''
 import asyncio
@@ -35,6 +36,7 @@ from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.background_save import BackgroundSave
 from praxis_lite.checkpoints.orbax_write import OrbaxWrite
 from praxis_lite.checkpoints.steps import step_files
+from tests.support.log_lines import terminal_text
 
 LIBC = ctypes.CDLL(None)
 
@@ -187,7 +189,7 @@ class Pair:
 
     def answer(self, who: str) -> list[str]:
         """Returns the next line on standard error of each given process."""
-        return [self.processes[int(k)].stderr.readline() for k in who]
+        return [terminal_text(self.processes[int(k)].stderr.readline()) for k in who]
 
     def opens(self, place: str) -> None:
         """Opens a gate, so that the processes continue."""

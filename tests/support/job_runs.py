@@ -26,6 +26,7 @@ import praxis_lite
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.metrics.step_times import TIMES
+from tests.support.log_lines import terminal_text
 
 # Keys in metrics.jsonl whose values depend on clocks.
 CLOCKS = {*TIMES, "examples_per_second", "tokens_per_second"}
@@ -222,8 +223,8 @@ class Launch:
 
     Attributes:
       code: Exit status.
-      out: Text on standard output.
-      err: Text on standard error.
+      out: Text on standard output, as on a terminal.
+      err: Text on standard error, as on a terminal.
       num_compiled: Number of executables that XLA compiled or read from its cache.
       seconds: Duration of the launch.
     """
@@ -276,7 +277,8 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
     except SystemExit as stop:
         code = stop.code
     seconds = time.perf_counter() - start
-    return Launch(code, out.getvalue(), err.getvalue(), _num_compiled() - before, seconds)
+    texts = terminal_text(out.getvalue()), terminal_text(err.getvalue())
+    return Launch(code, *texts, _num_compiled() - before, seconds)
 
 
 def loaded(job: JobDir, *args: Any, **settings: Any) -> praxis_lite.TrainedModel:

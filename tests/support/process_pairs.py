@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.job_runs import start_process
+from tests.support.log_lines import terminal_text
 
 # Keep the compilation cache for the next pair.
 KEPT = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -71,7 +72,7 @@ def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[E
     finally:
         for process in processes:
             process.kill()
-        texts = [process.communicate() for process in processes]
+        texts = [tuple(map(terminal_text, process.communicate())) for process in processes]
     assert len(actual) == len(processes), ("a process did not end in time", actual, texts)
     return [Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)]
 

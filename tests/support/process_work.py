@@ -21,7 +21,7 @@ from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.inputs import InMemory
 from praxis_lite.job import processes
 from praxis_lite.job.processes import peers
-from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.logs import command_log
 from praxis_lite.job.processes.start import start
 from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.models import FunctionModel
@@ -78,7 +78,6 @@ def main() -> None:
     """Runs all parts of the script."""
     start(sys.argv[1], 2, int(sys.argv[2]))
     simulate_devices(6, 2)
-    print_log()
     seen = {}
     orders = {"in turn": range(6), "interleaved": (0, 3, 1, 4, 2, 5), "nested": (0, 3, 4, 5, 1, 2)}
     for name, order in orders.items():
@@ -112,5 +111,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with peers.ending_together():
+    with peers.ending_together(), command_log():
         main()

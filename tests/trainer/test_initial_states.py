@@ -35,7 +35,7 @@ class Sevens:
 
 
 @pytest.mark.slow
-def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeypatch, capsys):
+def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     home()
     command = CommandLine(
@@ -52,7 +52,7 @@ def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeyp
     sources = {"init_from_huggingface": Sevens}
     Train(JobTools(sources=sources)).run(command)
     assert (tmp_path / "kept.txt").read_text() == "seven"
-    assert "reading sevens" in capsys.readouterr().out
+    assert "reading sevens" in (tmp_path / "log.txt").read_text()
     params = loaded(JobDir(tmp_path)).mdl_vars["params"]
     assert np.all(np.array(params["softmax"]["logits_ffn"]["linear"]["w"])[:7, :257] == 7)
     # All others are drawn.

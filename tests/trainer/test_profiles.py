@@ -13,7 +13,7 @@ import pytest
 
 from praxis_lite import ConfigError, ProfileSettings, RunConfig
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.processes import signals
+from praxis_lite.job.processes import signals, stop_request
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.job.processes.stop_request import StopRequest
@@ -90,7 +90,8 @@ def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
 
 def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(monkeypatch):
     lines = []
-    monkeypatch.setattr(signals, "write_line", lines.append)
+    for module in (signals, stop_request):
+        monkeypatch.setattr(module, "write_now", lines.append)
     with EndsBySignal():
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)

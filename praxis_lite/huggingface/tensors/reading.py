@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import math
 import re
 import time
@@ -179,9 +180,11 @@ def _read_sharded(
         shard = _read_shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
         if not _is_finite(shard):
             names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
-            note(
-                f"WARNING: {files.directory} contains NaN or infinite values in "
-                f"{first_few(sorted(names))}, so the outputs will be NaN. Download the files again."
+            _log.warning(
+                "%s contains NaN or infinite values in %s, so the outputs will be NaN. Download "
+                "the files again.",
+                files.directory,
+                first_few(sorted(names)),
             )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(
@@ -212,3 +215,6 @@ def _is_finite(array: np.ndarray) -> bool:
     # finite values.
     flat = array.reshape(-1)
     return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())
+
+
+_log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Trains byte-level BPE tokenizers like those of GPT-2 and Llama 3, and describes tokenizers."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def _train(
 
     def texts() -> Iterator[str]:
         for number, path in enumerate(paths, 1):
-            print(f"reading {path} ({number} of {len(paths)})", flush=True)
+            _log.info("reading %s (%d of %d)", path, number, len(paths))
             for _, text in read_documents(path):
                 yield text.decode(errors="replace")
 
@@ -149,3 +150,6 @@ def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
     yield f"  end of a document: {described(tokenizer.document_end)}"
     yield f"  end of an answer: {described(tokenizer.eos_ids)}"
     yield f"{len(tokenizer.special_ids)} special tokens: {described(sorted(tokenizer.special_ids))}"
+
+
+_log = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
+from praxis_lite.job.processes.logs import write_now
 from praxis_lite.job.processes.stop_request import StopRequest
 
 __all__ = ("Interrupt",)
@@ -33,7 +34,7 @@ class Interrupt(StopRequest):
 
     def _on_second_signal(self, signum: int) -> None:
         self._interrupts = signum
-        signals.write_line(f"{signals.name(signum)}, the second signal: the step is not saved")
+        write_now(f"{signals.name(signum)}, the second signal: the step is not saved")
 
     def _on_timeout(self) -> None:
         if self.reason is None:

@@ -12,6 +12,7 @@ error message would not identify the host. Three threads run in each process:
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -146,7 +147,7 @@ def _end_member(error: BaseException, lost_status: int) -> NoReturn:
     if isinstance(cause, PeerLost) or _is_collective_error(error):
         # Most likely a process was lost. Print the error, because the devices may have failed.
         reason = next(iter(str(cause).splitlines()), "")[:500]
-        print(f"lost another process, or the devices failed: {reason}", file=sys.stderr, flush=True)
+        _log.error("lost another process, or the devices failed: %s", reason)
         events.report(why=f"has lost another process, or its devices failed: {reason}")
         end_now(lost_status)
     status, reason = _print_exception(error)
@@ -295,3 +296,6 @@ def _watch_service() -> None:
             num_responses = _num_responses
             if num_silent * BEAT_SECONDS >= SILENT_SECONDS and not processes.is_first():
                 _end_because_of_first(_beats[0].describe_silence(0, num_silent * BEAT_SECONDS))
+
+
+_log = logging.getLogger(__name__)

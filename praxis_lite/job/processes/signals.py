@@ -15,8 +15,9 @@ import time
 from typing import Any
 
 from praxis_lite.job.processes.exits import end_now
+from praxis_lite.job.processes.logs import write_now
 
-__all__ = ("STOPS_WORKER", "SignalListener", "listen_to_supervisor_only", "name", "write_line")
+__all__ = ("STOPS_WORKER", "SignalListener", "listen_to_supervisor_only", "name")
 
 # SIGHUP means that the terminal was closed. It is ignored under nohup, and remains ignored.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -68,12 +69,12 @@ class SignalListener(contextlib.AbstractContextManager):
 
     def _on_profile_signal(self) -> None:
         """Called immediately in the listening thread, for each PROFILES signal."""
-        write_line(f"{name(PROFILES)}: ignored, because only a training job can be profiled")
+        write_now(f"{name(PROFILES)}: ignored, because only a training job can be profiled")
 
     def _on_second_signal(self, signum: int) -> None:
         """Called immediately in the listening thread for a second signal. Ends the process."""
         cause, outcome = f"{name(signum)}, the second signal", self._outcome()
-        write_line(f"{cause}: ended at once{outcome}")
+        write_now(f"{cause}: ended at once{outcome}")
         end_now(128 + signum, f"was ended by {cause}{outcome}")
 
     def _outcome(self) -> str:
@@ -191,7 +192,7 @@ class EndsBySignal(SignalListener):
 
     def _on_signal(self, signum: int) -> None:
         if not self._status:
-            write_line(f"ended by {name(signum)}")
+            write_now(f"ended by {name(signum)}")
             self._status, self._why = 128 + signum, f"was ended by {name(signum)}"
             self._timeout_at = time.monotonic() + CLEAN_UP_SECONDS
 
@@ -204,14 +205,6 @@ def name(signum: int) -> str:
     if signum == STOPS_WORKER:
         return "its supervisor"
     return signal.Signals(signum).name
-
-
-def write_line(line: str) -> None:
-    """Writes a line to standard error, bypassing buffers that another thread may have locked."""
-    # Start on a new line, because the terminal may show ^C or the progress line.
-    start = "\n" if os.isatty(2) else ""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{start}{line}\n".encode())
 
 
 def listen_to_supervisor_only() -> None:

@@ -1,18 +1,13 @@
 """Keeps a process running when its output cannot be written, for example to a closed pipe."""
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from praxis_lite.core.errors import printable
-from praxis_lite.job import processes
-from praxis_lite.job.processes.signals import write_line
-
-__all__ = ("print_log",)
+from praxis_lite.job.processes.logs import write_now
 
 
 def redirect_to_null(number: int) -> None:
@@ -48,7 +43,7 @@ class _FailsafeStream:
         redirect_to_null(self._stream.fileno())
         if not self._continues():
             raise SystemExit(128 + signal.SIGPIPE)
-        write_line(
+        write_now(
             f"{self._name} cannot be written ({error.strerror}); the job continues without it, "
             "and its results are on disk"
         )
@@ -102,23 +97,3 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
             sys.stdout = original[0]
         if sys.stderr is wrapped[1]:
             sys.stderr = original[1]
-
-
-class _PrintHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # Only the first process has a standard output. All other processes print warnings to
-        # standard error.
-        to_stdout = processes.is_first() or record.levelno < logging.WARNING
-        # The message may contain a file name that is not UTF-8, which cannot be printed.
-        message = printable(record.getMessage())
-        print(message, file=sys.stdout if to_stdout else sys.stderr, flush=True)
-
-
-def print_log() -> None:
-    """Prints the log messages of both packages, such as which attention kernel was selected."""
-    for name in ("praxis_lite", "praxis_tools"):
-        log = logging.getLogger(name)
-        if not log.handlers:
-            log.addHandler(_PrintHandler())
-            log.setLevel(logging.INFO)
-            log.propagate = False  # A library's root handler would print each message again.

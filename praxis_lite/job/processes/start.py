@@ -1,13 +1,14 @@
 """Connects the processes of a job, using flags or a launcher's environment variables."""
 
 import contextlib
+import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, Error, PeerLost, require
 from praxis_lite.host.host_names import is_loopback
@@ -17,6 +18,7 @@ from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes import addresses, peers
 from praxis_lite.job.processes.beats import Beats
 from praxis_lite.job.processes.coordinator_gate import Gate, user_folder
+from praxis_lite.job.processes.logs import PrefixedStream
 from praxis_lite.job.processes.membership import Membership, join
 from praxis_lite.job.processes.standard_output import redirect_to_null
 
@@ -71,7 +73,7 @@ def start(
         processes.exchange_host_names(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
-        print(f"{processes.count()} processes on {hosts} hosts, found by {found_by}", flush=True)
+        _log.info("%d processes on %d hosts, found by %s", processes.count(), hosts, found_by)
     else:
         _redirect_output(processes.index())
 
@@ -392,17 +394,4 @@ def _redirect_output(process: int) -> None:
     sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
 
 
-class PrefixedStream:
-    """A text stream that adds a prefix to each line."""
-
-    def __init__(self, stream: TextIO, prefix: str):
-        self._stream, self._prefix, self._is_new_line = stream, prefix, True
-
-    def write(self, text: str) -> int:
-        for line in text.splitlines(keepends=True):
-            self._stream.write(f"{self._prefix if self._is_new_line else ''}{line}")
-            self._is_new_line = line.endswith("\n")
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+_log = logging.getLogger(__name__)

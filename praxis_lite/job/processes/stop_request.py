@@ -5,6 +5,7 @@ import time
 
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.exits import end_now
+from praxis_lite.job.processes.logs import write_now
 
 # All processes of a job stop after the same step. Before the first step, a process that received a
 # stop request waits for that step for at most this time, and then exits. Schedulers kill a process
@@ -75,7 +76,7 @@ class StopRequest(signals.SignalListener):
     def _on_signal(self, signum: int) -> None:
         name = signals.name(signum)
         if self.reason not in (None, name):
-            signals.write_line(f"{name}: already ending, because of {self.reason}")
+            write_now(f"{name}: already ending, because of {self.reason}")
         self._request_end(name)
         if not self._has_stepped:
             seconds = signals.CLEAN_UP_SECONDS if self._ends_now else PEERS_SECONDS
@@ -84,7 +85,7 @@ class StopRequest(signals.SignalListener):
     def _on_profile_signal(self) -> None:
         self.profile_requested = True
         begins = "after the current step" if self._has_stepped else "after the first step"
-        signals.write_line(f"{signals.name(signals.PROFILES)}: a profile begins {begins}")
+        write_now(f"{signals.name(signals.PROFILES)}: a profile begins {begins}")
 
     def _on_timeout(self) -> None:
         if self.reason is None:
@@ -109,7 +110,7 @@ class StopRequest(signals.SignalListener):
             if self._ends_now:
                 self._report_nothing_lost()
             else:
-                signals.write_line(
+                write_now(
                     f"{reason}: ending after the current step is saved; a second signal ends the "
                     "job immediately"
                 )
@@ -131,9 +132,9 @@ class StopRequest(signals.SignalListener):
 
     def _report_nothing_lost(self) -> None:
         if self._status:
-            signals.write_line(f"error: {self._time_limit_message()}")
+            write_now(f"error: {self._time_limit_message()}")
             return
-        signals.write_line(f"{self.reason}: ended; nothing is lost: {self._newest_checkpoint()}")
+        write_now(f"{self.reason}: ended; nothing is lost: {self._newest_checkpoint()}")
 
     def _time_limit_message(self) -> str:
         """Returns the error message for a time limit that expires before the first step."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from praxis_lite.host.file_reading import opened_to_append
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.exits import end_now
+from praxis_lite.job.processes.logs import write_now
 from praxis_lite.job.processes.stacks import stacks
 
 __all__ = ("SAVING", "entered", "write_report")
@@ -162,7 +162,7 @@ class Watchdog(contextlib.AbstractContextManager):
             end_now(1)
 
     def write(self, report: str) -> None:
-        """Writes a report to standard error and to the file."""
+        """Logs a report and appends it to the file."""
         write_report(report, self._stacks_txt)
 
 
@@ -175,17 +175,9 @@ def entered() -> Watchdog | None:
 
 
 def write_report(report: str, stacks_txt: Path | None) -> None:
-    """Writes a report to standard error, and appends it to a file unless the file is None."""
-    _to_stderr(report)
+    """Logs a report, and appends it to a file unless the file is None."""
+    write_now(report.rstrip("\n"))
     if stacks_txt is not None:
-        # If the file cannot be written, the report is still on standard error.
+        # If the file cannot be written, the report is still in the log.
         with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
-
-
-def _to_stderr(text: str) -> None:
-    # Bypass Python's buffers, because the hanging thread may hold their locks.
-    data = text.encode(errors="replace")
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(2, data) :]

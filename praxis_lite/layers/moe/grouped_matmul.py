@@ -205,4 +205,4 @@ def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
     """Logs the chosen kernel and the reason, once per process for each choice."""
-    logging.getLogger("praxis_lite").info("experts use the %s kernel: %s", name, reason)
+    logging.getLogger(__name__).info("experts use the %s kernel: %s", name, reason)

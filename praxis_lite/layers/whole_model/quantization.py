@@ -209,7 +209,7 @@ def log_rounding(
     names: tuple[tuple[str, tuple[str, ...]], ...], not_dense: tuple[str, ...]
 ) -> None:
     """Logs which weights are rounded, once per process for each model."""
-    logger = logging.getLogger("praxis_lite")
+    logger = logging.getLogger(__name__)
     for qtype, paths in names:
         what = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
         logger.info("%s: %s", what, ", ".join(paths))

@@ -59,7 +59,7 @@ def set_sharding_params(
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
         return model  # The preset does not shard any weight.
     for name, fields in unsplit.items():
-        logging.getLogger("praxis_lite").warning(
+        logging.getLogger(__name__).warning(
             "set_sharding_params does not change %s, which is replicated, because the preset does "
             "not define its sharding. Set its %s, or name its dims in its class: "
             "splits = praxis_lite.layers.splits(weight=...).",

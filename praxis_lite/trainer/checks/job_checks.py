@@ -180,7 +180,7 @@ def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
     if num_examples is None or num_examples >= pipeline.batch_size:
         return []
     return [
-        f"WARNING: datasets.{TRAIN} has {num_examples:,} examples and a batch_size of "
+        f"datasets.{TRAIN} has {num_examples:,} examples and a batch_size of "
         f"{pipeline.batch_size:,}, so each batch repeats examples. Lower batch_size, or add data."
     ]
 

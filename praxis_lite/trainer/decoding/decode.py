@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def decode(
         path = job.files.decode_jsonl(name, decoder.step)
         if prompts is None:
             records = decoder.records(name, pipeline)
-            write_records(path, records, print)
+            write_records(path, records, _log.info)
         else:
             assert isinstance(pipeline, IndexedPipeline), "`with_prompts` created it."
             records = _decode_and_print(decoder, pipeline, prompts)
@@ -129,3 +130,6 @@ def _decode_and_print(
     records = decoder.records(COMMAND_LINE, pipeline, printer.add)
     printer.add_rest(records)
     return records
+
+
+_log = logging.getLogger(__name__)

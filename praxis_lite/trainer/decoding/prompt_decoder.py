@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -190,7 +191,7 @@ class PromptDecoder:
             outputs["decode_lengths"][hyp] += len(new.ids)
         if on_tokens is None:
             assert batching.latest is not None
-            print(batching.latest.summary(f"rows of {name}"))
+            _log.info(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)
 
@@ -207,3 +208,6 @@ class PromptDecoder:
                 compiler_options=self.partitioner.decode_options,
             )
         return self.batchings[num_rows, prompt_length]
+
+
+_log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ class Loop:
       first_step: Number of steps completed before this launch, or before the roll-back.
       is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
       skipped_batches: Indices of training batches that are skipped after loss spikes.
-      note: Prints a line above the progress line.
+      note: Logs a line; a terminal shows it above the progress line.
       is_first: Whether this process writes the job's files.
       checkpoints: The job's checkpoints.
       stop: The requests to stop this process.

@@ -1,6 +1,7 @@
 """Hooks that write metrics.jsonl, eval_metrics.jsonl and the progress line."""
 
 import contextlib
+import logging
 from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
@@ -28,8 +29,8 @@ class MetricsFiles(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         files, first_step, enter = self._job.files, loop.first_step, self._stack.enter_context
-        self._eval_writer = enter(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
-        self._writer = enter(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
+        self._eval_writer = enter(JsonLinesWriter(files.eval_metrics_jsonl, first_step))
+        self._writer = enter(JsonLinesWriter(files.metrics_jsonl, first_step))
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
@@ -56,7 +57,7 @@ class MetricsFiles(Hook):
 
 
 class Progress(Hook):
-    """Prints losses, speeds, evaluation results, and the share of time spent waiting for input."""
+    """Logs losses, speeds, evaluation results, and the share of time spent waiting for input."""
 
     every, waits = None, False
 
@@ -80,11 +81,14 @@ class Progress(Hook):
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         for name, values in results.items():
-            self._line.note(evaluation_line(step, name, values))
+            _log.info(evaluation_line(step, name, values))
 
     def after_training(self, step: int) -> None:
         if summary := self._rates.input_summary(self._weight_unit):
-            self._line.note(summary)
+            _log.info(summary)
 
     def __exit__(self, *exc_info: object) -> None:
         self._line.close()
+
+
+_log = logging.getLogger(__name__)

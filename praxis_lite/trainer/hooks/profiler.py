@@ -34,7 +34,7 @@ class Profiler:
         self._job = job
         self._traces = processes.is_first() or job.run.profile.processes == "all"
         self.steps: range | None = None
-        self.note: Callable[[str], None] = print
+        self.note: Callable[[str], None] = _log.info
         self._folder: Path | None = None  # Set while a trace runs.
         self._start = 0.0
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -35,6 +36,8 @@ __all__ = (
     "strict_json",
     "training_lines",
 )
+
+_log = logging.getLogger(__name__)
 
 # Written as strings, because JSON has no NaN and strict parsers reject it.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -88,7 +91,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self,
         path: str | os.PathLike[str],
         resume_step: int,
-        note: Callable[[str], None] = print,
+        note: Callable[[str], None] = _log.warning,
     ):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,35 +1,134 @@
-"""Shows a run's progress as a live line on a terminal, or as occasional lines elsewhere."""
+"""Shows a run's progress as a live line on a terminal or in a notebook, and as lines of the log."""
 
 import contextlib
+import importlib
+import logging
 import math
-import shutil
+import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
 from praxis_lite.trainer.metrics.rates import Rates, count_of
 from praxis_lite.trainer.metrics.step_times import HFU, MFU
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
 __all__ = ("count_of", "metric_text")
 
-_REDRAW_SECONDS = 0.2  # Looks smooth, and does not measurably slow down the loop.
-LINES_PER_RUN = 20  # Number of lines if the output is not a terminal.
+_REDRAW_SECONDS = 0.5  # Frequent enough to look alive; a redraw takes 1 ms.
+LINES_PER_RUN = 20  # Number of lines in the log.
+_BAR_WIDTH = 20
+_MIN_WIDTH_WITH_BAR = 60
 # The parts that are omitted on a narrow terminal, least important first.
 _DROP_ORDER = ("hfu", "steps", "input", "mfu", "tokens", "loss")
+
+
+class LiveLine(Protocol):
+    """A line on a screen that is replaced by each call of `show`."""
+
+    def show(self, share: float, text: Callable[[float], str]) -> None:
+        """Replaces the line.
+
+        Args:
+          share: Completed share of the run, from 0 to 1.
+          text: Function that returns the line's text for a maximum number of columns.
+        """
+
+    def close(self) -> None:
+        """Leaves the latest line on the screen; the next output starts below it."""
+
+
+class TerminalLine:
+    """A progress bar and a text at the bottom of a terminal.
+
+    Everything else that is printed meanwhile appears above the line.
+    """
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        # Do not wrap the other lines: a path must remain a single word.
+        console = _console(file=sys.stdout, soft_wrap=True)
+        # Redraw only in `show`, because a thread that redraws would compete with the loop.
+        self._live = Live(self, console=console, auto_refresh=False)
+        self._share, self._text = 0.0, lambda width: ""
+
+    def show(self, share: float, text: Callable[[float], str]) -> None:
+        self._share, self._text = share, text
+        if not self._live.is_started:
+            self._live.start()
+        self._live.refresh()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "list[Text]":
+        from rich.text import Text
+
+        width, line = options.max_width - 1, Text(end="", no_wrap=True)
+        if width >= _MIN_WIDTH_WITH_BAR:
+            num_done = round(_BAR_WIDTH * min(self._share, 1.0))
+            bar = ("=" if options.ascii_only else "━") * num_done
+            rest = (" " if options.ascii_only else "━") * (_BAR_WIDTH - num_done)
+            line.append(bar, "green").append(rest, "bright_black").append("  ")
+            width -= _BAR_WIDTH + 2
+        return [line.append(self._text(max(1, width)))]
+
+
+class NotebookLine:
+    """A line in the output of a notebook's cell."""
+
+    def __init__(self) -> None:
+        self._output = importlib.import_module("IPython.display").DisplayHandle()
+        self._is_shown = False
+
+    def show(self, share: float, text: Callable[[float], str]) -> None:
+        data = {"text/plain": text(math.inf)}
+        if self._is_shown:
+            self._output.update(data, raw=True)
+        else:
+            self._output.display(data, raw=True)
+            self._is_shown = True
+
+    def close(self) -> None:
+        pass
+
+
+def live_line() -> LiveLine | None:
+    """Returns a live line on the terminal or in the notebook, or None if there is neither."""
+    if sys.stdout.isatty():
+        return TerminalLine()
+    if "IPython" in sys.modules and _console().is_jupyter:
+        return NotebookLine()
+    return None
+
+
+def _console(**settings: Any) -> "Console":
+    from rich.console import Console
+
+    class ConsoleWithCursor(Console):
+        """A console that never hides the cursor, because a killed process could not restore it."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    return ConsoleWithCursor(**settings)
 
 
 class ProgressLine(contextlib.AbstractContextManager):
     """Shows a run's step, loss, speed and remaining time.
 
-    On a terminal (`isatty()`), one line is redrawn in place at most five times a second. Less
-    important numbers are omitted if the terminal is narrow. Otherwise, a line is printed every
-    `log_every_steps` and at the last step.
+    A line is logged every `log_every_steps` and at the last step. The live line is redrawn at most
+    twice a second; less important numbers are omitted on a narrow terminal.
 
     Args:
       num_steps: Last step of the run.
-      stream: Stream to print to.
-      log_every_steps: Number of steps between printed lines, at least 1. If None, about 20 lines
-        are printed in total.
+      live: The live line, or None to only log lines.
+      log_every_steps: Number of steps between lines in the log, at least 1. If None, about 20 lines
+        are logged in total.
       first_step: Number of steps completed before this launch: 0, or the restored step.
       clock: A monotonic clock, in seconds.
     """
@@ -37,23 +136,20 @@ class ProgressLine(contextlib.AbstractContextManager):
     def __init__(
         self,
         num_steps: int,
-        stream: TextIO,
+        live: LiveLine | None,
         log_every_steps: int | None,
         first_step: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._num_steps = num_steps
-        self._stream = stream
-        self._is_live = stream.isatty()
+        self._num_steps, self._live = num_steps, live
         if log_every_steps is None:
             log_every_steps = max(1, math.ceil((num_steps - first_step) / LINES_PER_RUN))
         self._every = log_every_steps
         self._clock = clock
         self._next_redraw = -math.inf
         self._newest: tuple[int, Any, Rates | None, bool] | None = None  # Arguments of `update`.
-        self._is_shown = True  # Whether the output shows `_newest`.
-        self._drawn_width = 0  # Width of the live line on the screen, in columns.
+        self._is_logged = True  # Whether the log contains `_newest`.
         self._is_closed = False
 
     def update(
@@ -67,38 +163,26 @@ class ProgressLine(contextlib.AbstractContextManager):
           rates: The rates over the last steps, including this step.
           has_tokens: Whether `rates` counts tokens instead of examples.
         """
-        self._newest, self._is_shown = (step, loss, rates, has_tokens), False
+        self._newest, self._is_logged = (step, loss, rates, has_tokens), False
         is_last = step >= self._num_steps
-        if self._is_live:
+        if self._live is not None:
             now = self._clock()
             if is_last or now >= self._next_redraw:
                 self._next_redraw = now + _REDRAW_SECONDS
-                self._draw()
-        elif is_last or step % self._every == 0:
-            self._print_line()
-
-    def note(self, message: str) -> None:
-        """Prints a message above the live line."""
-        if self._drawn_width:
-            self._stream.write("\r" + " " * self._drawn_width + "\r")
-            self._drawn_width = 0
-        self._stream.write(message + "\n")
-        if self._is_live and self._newest and not self._is_closed:
-            self._draw()
-        self._stream.flush()
+                self._draw(self._live)
+        if is_last or step % self._every == 0:
+            self._log_line()
 
     def close(self) -> None:
-        """Prints the final state as a complete line. Later calls do nothing."""
+        """Shows and logs the final state. Later calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._is_live and self._newest:
-            self._draw()
-            self._stream.write("\n")
-            self._stream.flush()
-            self._drawn_width = 0
-        elif not self._is_shown:
-            self._print_line()
+        if self._live is not None and self._newest is not None:
+            self._draw(self._live)
+            self._live.close()
+        if not self._is_logged:
+            self._log_line()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -134,19 +218,14 @@ class ProgressLine(contextlib.AbstractContextManager):
         text = "  ".join(parts.values())
         return text if len(text) <= width else text[: int(width)]
 
-    def _draw(self) -> None:
-        # A line of the terminal's full width would wrap, and '\r' would return to its second half.
-        text = self._text(max(1, shutil.get_terminal_size().columns - 1))
-        # Overwrite the rest of a longer line with spaces, which work on every terminal.
-        self._stream.write("\r" + text.ljust(self._drawn_width))
-        self._stream.flush()
-        self._drawn_width = len(text)
-        self._is_shown = True
+    def _draw(self, live: LiveLine) -> None:
+        assert self._newest is not None
+        live.show(self._newest[0] / self._num_steps, self._text)
 
-    def _print_line(self) -> None:
-        self._stream.write(self._text() + "\n")
-        self._stream.flush()
-        self._is_shown = True
+    def _log_line(self) -> None:
+        # A command's output does not repeat what the live line shows.
+        _log.info("%s", self._text(), extra={"is_on_screen": self._live is not None})
+        self._is_logged = True
 
 
 def metric_text(value: float) -> str:
@@ -162,3 +241,6 @@ def _duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60}m{seconds % 60:02d}s"
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+_log = logging.getLogger(__name__)

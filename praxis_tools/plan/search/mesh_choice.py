@@ -1,6 +1,7 @@
 """Chooses a job's mesh for a given set of devices, using estimated step times."""
 
 import dataclasses
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,14 +88,16 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
             state_bytes = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
             too_large.append((state_bytes, candidate.mesh, error))
             continue
-        print(
-            f"mesh for {len(devices)} devices: {candidate.mesh.shape}, chosen from "
-            f"{len(candidates)}; estimated {seconds_text(candidate.seconds)} per step on "
-            f"{chip.name}",
-            flush=True,
+        _log.info(
+            "mesh for %d devices: %s, chosen from %d; estimated %s per step on %s",
+            len(devices),
+            candidate.mesh.shape,
+            len(candidates),
+            seconds_text(candidate.seconds),
+            chip.name,
         )
         if not candidate.keeps_slices:
-            print(
+            _log.info(
                 "note: mesh.dcn_mesh_shape is now None, because the mesh axis is not divisible by "
                 "the number of slices"
             )
@@ -275,3 +278,6 @@ def _formula_inputs(
         rows=rows,
         tokens_per_row=tokens_per_row,
     ), layout
+
+
+_log = logging.getLogger(__name__)

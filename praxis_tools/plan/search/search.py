@@ -6,6 +6,7 @@ best candidates are compiled and planned until the time limit is reached.
 
 import dataclasses
 import json
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -76,10 +77,12 @@ def search(
     ranked = sorted(candidates(launched.config, shape, topology), key=lambda x: x.seconds)
     max_bytes = _BYTES_TOLERANCE * topology.chip.hbm_bytes
     fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
-    print(
-        f"{len(ranked)} candidates, of which {len(fitting)} may fit according to estimates; "
-        f"compiling the best ones for {minutes:g} minutes",
-        flush=True,
+    _log.info(
+        "%d candidates, of which %d may fit according to estimates; compiling the best ones for "
+        "%g minutes",
+        len(ranked),
+        len(fitting),
+        minutes,
     )
     plans: list[tuple[Candidate, StepPlan]] = []
     for number, candidate in enumerate(diversify(fitting), start=1):
@@ -90,10 +93,12 @@ def search(
         # candidates with the same preset and policy are in order of their estimates.
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             continue
-        print(
-            f"[{number}] {candidate.name}: estimated {seconds_text(candidate.seconds)}; "
-            f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left",
-            flush=True,
+        _log.info(
+            "[%d] %s: estimated %s; compiling, %.1f minutes left",
+            number,
+            candidate.name,
+            seconds_text(candidate.seconds),
+            max(0.0, seconds_left) / 60,
         )
         plan = plan_candidate(launched, packages, candidate, topology)
         if plan is not None:
@@ -101,7 +106,7 @@ def search(
             text = "fits" if plan.fits else "does not fit"
             seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "unknown time"
             gib = plan.peak_bytes_per_device / 2**30
-            print(f"    {text}, {gib:.2f} GiB, {seconds}", flush=True)
+            _log.info("    %s, %.2f GiB, %s", text, gib, seconds)
     best = fastest(plans)
     print(f"\n{table(plans)}")
     if best is None:
@@ -171,7 +176,7 @@ def plan_candidate(
 ) -> StepPlan | None:
     """Compiles a candidate and returns its plan.
 
-    If the candidate is invalid, this prints the error and returns None.
+    If the candidate is invalid, this logs the error and returns None.
     """
     try:
         settings = [*launched.settings, *candidate.settings]
@@ -181,7 +186,7 @@ def plan_candidate(
         with explained_warnings(lambda warning: None):
             plan = plan_step(partitioner, step, spec, topology)
     except (Error, jax.errors.JaxRuntimeError) as error:
-        print(f"    invalid: {str(error).splitlines()[0][:160]}", flush=True)
+        _log.info("    invalid: %s", str(error).splitlines()[0][:160])
         return None
     return dataclasses.replace(plan, compiled=None)
 
@@ -219,3 +224,6 @@ def _write(
         f"\nAs an experiment: {FOLDER}.best.{class_name} --packages={all_packages}\n"
         f"{note} All plans: {FOLDER / 'plans.json'}"
     )
+
+
+_log = logging.getLogger(__name__)

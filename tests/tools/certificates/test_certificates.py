@@ -239,7 +239,7 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
         pytest.param(2, "report", marks=pytest.mark.nightly),
     ],
 )
-def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, capsys):
+def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, caplog):
     make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
 
     def flipped(self, *args):
@@ -257,7 +257,7 @@ def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every,
             packages=["tests"],
             settings={"run.certify_every_steps": every, "run.certify_action": action},
         )
-    assert f"step {every} is NOT CERTIFIED" in capsys.readouterr().out
+    assert f"step {every} is NOT CERTIFIED" in caplog.text
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == ([1] if ends else [2, 4])
     assert {line["difference"]["what"] for line in lines} == {"update of weights"}
@@ -279,11 +279,11 @@ class WideCertified(planted.Wide):
 
 
 @pytest.mark.nightly
-def test_a_bad_device_is_named_and_the_run_saves(tmp_path, capsys):
+def test_a_bad_device_is_named_and_the_run_saves(tmp_path, caplog):
     words = "Step 2 is not certified.*device 2 .*saved"
     with planted.bad_device(2), pytest.raises(NotCertified, match=words):
         praxis_lite.train(WideCertified, tmp_path, packages=["tests"])
-    assert "step 2 is NOT CERTIFIED" in capsys.readouterr().out
+    assert "step 2 is NOT CERTIFIED" in caplog.text
     line = lines_of(tmp_path)[0]
     assert line["difference"]["cause"] == "device"
     assert line["difference"]["device"] == "device 2 (cpu) of process 0"

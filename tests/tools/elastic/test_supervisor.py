@@ -344,13 +344,13 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(working, capfd):
 
 
 def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_that_it_told(
-    tmp_path, capfd
+    tmp_path, caplog
 ):
     worker = types.SimpleNamespace(pid=2**22 + 1, reports={"stacks_file": str(tmp_path / "gone")})
     stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
     worker.reports["stacks"] = "MainThread:\n  in hang\n"
     stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
-    for text in ((tmp_path / "stacks.txt").read_text(), capfd.readouterr().err):
+    for text in ((tmp_path / "stacks.txt").read_text(), "\n".join(["", *caplog.messages])):
         before, after = text.strip().split(" The worker is killed and replaced. ")[1:]
         assert before.startswith("Its stacks are not available: it has ended.\n")
         assert after == "All threads:\nMainThread:\n  in hang"

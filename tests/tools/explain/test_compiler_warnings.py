@@ -34,7 +34,7 @@ def test_a_full_copy_is_said_once_with_its_layer_and_what_to_change(mesh_of, cap
     os.write(2, b"and after it\n")
     assert capfd.readouterr().err == "of somebody else\nand after it\n"
     (note,) = notes
-    assert note.startswith("WARNING: encoder/ffn: to reshard an array")
+    assert note.startswith("encoder/ffn: to reshard an array")
     # A split as XLA writes it: of jax 0.10, and of 0.12.
     assert "(from {devices=[8,1]<=[8]}" in note or "[{'replica', 'data', 'mdl'}, {}]} to" in note
     assert "inputs_split_mapping=" in note

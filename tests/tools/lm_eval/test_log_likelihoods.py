@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import types
 
 import fiddle as fdl
@@ -18,12 +17,13 @@ from praxis_lite.inputs.text.length_classes import (
     length_class,
     length_of_prompts,
 )
-from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.logs import command_log
 from praxis_tools.lm_eval import progress
 from praxis_tools.lm_eval.evaluated_model import evaluated_model
 from praxis_tools.lm_eval.log_likelihoods import LogLikelihoods
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_eval_tasks import model_directory
+from tests.support.log_lines import terminal_text
 
 MESH = (1, 3, 2)  # Divides neither heads nor vocabulary.
 
@@ -147,15 +147,13 @@ def test_what_is_no_language_model_of_text_is_an_error(loaded):
 
 
 def test_a_command_prints_its_progress_every_20_seconds(capsys, monkeypatch):
-    log, clock = logging.getLogger("praxis_tools"), iter([0.0, 9.0, 21.0, 30.0, 32.0])
-    for name in ("handlers", "propagate"):
-        monkeypatch.setattr(log, name, [])
+    clock = iter([0.0, 9.0, 21.0, 30.0, 32.0])
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    print_log()
     scoring = progress.Progress("scored", 11)
-    for count in (3, 3, 3, 2):
-        scoring.add(count)
-    assert capsys.readouterr().out.splitlines() == [
+    with command_log():
+        for count in (3, 3, 3, 2):
+            scoring.add(count)
+    assert terminal_text(capsys.readouterr().out).splitlines() == [
         "scored 6 of 11 requests in 21 s",
         "scored 11 of 11 requests in 32 s",
     ]

@@ -192,7 +192,7 @@ def test_a_real_training_is_followed_to_its_end(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(home()), "JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as training:
         for line in training.stdout:
-            if line.startswith("compiling"):
+            if "compiling" in line:
                 break
         status, out, err = launched(job, f"--html={html}", "--follow", "--every=0.2")
         training.stdout.read()

@@ -42,7 +42,7 @@ def server(*options):
         try:
             for line in process.stdout:
                 lines.append(line)
-                if found := re.match(r"ready: (http://127.0.0.1:\d+)/v1 ", line):
+                if found := re.search(r" ready: (http://127.0.0.1:\d+)/v1 ", line):
                     break
             else:
                 raise AssertionError("".join(lines))

@@ -14,6 +14,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.logs import command_log
 from praxis_lite.modes.mode import CommandLine
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_tools.sweep import running
@@ -60,6 +61,13 @@ def records_in(folder):
 
 def loss_at(rate):
     return 1 + (quick_trial.math.log10(rate) + 2) ** 2
+
+
+@pytest.fixture(autouse=True)
+def in_a_command():
+    """Lets a command print the log."""
+    with command_log():
+        yield
 
 
 def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(tmp_path, quick, capsys):

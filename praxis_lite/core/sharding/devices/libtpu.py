@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.devices.xla_options import check_environment
 
 __all__ = ("WITHOUT_TPU", "mismatch")
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # These settings keep libtpu from querying Google's metadata server, logging errors, and locking a
 # file.
@@ -51,7 +51,7 @@ def avoid_loading_libtpu() -> None:
         for setting, value in WITHOUT_TPU.items():
             os.environ.setdefault(setting, value)
     if (not platforms or "tpu" in platforms.split(",")) and (message := mismatch()):
-        log.warning("WARNING: %s", message)
+        _log.warning("%s", message)
 
 
 def mismatch() -> str | None:

@@ -366,4 +366,4 @@ def attend(
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
     """Logs the chosen kernel and the reason, once per process for each choice."""
-    logging.getLogger("praxis_lite").info("attention by the %s kernel: %s", name, reason)
+    logging.getLogger(__name__).info("attention by the %s kernel: %s", name, reason)

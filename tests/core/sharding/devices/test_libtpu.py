@@ -78,7 +78,7 @@ def test_a_job_on_a_tpu_says_at_its_start_that_libtpu_is_not_that_of_jax(told, m
     told("cpu")
     assert caplog.text == ""
     told("tpu,cpu")
-    assert "WARNING: libtpu 0.0.1 is installed, but jax" in caplog.text
+    assert "libtpu 0.0.1 is installed, but jax" in caplog.text
 
 
 def test_jax_names_its_libtpu_as_it_is_read_here(monkeypatch):
