@@ -54,6 +54,7 @@ def main() -> int:
         write_notebooks()
     copy_pages()
     write_reference()
+    os.environ["VERSION_PROVIDER"] = "mike" if args.version else "none"
     build()
     if args.version:
         add_version(args.version)
@@ -86,7 +87,10 @@ def copy_pages() -> None:
 
 
 def with_site_links(text: str, source: Path) -> str:
-    """Returns a page whose links to files in the checkout are links to their copies."""
+    """Returns a page whose links to files in the checkout are links to their copies.
+
+    Links that show the name of a page, such as training.md, show its title instead.
+    """
 
     def moved(link: re.Match[str]) -> str:
         target = (source.parent / link[0]).resolve()
@@ -94,6 +98,9 @@ def with_site_links(text: str, source: Path) -> str:
             return link[0]
         return Path(os.path.relpath(in_site(target), in_site(source).parent)).as_posix()
 
+    navigation = re.findall(r"- (.*): (\w+\.md)$", CONFIG.read_text("utf-8"), re.MULTILINE)
+    for title, name in navigation:
+        text = text.replace(f"[{name}](", f"[{title}](")
     return LINK.sub(moved, text)
 
 
@@ -114,7 +121,9 @@ def write_reference() -> None:
     for path in (*(ROOT / "praxis_lite").iterdir(), ROOT / "tasks", ROOT / "experiments"):
         (PACKAGES_DIR / "praxis_lite" / path.name).symlink_to(path)
     for name, packages in reference_pages().items():
-        text = "\n".join([f"# {name}", "", *(section(package) for package in packages)])
+        text = "\n".join(section(package) for package in packages)
+        # The heading of an only package is the title.
+        text = text[1:] if len(packages) == 1 else f"# {name}\n\n{text}"
         path = PAGES / f"reference/{name}.md"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
