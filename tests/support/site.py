@@ -38,6 +38,8 @@ PACKAGES_DIR = ROOT / "build/packages"
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 # The target of a Markdown link, without its anchor.
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
+# The text of a link that shows the name of a page.
+PAGE_NAME = re.compile(r"(?<=\[)(?:docs/)?([\w/]+\.md)(?=\]\()")
 # The badge of a link to Colab. Its image is on another host; the site shows a button.
 BADGE = re.compile(r"\[!\[(Open in Colab)\]\([^)]*\)\](\(\S*\))")
 
@@ -98,9 +100,9 @@ def with_site_links(text: str, source: Path) -> str:
             return link[0]
         return Path(os.path.relpath(in_site(target), in_site(source).parent)).as_posix()
 
-    navigation = re.findall(r"- (.*): (\w+\.md)$", CONFIG.read_text("utf-8"), re.MULTILINE)
-    for title, name in navigation:
-        text = text.replace(f"[{name}](", f"[{title}](")
+    navigation = re.findall(r"- (.*): ([\w/]+\.md)$", CONFIG.read_text("utf-8"), re.MULTILINE)
+    titles = {name: title for title, name in navigation}
+    text = PAGE_NAME.sub(lambda name: titles.get(name[1], name[0]), text)
     return LINK.sub(moved, text)
 
 
@@ -127,7 +129,8 @@ def write_reference() -> None:
         path = PAGES / f"reference/{name}.md"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    (PAGES / "api.md").write_text(linked_api(), encoding="utf-8")
+    api = with_site_links(linked_api(), api_page.PAGE)
+    (PAGES / "api.md").write_text(api, encoding="utf-8")
 
 
 def reference_pages() -> dict[str, list[str]]:
