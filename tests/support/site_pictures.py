@@ -40,8 +40,11 @@ def main() -> int:
     PICTURES.mkdir(parents=True, exist_ok=True)
     failed = 0
     for width in WIDTHS:
+        browser = Browser((SITE / "404.html").as_uri(), width=width)
         for name in PAGES:
-            browser = Browser((SITE / f"{name}.html").as_uri(), width=width)
+            browser.complaints.clear()
+            browser.requests.clear()
+            browser.open((SITE / f"{name}.html").as_uri())
             browser.screenshot(PICTURES / f"{name.replace('/', '_')}_{width}.png")
             if name == "index":  # The files have no server: the index is loaded as a script.
                 browser.run("document.querySelector('.md-search__button').click()")
@@ -54,7 +57,7 @@ def main() -> int:
                 complaints.append("The page is wider than the screen.")
             failed += bool(complaints)
             print(f"{width} {name}: {'; '.join(complaints) or 'ok'}")
-            browser.close()
+        browser.close()
     print(f"The pictures are in {PICTURES}.")
     return failed
 
