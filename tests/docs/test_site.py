@@ -8,7 +8,7 @@ from tests.support.site import reference_pages
 
 def test_every_page_is_in_the_navigation_once():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)
+    listed = re.findall(r"^ +- .*: ([\w/]+\.md)$", text, re.MULTILINE)
     assert len(listed) == len(set(listed))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "docs/notebooks").glob("*.ipynb")}

@@ -40,7 +40,7 @@ def main() -> int:
     PICTURES.mkdir(parents=True, exist_ok=True)
     failed = 0
     for width in WIDTHS:
-        browser = Browser((SITE / "404.html").as_uri(), width=width)
+        browser = Browser((SITE / "concepts.html").as_uri(), width=width)
         for name in PAGES:
             browser.complaints.clear()
             browser.requests.clear()
