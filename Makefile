@@ -16,6 +16,8 @@
 #                  and decodes there, and checks the licences of all dependencies (TAG=v1.0.0 checks
 #                  the version too)
 #   make release-job    writes tests/releases/VERSION, a small job that later versions must load
+#   make docs    builds the site of the docs in build/site (4 minutes)
+#   make docs-pictures  opens ten of its pages at two widths in Chromium, and saves pictures
 #   make clean   removes everything that the other targets created, except the demo's results
 #
 #   make PYTHON=python3.12 ...          uses a different interpreter
@@ -34,8 +36,10 @@ VENV_PYTHON := $(VENV)/bin/python
 # Marker files: the install with plots, and the install with everything that the tests need.
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
+# The install with everything that the site needs.
+DOCUMENTING := $(VENV)/.installed_docs
 
-.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint release-check release-job clean
+.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint docs docs-pictures release-check release-job clean
 .DELETE_ON_ERROR:
 
 help:
@@ -110,6 +114,13 @@ release-check: $(TESTING)
 release-job: $(TESTING)
 	@$(VENV_PYTHON) -m tests.releases.releases
 
+# A warning, a link to nothing and a public name without a docstring are errors.
+docs: $(DOCUMENTING)
+	@$(VENV_PYTHON) -m tests.support.site $(DOCS_ARGS)
+
+docs-pictures: docs
+	@$(VENV_PYTHON) -m tests.support.site_pictures
+
 clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -135,4 +146,9 @@ $(INSTALLED): setup.py
 $(TESTING): $(INSTALLED)
 	@echo "Installing the packages that the tests need. This takes a minute or two, only once."
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+$(DOCUMENTING): $(INSTALLED)
+	@echo "Installing the packages that the site needs. This takes a minute or two, only once."
+	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[docs]'
 	@touch $@

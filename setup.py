@@ -53,6 +53,15 @@ EXPORT = ["flatbuffers>=25.12.19"]
 SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]
 # `praxis completion`: the scripts of bash and zsh that complete the command line.
 COMPLETION = ["shtab>=1.7,<2"]
+# `make docs`: the site, the reference from docstrings, the outputs of notebooks, a plan for TPUs.
+DOCS = [
+    *HF,
+    "zensical==0.0.73",
+    "mkdocstrings-python>=2.0.11,<3",
+    "nbclient>=0.10,<1",
+    "ipykernel>=6",
+    "jax[tpu]; sys_platform == 'linux' and platform_machine == 'x86_64'",
+]
 
 setup(
     name="praxis_lite",
@@ -161,6 +170,7 @@ setup(
         # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
+        "docs": DOCS,
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
             *HF,

@@ -73,9 +73,9 @@ class DecoderSettings:
       attention_sinks: Argument of DotProductAttention.
       has_expert_bias: TransformerFeedForwardMoe.has_bias.
       swiglu_limit, swiglu_alpha: Arguments of TransformerFeedForwardMoe.
-      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
-        rotates_neighbours: Arguments of MultiHeadLatentAttention, which replaces
-        DotProductAttention if kv_lora_rank is set.
+      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Arguments of
+        MultiHeadLatentAttention, which replaces DotProductAttention if kv_lora_rank is set.
+      rotates_neighbours: Argument of MultiHeadLatentAttention.
       has_latent_bias: MultiHeadLatentAttention.use_bias.
       num_prediction_layers: Number of multi-token prediction layers, which are not loaded.
       atten_dropout_prob, residual_dropout_prob: Dropout rates of Transformer in training.

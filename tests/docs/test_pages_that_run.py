@@ -146,6 +146,23 @@ def run_alone(source: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
+def test_the_three_ways_in_of_the_first_page_run(started, folder, registry_copy):
+    files = page("get_started").files()
+    out = run_alone(files["wave.py"].text, folder)
+    loss = float(re.search(r"^loss ([\d.e-]+)$", out, re.MULTILINE)[1])
+    predicted, expected = map(float, re.search(r"prediction \[(.*?)\] (\S+)$", out).groups())
+    assert loss < 0.01 and abs(predicted - expected) < 0.1
+    chat = files["chat.py"].text.replace("path/of/model", f"{started / 'llama'}")
+    assert run_alone(chat, folder).splitlines()[-1]
+    assert Path("merged/model.safetensors").is_file()
+    Path("mylm.py").write_text(files["mylm.py"].text, "utf-8")
+    explained, *trained = page("get_started").commands("praxis")[:-1]
+    assert "spec" in finished(*explained).out
+    for words in trained:
+        finished(*words, *([] if "--set" in words else ["--set"]), "run.num_train_steps=2")
+
+
+@pytest.mark.slow
 def test_the_blocks_of_the_python_page_run_one_after_the_other(tmp_path):
     out = run_alone("\n".join(block.text for block in page("python").blocks()), tmp_path)
     assert "step 20, loss" in out
