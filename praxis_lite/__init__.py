@@ -10,7 +10,14 @@ from pathlib import Path
 
 from praxis_lite.public_names import public_names
 
-__version__ = "0.1.0"
+if sys.platform == "win32":
+    raise ImportError(
+        "praxis_lite does not run on Windows, because it locks and memory-maps files as on Linux. "
+        "Install it in WSL2, the Windows Subsystem for Linux: run `wsl --install`, and then pip in "
+        "its terminal."
+    )
+
+__version__ = "1.0.0rc1"
 
 __getattr__, __dir__, __all__ = public_names(__name__)
 

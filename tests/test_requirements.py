@@ -1,4 +1,4 @@
-"""setup.py names each package that is imported; what the plain one lacks, an error asks for."""
+"""pyproject.toml requires each imported package; errors name the extra of a missing one."""
 
 import ast
 import collections
@@ -8,10 +8,12 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import PACKAGES, optional_module
@@ -26,7 +28,6 @@ OURS = {"praxis_lite", "praxis_tools", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
 PIP_NAMES = {
     "orbax": "orbax-checkpoint",
-    "array_record": "array-record",
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
     "huggingface_hub": "huggingface-hub",
@@ -43,20 +44,21 @@ ASKED_FOR = {"experiments.vision": "sklearn"}
 
 
 @functools.cache
-def arguments() -> dict:
-    """Returns the arguments with which setup.py calls `setup`."""
-    calls, setup = [], setuptools.setup
-    setuptools.setup = lambda **given: calls.append(given)
-    try:
-        runpy.run_path(str(ROOT / "setup.py"))
-    finally:
-        setuptools.setup = setup
-    return calls[0]
+def project() -> dict:
+    """Returns the metadata in pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def names(requirements: list[str]) -> set[str]:
-    """Returns the names of packages, of their extras too."""
-    return {re.match(r"[\w.-]+(\[\w+\])?", requirement)[0] for requirement in requirements}
+    """Returns the names of packages with their extras; those of praxis_lite are expanded."""
+    found = {re.match(r"[\w.-]+(\[[\w,]+\])?", requirement)[0] for requirement in requirements}
+    ours = {name for name in found if name.startswith("praxis_lite[")}
+    extras = [extra for name in ours for extra in name[len("praxis_lite[") : -1].split(",")]
+    return (found - ours).union(*map(names_of_extra, extras))
+
+
+def names_of_extra(extra: str) -> set[str]:
+    return names(project()["optional-dependencies"][extra])
 
 
 @functools.cache
@@ -83,7 +85,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def test_all_that_is_imported_by_its_name_is_in_the_plain_installation():
-    plain, places = names(arguments()["install_requires"]), collections.defaultdict(list)
+    plain, places = names(project()["dependencies"]), collections.defaultdict(list)
     for path in FILES:
         module = str(path.relative_to(ROOT)).removesuffix(".py").replace("/", ".")
         for name, is_at_top in imports(path):
@@ -95,12 +97,12 @@ def test_all_that_is_imported_by_its_name_is_in_the_plain_installation():
                 places[PIP_NAMES.get(root, root)].append(str(path))
     assert {name: files for name, files in places.items() if name not in plain} == {}
     # And nothing else is required.
-    assert plain == {*places, "tensorflow", "grain"}
+    assert plain == {*places}
 
 
 def test_packages_of_extras_are_asked_for_by_the_extra_that_has_them():
-    extras = {name: names(packages) for name, packages in arguments()["extras_require"].items()}
-    plain = names(arguments()["install_requires"])
+    extras = {extra: names_of_extra(extra) for extra in project()["optional-dependencies"]}
+    plain = names(project()["dependencies"])
     for package, (pip_name, extra) in PACKAGES.items():
         assert pip_name.strip("'") in (plain if extra is None else extras[extra]), package
     assert extras["text"] < extras["hf"]
@@ -120,6 +122,40 @@ def test_each_late_import_is_of_a_package_of_the_table():
                 text = ast.unparse(node.args[0]).removeprefix("f").strip("\"'")
                 asked.add(re.split(r"[.{]", text)[0])
     assert asked - {"package", "name", "self"} == {*PACKAGES}
+
+
+def test_the_lock_file_pins_versions_that_pyproject_allows():
+    lines = (ROOT / "requirements-dev.lock").read_text(encoding="utf-8").splitlines()
+    assert all(re.match(r"#|[\w.-]+==[\w.]+( ;|$)", line) for line in lines)
+    locked = [Requirement(line) for line in lines if line[0] != "#"]
+    for text in project()["dependencies"] + project()["optional-dependencies"]["test"]:
+        requirement = Requirement(text)
+        if requirement.name == "praxis_lite":
+            continue
+        name = requirement.name.replace("_", "-").lower()
+        versions = [pin.specifier for pin in locked if pin.name.lower() == name]
+        assert versions, text
+        for (pin,) in versions:
+            assert requirement.specifier.contains(pin.version), (text, pin)
+
+
+def test_links_of_the_package_description_are_absolute_and_exist(monkeypatch):
+    calls = []
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: calls.append(arguments))
+    runpy.run_path(str(ROOT / "setup.py"))
+    repository = project()["urls"]["Repository"]
+    links = re.findall(r"\]\(([^)]*)\)", calls[0]["long_description"])
+    assert len(links) > 20
+    for link in links:
+        kind, path = re.fullmatch(rf"{repository}/(raw|blob)/main/([^#]+)(?:#.*)?", link).groups()
+        assert (ROOT / path).is_file() and (kind == "raw") == path.endswith(".png")
+
+
+def test_windows_is_refused_with_a_recommendation():
+    code = "import sys; sys.platform = 'win32'; import praxis_lite"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search("^ImportError: .* Windows.* WSL2", done.stderr, re.M)
 
 
 def run_plainly(folder: Path, what: str) -> str:
@@ -164,7 +200,8 @@ PIP_LINES = {
     "TfRecords": "'praxis_lite[sources]' (or: pip install google-crc32c)",
     "ImageFiles": "'praxis_lite[sources]' (or: pip install pillow)",
     "Tfds": "'praxis_lite[sources]' (or: pip install tensorflow-datasets)",
-    "FromDataset": "tensorflow",
+    "FromDataset": "'praxis_lite[tensorflow]' (or: pip install tensorflow)",
+    "ArrayRecords": "'praxis_lite[grain]' (or: pip install array-record)",
     "quantized": "'praxis_lite[quantization]' (or: pip install qwix)",
     "load of Hugging Face": "'praxis_lite[hf]' (or: pip install safetensors)",
     "the picture of a search": "'praxis_lite[plots]' (or: pip install matplotlib)",

@@ -9,11 +9,12 @@ from praxis_lite.core.errors import ConfigError
 
 __all__ = ("optional_module", "require_package")
 
-# The pip name for each import name, and the extra in setup.py that installs it. The extra is None
-# if the package is part of the default installation on supported Python versions.
+# The pip name for each import name, and the extra in pyproject.toml that installs it. The extra is
+# None if the package is part of the plain install.
 PACKAGES: dict[str, tuple[str, str | None]] = {
-    "tensorflow": ("tensorflow", None),
-    "grain": ("grain", None),
+    "tensorflow": ("tensorflow", "tensorflow"),
+    "grain": ("grain", "grain"),
+    "array_record": ("array-record", "grain"),
     "datasets": ("datasets", None),
     "pyarrow": ("pyarrow", None),
     "tokenizers": ("tokenizers", "text"),

@@ -18,9 +18,8 @@ _PREFETCHED_BATCHES = 2
 class TextWindows(numpy_data.TextWindows):
     """The batches from `numpy_data.TextWindows`, prefetched with tf.data.
 
-    tensorflow is imported when the first batch is requested. If it is not installed, for example
-    because no tensorflow release supports the installed version of Python, NumPy computes the same
-    batches without prefetching.
+    tensorflow is imported when the first batch is requested. If it is not installed (extra
+    `tensorflow`), NumPy computes the same batches without prefetching.
     """
 
     def batches(
@@ -59,6 +58,6 @@ class TextWindows(numpy_data.TextWindows):
 def _log_no_tensorflow() -> None:
     """Logs once per process that NumPy replaces tensorflow."""
     logging.getLogger(__name__).info(
-        "tf_data.TextWindows: tensorflow is not installed; NumPy computes the same batches without "
-        "prefetching"
+        "tf_data.TextWindows: tensorflow is not installed (extra tensorflow); NumPy computes the "
+        "same batches without prefetching"
     )

@@ -16,7 +16,7 @@ import pytest
 from praxis_lite.job.health_files import HealthFiles
 from tests.clusters.recipes import CLUSTERS, ROOT, our_options, tool
 from tests.clusters.test_jobset import CONTAINER, POD
-from tests.test_requirements import arguments
+from tests.test_requirements import project
 
 TEXT = (CLUSTERS / "Dockerfile").read_text()
 WHEELHOUSE = "clusters/wheelhouse"
@@ -63,7 +63,7 @@ def test_nothing_but_the_base_comes_from_a_network():
     assert [line for line in ignored if line[0] != "#"] == ["*", f"!{WHEELHOUSE}"]
     python = re.search(r"python:(\d+\.\d+)", base)[1]
     assert f"Python {python}" in TEXT.split("FROM")[0]
-    assert eval_range(arguments()["python_requires"], python)
+    assert eval_range(project()["requires-python"], python)
 
 
 def eval_range(words: str, version: str) -> bool:
@@ -103,17 +103,14 @@ def test_the_health_check_looks_at_the_files_age(tmp_path):
 
 
 def wheel_of(distribution: importlib.metadata.Distribution, folder: Path) -> None:
-    """Packs an installed distribution as a wheel again; of tensorflow, of 2 GB, only its name."""
+    """Packs an installed distribution as a wheel again."""
     name = re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
     info = next(str(file.parent) for file in distribution.files if file.name == "WHEEL")
     tags = re.findall(r"^Tag: (\S+)-(\S+)-(\S+)$", distribution.read_text("WHEEL"), re.M)
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*tags, strict=True))
     path = folder / f"{name}-{distribution.version}-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as wheel:
-        is_large = distribution.metadata["Name"] == "tensorflow"
         for file in distribution.files:
-            if is_large and file.name not in ("METADATA", "WHEEL"):
-                continue
             is_left = (
                 ".." in file.parts
                 or file.suffix == ".pyc"
@@ -147,7 +144,7 @@ def needed(requirement: str, seen: dict[str, importlib.metadata.Distribution]) -
 def test_its_packages_install_without_an_index_and_train(tmp_path):
     wheelhouse, seen = tmp_path / "wheelhouse", {}
     wheelhouse.mkdir()
-    extras = [*arguments()["install_requires"], *arguments()["extras_require"]["plots"]]
+    extras = [*project()["dependencies"], *project()["optional-dependencies"]["plots"]]
     for requirement in extras:
         needed(requirement, seen)
     for distribution in seen.values():

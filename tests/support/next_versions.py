@@ -10,16 +10,12 @@ import collections
 import dataclasses
 import importlib.metadata
 import os
-import re
-import runpy
 import subprocess
 import sys
 import tempfile
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from unittest import mock
-
-import setuptools
 
 from praxis_lite.host.text_table import table_lines
 
@@ -36,13 +32,11 @@ NEXT = {
 
 
 def allowed(library: str) -> str:
-    """Returns the versions of a library that setup.py allows, such as "0.10.2 to below 0.13"."""
-    with mock.patch.object(setuptools, "setup") as setup:
-        runpy.run_path(str(ROOT / "setup.py"))
-    requirements = setup.call_args.kwargs["install_requires"]
-    pattern = rf"{library}>=([\d.]+),<([\d.]+)"
-    matches = [match for item in requirements if (match := re.fullmatch(pattern, item))]
-    return "{} to below {}".format(*matches[0].groups()) if matches else "as jax has it"
+    """Returns the versions of a library that pyproject.toml allows, such as ">=0.10.2,<0.13"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["grain"]]
+    ranges = [item.removeprefix(library) for item in requirements if item.startswith(library)]
+    return next((item for item in ranges if item[0] == ">"), "as jax has it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +99,7 @@ def main(arguments: list[str]) -> int:
     with_settings = results(arguments, NEXT)
     failed = list(with_settings.failed) if with_settings else []
     without = results(failed, {}) if failed else None
-    versions = [["library", "setup.py allows", "installed"]]
+    versions = [["library", "pyproject.toml allows", "installed"]]
     versions += [[x, allowed(x), importlib.metadata.version(x)] for x in LIBRARIES]
     print(
         "",

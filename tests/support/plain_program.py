@@ -51,6 +51,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.experiments import vision
     from praxis_lite.huggingface.model import load
     from praxis_lite.inputs import (
+        ArrayRecords,
         FromDataset,
         ImageFiles,
         Tfds,
@@ -83,6 +84,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "TfRecords": lambda: TfRecords(file("a.tfrecord")).check(),
         "ImageFiles": lambda: ImageFiles(file("cats/a.png")).check(),
         "Tfds": lambda: Tfds(str(folder), "train").check(),
+        "ArrayRecords": lambda: ArrayRecords(file("a.array_record")).check(),
         "FromDataset": lambda: FromDataset(dict, 2).check(),
         "quantized": lambda: quantized(model=nnx.Linear, rules=[], rngs=nnx.Rngs(0)),
         "load of Hugging Face": lambda: load(GOLDENS / "hf/llama"),
@@ -98,7 +100,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
 
 def main(folder: Path, what: str) -> None:
     """Runs one part of the script."""
-    refused = {*PACKAGES} - {"grain", "datasets", "pyarrow"}
+    refused = {*PACKAGES} - {"datasets", "pyarrow"}
     sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
     if what == "job":
         run_jobs(folder)

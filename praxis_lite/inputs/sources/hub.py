@@ -268,12 +268,11 @@ class Tfds(_PreparedDataset):
 
     def _require_complete_files(self) -> None:
         """Raises ConfigError if a file is missing or truncated, before TFDS opens the files."""
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
+        records = optional_module("array_record.python.array_record_data_source", "Tfds")
         split = self._builder.info.splits[self._split_name]
         for path, expected in zip(split.filepaths, split.shard_lengths, strict=True):
             try:
-                actual = f"has {len(ArrayRecordDataSource(str(path))):,} records"
+                actual = f"has {len(records.ArrayRecordDataSource(str(path))):,} records"
             except Exception as error:
                 actual = f"cannot be read ({error})"
             if actual != f"has {expected:,} records":

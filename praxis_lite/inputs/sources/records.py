@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shortened
@@ -18,9 +18,6 @@ from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 from praxis_lite.inputs.sources.tf_example import tf_example
-
-if TYPE_CHECKING:
-    from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 _MAX_RECORD_BYTES = 1 << 31  # The size limit for a protocol buffer such as tf.train.Example.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -36,6 +33,8 @@ class ArrayRecords(OpenedFiles):
         as `tf.train.Example`; see `tf_example`.
     """
 
+    needed_package = "array_record"
+
     decode: Callable[[bytes], Example] | None = None
 
     @functools.cached_property
@@ -43,7 +42,7 @@ class ArrayRecords(OpenedFiles):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             return [len(file) for file in pool.map(_open_array_record, self.paths)]
 
-    def open_file(self, path: str) -> "ArrayRecordDataSource":
+    def open_file(self, path: str) -> Any:
         return _open_array_record(path)
 
     def __getitem__(self, index: int) -> Example:
@@ -119,12 +118,11 @@ class TfRecords(FileSource):
         return {"decode": fingerprint_json(self.decode)}
 
 
-def _open_array_record(path: str) -> "ArrayRecordDataSource":
+def _open_array_record(path: str) -> Any:
     # Importing this class from Grain would also import JAX.
-    from array_record.python.array_record_data_source import ArrayRecordDataSource
-
+    module = optional_module("array_record.python.array_record_data_source", "ArrayRecords")
     try:
-        return ArrayRecordDataSource(path)
+        return module.ArrayRecordDataSource(path)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as an ArrayRecord file: {shortened(str(error), 300)}. Write or "

@@ -335,8 +335,8 @@ def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
 
 
 def test_the_page_is_among_the_files_that_an_installation_copies():
-    setup = Path(__file__).parents[3].joinpath("setup.py").read_text()
-    assert '"praxis_tools.report": ["report_page.html"]' in setup
+    project = Path(__file__).parents[3].joinpath("pyproject.toml").read_text()
+    assert '"praxis_tools.report" = ["report_page.html"]' in project
 
 
 ELASTIC = [
