@@ -11,6 +11,10 @@
 #     make mutants    plants 300 small bugs in the library; reports which tests detect them (hours)
 #     make test-next  runs the quick tests with the newest jax, flax, optax, orbax and grain on PyPI,
 #                     and with their future default settings (Python 3.12 or newer)
+#     make test-oldest  runs the quick tests with the oldest versions that pyproject.toml allows
+#                       (Python 3.11 or 3.12)
+#   make test-wheel  builds the wheel, installs it without extras, and tests it outside the checkout
+#   make lock    updates requirements-dev.lock
 #   make lint    checks style and format with ruff, and types with mypy and pyright
 #   make release-check  builds a release, its documentation and an empty environment with it, trains
 #                  and decodes there, and checks the licences of all dependencies (TAG=v1.0.0 checks
@@ -28,10 +32,17 @@ PYTHON ?= python3
 JOB_LOG_DIR ?= demo_job
 # Two processes. The tests of a file run in one process, because they share compiled programs.
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# Quick tests of features that the plain install contains.
+WHEEL_TESTS := tests/checkpoints tests/config tests/decode tests/optimizers tests/tasks \
+  --ignore tests/decode/test_continuation_text.py --ignore tests/tasks/test_image_classification.py
 
 VENV := .venv
-# The newest releases of the libraries, even if setup.py does not allow them.
+# The newest releases of the libraries, even if pyproject.toml does not allow them.
 VENV_NEXT := .venv-next
+# The lower bounds in pyproject.toml.
+VENV_OLDEST := .venv-oldest
+# The plain install of the wheel.
+VENV_WHEEL := .venv-wheel
 VENV_PYTHON := $(VENV)/bin/python
 # Marker files: the install with plots, and the install with everything that the tests need.
 INSTALLED := $(VENV)/.installed
@@ -39,7 +50,8 @@ TESTING := $(VENV)/.installed_test
 # The install with everything that the site needs.
 DOCUMENTING := $(VENV)/.installed_docs
 
-.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint docs docs-pictures release-check release-job clean
+.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next test-oldest \
+  test-wheel lock faults chaos check-defects mutants lint docs docs-pictures release-check release-job clean
 .DELETE_ON_ERROR:
 
 help:
@@ -68,7 +80,7 @@ test-all: test
 
 # If one part fails, the other parts still run.
 nightly: $(TESTING)
-	@$(MAKE) --keep-going test-nightly faults chaos check-defects mutants test-next
+	@$(MAKE) --keep-going test-nightly faults chaos check-defects mutants test-next test-oldest
 
 test-nightly: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m nightly $(PYTEST_ARGS)
@@ -83,6 +95,34 @@ test-next:
 	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
 	  jax flax optax orbax-checkpoint grain
 	@$(VENV_NEXT)/bin/python -m tests.support.next_versions $(PYTEST_ARGS)
+
+test-oldest:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
+	  echo "The oldest versions need Python 3.11 or 3.12, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	  echo "Use a different interpreter: make test-oldest PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "Setting up $(VENV_OLDEST). This takes a few minutes each time."
+	@"$(PYTHON)" -m venv --clear $(VENV_OLDEST)
+	@"$(PYTHON)" -m tests.support.oldest_versions > $(VENV_OLDEST)/constraints.txt
+	@$(VENV_OLDEST)/bin/python -m pip install -qq --disable-pip-version-check \
+	  --constraint $(VENV_OLDEST)/constraints.txt --editable '.[test]'
+	@$(VENV_OLDEST)/bin/python -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)
+
+# Copies the tests, so that they import the installed package and not the checkout.
+test-wheel:
+	@"$(PYTHON)" -m venv --clear $(VENV_WHEEL)
+	@$(VENV_WHEEL)/bin/python -m pip wheel -qq --disable-pip-version-check --no-deps \
+	  --wheel-dir $(VENV_WHEEL)/dist .
+	@$(VENV_WHEEL)/bin/python -m pip install -qq --disable-pip-version-check \
+	  $(VENV_WHEEL)/dist/*.whl pytest pytest-xdist
+	@mkdir $(VENV_WHEEL)/empty
+	@cp -r pyproject.toml tests $(VENV_WHEEL)/empty
+	@cd $(VENV_WHEEL)/empty && ../bin/python -m pytest -m "not slow and not nightly" $(PYTEST_ARGS) \
+	  $(WHEEL_TESTS)
+
+lock:
+	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check uv
+	@$(VENV_PYTHON) -m uv pip compile --quiet --universal --upgrade --extra test --no-annotate \
+	  --custom-compile-command "make lock" --output-file requirements-dev.lock pyproject.toml
 
 faults: $(TESTING)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
@@ -122,11 +162,11 @@ docs-pictures: docs
 	@$(VENV_PYTHON) -m tests.support.site_pictures
 
 clean:
-	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_NEXT) $(VENV_OLDEST) $(VENV_WHEEL) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The marker file is created last, so a failed installation is repeated.
-$(INSTALLED): setup.py
+$(INSTALLED): pyproject.toml setup.py
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "$(PYTHON) was not found. praxis_lite needs Python 3.11 to 3.14."; \
 	  echo "If it has a different name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
@@ -138,7 +178,7 @@ $(INSTALLED): setup.py
 	  echo "On Debian and Ubuntu, run: apt install python3-venv"; exit 1; }
 	@[ ! -L $(VENV) ] || { \
 	  echo "$(VENV) is a symbolic link, and its target would be deleted. Remove the link."; exit 1; }
-	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...). This takes a few minutes, only once."
+	@echo "Setting up $(VENV) (jax, flax, ...). This takes a few minutes, only once."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots]'
 	@touch $@
