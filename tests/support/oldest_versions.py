@@ -1,7 +1,7 @@
 """Prints pip constraints that pin each dependency to its lower bound in pyproject.toml.
 
-`make test-oldest` installs these versions and runs the quick tests. The tools of the extra `test`
-and lm_eval, which .ci/run installs separately, are not pinned.
+`make test-oldest` installs these versions and runs the quick tests. The tools of the extras
+`docs` and `test`, and lm_eval, which .ci/run installs separately, are not pinned.
 """
 
 import re
@@ -14,7 +14,7 @@ def oldest_versions() -> list[str]:
     path = Path(__file__).parents[2] / "pyproject.toml"
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    of_features = [extras[name] for name in extras if name not in ("test", "lm_eval")]
+    of_features = [extras[name] for name in extras if name not in ("docs", "test", "lm_eval")]
     requirements = [*project["dependencies"], *(item for extra in of_features for item in extra)]
     bounds = [re.match(r"([\w.-]+)>=([\d.]+)", item) for item in requirements]
     return sorted({f"{bound[1]}=={bound[2]}" for bound in bounds if bound})
