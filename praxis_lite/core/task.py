@@ -160,7 +160,8 @@ class Task(abc.ABC):
 
         Args:
           model: The module with its weights (see `Model.module`).
-          inputs: A batch without padding rows.
+          inputs: A batch without the rows that the Partitioner adds. Rows with which a pipeline
+            fills its last batch remain; their `weights` are 0.
           key: Key for dropout and other random draws, or None in evaluation.
         """
 
@@ -174,7 +175,7 @@ class Task(abc.ABC):
 
         Args:
           model: The module with its weights, with dropout disabled.
-          inputs: A batch without padding rows.
+          inputs: A batch, as in `compute_loss`.
           key: Key derived from the run's seed, the step of the weights and the index of the batch,
             so that repeated evaluations of the same weights draw the same random numbers.
         """
@@ -192,7 +193,7 @@ class Task(abc.ABC):
         Args:
           method: `self.compute_loss` or `self.compute_eval_loss`.
           model: The module with its weights.
-          inputs: A batch without padding rows.
+          inputs: A batch, as in `compute_loss`.
           key: Key to call `method` with.
 
         Returns:

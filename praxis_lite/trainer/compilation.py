@@ -75,8 +75,8 @@ def compile_step(
     executables = _compiled.setdefault(step, {})
     if key in executables:
         return executables[key]
-    compiled = patch_matmuls(step.lower(spec), step.where.mesh).compile()
-    devices = step.where.mesh.local_devices
+    compiled = patch_matmuls(step.lower(spec), step.task_on_mesh.mesh).compile()
+    devices = step.task_on_mesh.mesh.local_devices
     advice = f"Lower {name}.batch_size, or use smaller examples" + (
         f"; {SMALLER_STEP}" if step.trains else "; set fprop_dtype=bfloat16"
     )

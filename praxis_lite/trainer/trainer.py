@@ -99,7 +99,9 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
     # Each iteration dispatches a step, reads the metrics of the previous step while the devices
-    # run, and calls the hooks that are due.
+    # run, and calls the hooks that are due. The next iteration then reads and transfers its batch
+    # while this step still runs, so there is no separate prefetch to the devices. Prefetching on
+    # the host is up to the pipeline: `tf.data`, or `WithWorkers`.
     late_metrics = LateMetrics(loop)
     step_hooks = [hook for hook in loop.hooks if overrides(hook, "after_step")]
     key, batches = partitioner.key(job.run.seed), _batches(loop)

@@ -146,7 +146,7 @@ class Rerun:
           the digest of its gradient).
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
-        with partitioner.where.tracing():
+        with partitioner.task_on_mesh.tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
             params = nudge_weights(mdl_vars["params"], nudge, salts[1])
             state = TrainState(
@@ -155,7 +155,7 @@ class Rerun:
             _, outputs = steps.train_step(
                 partitioner.task,
                 state,
-                partitioner.where.inputs(batch),
+                partitioner.task_on_mesh.unpadded_inputs(batch),
                 key,
                 learner=_MeasuringLearner(bound.settings, bound.groups, salt=salts[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,

@@ -320,11 +320,11 @@ class UpdateCheck:
         """
         partitioner, mesh = self._partitioner, self._partitioner.mesh
         share_by_path = {path: shares[i] for i, path in enumerate(self._trained_paths)}
-        with partitioner.where.tracing():
+        with partitioner.task_on_mesh.tracing():
             expected, allowed = recompute_state(
                 partitioner,
                 self._layout.unpad(before),
-                partitioner.where.inputs(batch),
+                partitioner.task_on_mesh.unpadded_inputs(batch),
                 key,
                 Rounding(share_by_path, *rounding),
                 chosen=set(paths),

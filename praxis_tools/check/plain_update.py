@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.learner.gradient_limits import GradientLimits
+from praxis_lite.core.learner.optimizer_factories import updates_of
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import Group
-from praxis_lite.core.learner.whole_tree_optimizers import updates_of
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 

@@ -1,8 +1,9 @@
-"""Validates optimizer factories and learning rates, and builds optimizers from them."""
+"""Validates optimizer factories and learning rates; builds optimizers and calls their updates."""
 
 import inspect
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.user_lines import user_line
 
+PyTree = Any
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
 # With larger rates, a model cannot learn unless its loss is scaled to below 1e-6.
@@ -114,3 +116,24 @@ def rate_at(learning_rate: float | Schedule, num_updates: jax.Array) -> jax.Arra
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def updates_of(
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    slots: PyTree,
+    weights: PyTree,
+    loss: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Returns an optimizer's updates and new slots; passes the loss if `update` accepts it."""
+    extra = {"value": loss} if takes_loss(optimizer) else {}
+    updates, new_slots = optimizer.update(grads, slots, weights, **extra)
+    return updates, new_slots
+
+
+def takes_loss(optimizer: optax.GradientTransformation) -> bool:
+    """Returns whether an optimizer's update accepts `value`, the loss."""
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return False
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    return any(item.name == "value" or item.kind is item.VAR_KEYWORD for item in parameters)

@@ -11,12 +11,11 @@ import optax
 
 from praxis_lite.core.learner.ema import moving_average
 from praxis_lite.core.learner.gradient_limits import global_norm
-from praxis_lite.core.learner.optimizer_factories import rate_at
+from praxis_lite.core.learner.optimizer_factories import rate_at, updates_of
 from praxis_lite.core.learner.optimizer_groups import matched_paths
 from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.schedule_free import evaluation_params
 from praxis_lite.core.learner.weight_groups import WeightGroups, merged
-from praxis_lite.core.learner.whole_tree_optimizers import updates_of
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.weight_spec import spec_items

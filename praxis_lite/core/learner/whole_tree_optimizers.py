@@ -7,7 +7,6 @@ separate leaf, as if the model were unrolled. Other optimizers update one layer 
 """
 
 import dataclasses
-import inspect
 import math
 import operator
 import re
@@ -23,9 +22,8 @@ from jax.extend.core import jaxprs_in_params
 
 from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.core.jaxprs import all_eqns, evaluate_jaxpr
+from praxis_lite.core.learner.optimizer_factories import updates_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
-
-__all__ = ("updates_of",)
 
 PyTree = Any
 Path = tuple[str, ...]
@@ -73,27 +71,6 @@ def over_whole_tree(
         return _stacked(updates), _stacked(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def updates_of(
-    optimizer: optax.GradientTransformation,
-    grads: PyTree,
-    slots: PyTree,
-    weights: PyTree,
-    loss: jax.Array,
-) -> tuple[PyTree, PyTree]:
-    """Returns an optimizer's updates and new slots; passes the loss if `update` accepts it."""
-    extra = {"value": loss} if takes_loss(optimizer) else {}
-    updates, new_slots = optimizer.update(grads, slots, weights, **extra)
-    return updates, new_slots
-
-
-def takes_loss(optimizer: optax.GradientTransformation) -> bool:
-    """Returns whether an optimizer's update accepts `value`, the loss."""
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return False
-    parameters = inspect.signature(optimizer.update).parameters.values()
-    return any(item.name == "value" or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def couples_weights(

@@ -31,7 +31,7 @@ class Step:
     Args:
       name: Name of the Partitioner's attribute, such as "train_step".
       title: Title of the step in messages, such as "A training step".
-      where: The task and the mesh.
+      task_on_mesh: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
       pure: Function of unpadded arrays, inputs and a key, written as if for a single device.
       required_inputs: Leaves of a batch that the task reads.
@@ -39,7 +39,7 @@ class Step:
       is_typed: Whether the mesh's Explicit axes are part of array types in the step.
 
     Attributes:
-      where: The task and the mesh.
+      task_on_mesh: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
       function: The step before compilation, which takes the same arguments.
       trains: Whether the step takes and returns the complete state. Other steps take weights.
@@ -56,7 +56,7 @@ class Step:
         self,
         name: str,
         title: str,
-        where: TaskOnMesh,
+        task_on_mesh: TaskOnMesh,
         layout: StateLayout,
         pure: Callable[..., Any],
         *,
@@ -65,9 +65,9 @@ class Step:
         is_typed: bool = True,
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
-        self.where, self.layout, self._check_rows = where, layout, check_rows
+        self.task_on_mesh, self.layout, self._check_rows = task_on_mesh, layout, check_rows
         self.untyped: dict[str, str] = {}
-        self._pure = where.typed(pure, layout.specs, self.untyped) if is_typed else pure
+        self._pure = task_on_mesh.typed(pure, layout.specs, self.untyped) if is_typed else pure
 
     @property
     def kind(self) -> str:
@@ -106,7 +106,7 @@ class Step:
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
         """Raises ConfigError, naming the argument, if an argument of a call is invalid."""
-        mesh = self.where.mesh
+        mesh = self.task_on_mesh.mesh
         arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)
         arguments.check_key(key, f"{self.name}: key", self._may_lack_key)
@@ -114,20 +114,20 @@ class Step:
     def check_batch(self, element_spec: PyTree) -> None:
         """Raises ConfigError if the step cannot run on batches with these shapes."""
         arguments.check_spec(element_spec, "check_batch")
-        mesh = self.where.mesh
+        mesh = self.task_on_mesh.mesh
         abstract_global_batch(element_spec, mesh)
-        mapping = self.where.task.inputs_split_mapping
+        mapping = self.task_on_mesh.task.inputs_split_mapping
         check_inputs_split_mapping(element_spec, mapping, mesh.axis_names)
         self._check_rows(element_spec)
 
     def abstract(self, element_spec: PyTree) -> tuple[PyTree, GlobalBatch, jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings of a call's arguments for batches with this spec."""
         arguments.check_spec(element_spec, "trace")
-        batch = abstract_global_batch(element_spec, self.where.mesh)
+        batch = abstract_global_batch(element_spec, self.task_on_mesh.mesh)
         # Use the sharding of `Partitioner.key`, so that calls reuse the compiled step.
         key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
-        return self.layout.abstract(self.where.mesh), batch, key
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.task_on_mesh.replicated)
+        return self.layout.abstract(self.task_on_mesh.mesh), batch, key
 
     def _jit(
         self,
@@ -137,7 +137,10 @@ class Step:
         **settings: Any,
     ) -> None:
         function.__name__ = f"_{self.name}"
-        shardings, replicated = self.layout.shardings(self.where.mesh), self.where.replicated
+        shardings, replicated = (
+            self.layout.shardings(self.task_on_mesh.mesh),
+            self.task_on_mesh.replicated,
+        )
         self.function = function
         # The batch has no in_shardings, because `global_batch` has already placed it.
         self._jitted = jax.jit(
@@ -151,12 +154,12 @@ class Step:
 
     def _call_pure(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
-            self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
+            self.task_on_mesh.task.check_inputs(batch.inputs, self.required_inputs, self.name)
         # Weights in host memory are transferred as late as possible, by the layers that read them.
         arrays = self.layout.unpad(arrays, except_on_host=True)
         if self._wraps_host_weights:
             arrays = self.layout.wrap_host_weights(arrays)
-        return self._pure(arrays, self.where.inputs(batch), key)
+        return self._pure(arrays, self.task_on_mesh.unpadded_inputs(batch), key)
 
 
 class TrainStep(Step):
@@ -171,7 +174,7 @@ class TrainStep(Step):
             state: TrainState, batch: GlobalBatch, key: jax.Array
         ) -> tuple[TrainState, dict[str, Any]]:
             self.check(state, batch, key)
-            with self.where.tracing():
+            with self.task_on_mesh.tracing():
                 state, outputs = self._call_pure(state, batch, key)
                 return self.layout.pad(state), outputs
 
@@ -207,7 +210,7 @@ class StepOfWeights(Step):
 
         def on_the_mesh(mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None) -> PyTree:
             self.check(mdl_vars, batch, key)
-            with self.where.tracing():
+            with self.task_on_mesh.tracing():
                 return self._call_pure(mdl_vars, batch, key)
 
         self._jit(on_the_mesh, compiler_options)

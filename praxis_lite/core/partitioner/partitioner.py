@@ -79,12 +79,13 @@ class Partitioner:
         explicit_axes, mesh = explicit_axes_of(mesh), with_auto_axes(mesh)
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
-        self.where = where = TaskOnMesh(task, mesh, explicit_axes)
-        with where.tracing():  # Declaring Linen weights runs the module, which may use the mesh.
+        self.task_on_mesh = TaskOnMesh(task, mesh, explicit_axes)
+        # Declaring Linen weights runs the module, which may use the mesh.
+        with self.task_on_mesh.tracing():
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
-        self.replicated = where.replicated
+        self.replicated = self.task_on_mesh.replicated
         self.compiler_options = step_options(compiler_options, mesh)
         self.train_options = self.compiler_options
         if task.learner.gradient_accumulation_steps > 1 or self.gradients.sums_in_a_loop:
@@ -112,7 +113,7 @@ class Partitioner:
     def train_step(self) -> TrainStep:
         """The step (state, GlobalBatch, key) -> (state, outputs); it donates its input state."""
         return TrainStep(
-            self.where,
+            self.task_on_mesh,
             self.layout,
             functools.partial(steps.train_step, self.task, **self._gradient_arguments),
             required_inputs=self.task.required_inputs,
@@ -129,7 +130,7 @@ class Partitioner:
         return StepOfState(
             "histogram_step",
             "A step that computes histograms",
-            self.where,
+            self.task_on_mesh,
             self.layout,
             functools.partial(steps.histogram_step, self.task, **self._gradient_arguments),
             required_inputs=self.task.required_inputs,
@@ -174,7 +175,7 @@ class Partitioner:
         return StepOfWeights(
             name,
             "An evaluation step",
-            self.where,
+            self.task_on_mesh,
             self._mdl_layout,
             pure,
             required_inputs=self.task.required_inputs,
@@ -203,7 +204,7 @@ class Partitioner:
         return StepOfWeights(
             "decode_step",
             "A decoding step",
-            self.where,
+            self.task_on_mesh,
             self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs,
@@ -324,9 +325,12 @@ class Partitioner:
             if not layout.is_of(mdl_vars) and self.decoding_weights.layout.is_of(mdl_vars):
                 layout = self.decoding_weights.layout
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
-            with self.where.tracing():
+            with self.task_on_mesh.tracing():
                 args = tuple(
-                    self.where.inputs(x) if isinstance(x, GlobalBatch) else lay_out(x) for x in args
+                    self.task_on_mesh.unpadded_inputs(x)
+                    if isinstance(x, GlobalBatch)
+                    else lay_out(x)
+                    for x in args
                 )
                 return lay_out(function(layout.unpad(mdl_vars), *args))
 
@@ -334,13 +338,13 @@ class Partitioner:
 
     def _init(self, key: jax.Array) -> TrainState:
         arguments.check_key(key, "init: key")
-        with self.where.tracing():
+        with self.task_on_mesh.tracing():
             state = steps.init_state(self.task, key, self.learner)
             padded: TrainState = self.layout.pad(state)
             return padded
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
-        with self.where.tracing():
+        with self.task_on_mesh.tracing():
             layout = self._mdl_layout.select("params")
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}

@@ -60,7 +60,7 @@ class TaskOnMesh:
         ):
             yield
 
-    def inputs(self, batch: GlobalBatch) -> PyTree:
+    def unpadded_inputs(self, batch: GlobalBatch) -> PyTree:
         """Drops padding rows and reshards each array by its rank; call it while tracing."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)

@@ -94,7 +94,7 @@ def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str)
     Raises:
       ConfigError: A leaf is missing, or the batch cannot be sharded over the mesh.
     """
-    step.where.task.check_inputs(spec, step.required_inputs, name)
+    step.task_on_mesh.task.check_inputs(spec, step.required_inputs, name)
     step.check_batch(spec)
 
 
