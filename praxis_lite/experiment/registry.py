@@ -129,11 +129,15 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
 def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
     """Returns the first line of each experiment's docstring, keyed by the experiment's name.
 
-    Lists the classes with the decorator `register` in `praxis_lite.experiments` and `packages`. The
-    modules are parsed instead of imported, because their imports take seconds. Logs a warning for
-    modules that cannot be parsed.
+    Lists the classes with the decorator `register` in `praxis_lite.experiments` and `packages`, and
+    the classes that this process has registered, such as those in a notebook. Modules are parsed
+    instead of imported, because their imports take seconds. Logs a warning for modules that cannot
+    be parsed.
     """
-    found: dict[str, str] = {}
+    found = {
+        full: inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+        for full, cls in registered.items()
+    }
     for package in allowed_packages(packages):
         for module, file in _source_files(package):
             found |= {f"{module}.{name}": text for name, text in _registered_in(module, file)}

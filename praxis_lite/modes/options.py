@@ -264,6 +264,10 @@ def _custom_mode(name: str, packages: Sequence[str], known: Sequence[str]) -> Mo
             f"{name} is a mode of Pax; in praxis_lite it is {PAX_MODES[name]}: see "
             "docs/coming_from_pax.md."
         )
+    if "=" in name:
+        raise ConfigError(
+            f"{shortened(name)} is not a subcommand. For a setting, write --set {shortened(name)}."
+        )
     module, _, class_name = name.rpartition(".")
     top = module.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")) or not module:

@@ -32,7 +32,7 @@ def test_the_recipes_are_all_there_and_named():
 def test_the_numbers_are_those_of_the_program():
     assert f"after at most {SILENT_SECONDS:.0f} s without a heartbeat" in TEXT
     assert f"after {MAX_FRUITLESS} failures in a row the job ends" in TEXT
-    assert f"--signal={directives()['signal']}" in TEXT
+    assert f"--signal={directives(CLUSTERS / 'slurm.sbatch')['signal']}" in TEXT
     assert f"terminationGracePeriodSeconds: {POD['terminationGracePeriodSeconds']}" in TEXT
     assert f"`backoffLimitPerIndex: {JOB['backoffLimitPerIndex']}`" in TEXT
     assert {10: "ten times"}[SPEC["failurePolicy"]["maxRestarts"]] in TEXT

@@ -48,7 +48,7 @@ def test_alive_grows_old_while_the_loop_is_silent_and_is_renewed_after(tmp_path,
         renewed.clear()
         return renewed.wait(seconds)
 
-    monkeypatch.setattr(watchdog, "_to_stderr", lambda text: None)
+    monkeypatch.setattr(watchdog, "write_now", lambda text: None)
     with Watchdog(0.1, exits=False) as dog, HealthBeat(files) as beat:
         assert is_renewed()
         health = Health(beat)
@@ -115,14 +115,13 @@ class Loop:
     """A loop whose save begins at `saved_at` and goes on for as long as a test says."""
 
     def __init__(self):
-        self.saved_at, self.notes, self.saves = 0.0, [], False
+        self.saved_at, self.saves = 0.0, False
         self.checkpoints = SimpleNamespace(is_saving=lambda: self.saves)
 
-    def note(self, line):
-        self.notes.append(line)
 
-
-def test_a_grace_that_is_shorter_than_two_steps_and_two_saves_is_warned_of_once(monkeypatch):
+def test_a_grace_that_is_shorter_than_two_steps_and_two_saves_is_warned_of_once(
+    monkeypatch, caplog
+):
     loop, grace = Loop(), Grace(60)
     grace.before_training(loop, None)
     clock = SimpleNamespace(monotonic=lambda: now)
@@ -133,19 +132,19 @@ def test_a_grace_that_is_shorter_than_two_steps_and_two_saves_is_warned_of_once(
     grace.after_step(None)
     loop.saved_at, loop.saves, now = 101.0, True, 102.0
     grace.after_step(None)
-    assert loop.notes == []
+    assert not caplog.messages
     loop.saves, now = False, 120.0  # 19 s; 2 * (10.5 + 19) = 59.
     grace.after_step(None)
-    assert loop.notes == []
+    assert not caplog.messages
     loop.saved_at, now = 130.0, 150.0  # 20 s: 61.
     grace.after_step(None)
     loop.saved_at, now = 160.0, 190.0
     grace.after_step(None)
-    (line,) = loop.notes
+    (line,) = caplog.messages
     assert "may need 61 s" in line and "two steps of 10.5 s and two saves of 20.0 s" in line
     assert "--grace_seconds=60" in line
     # The job that goes on from the checkpoint warns when it begins.
-    later, again = Loop(), Grace(60)
+    again = Grace(60)
     again.restore(grace.to_save())
-    again.before_training(later, None)
-    assert "may need 81 s" in later.notes[0]
+    again.before_training(Loop(), None)
+    assert "may need 81 s" in caplog.messages[1]
