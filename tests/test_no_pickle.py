@@ -37,6 +37,7 @@ ALLOWED = {
     ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, if allowed",
     ("praxis_lite/public_names.py", "import_module"): "a package's own names, from its stub",
     ("praxis_lite/host/optional_packages.py", "import_module"): "of packages in its table",
+    ("praxis_lite/config/settings_file.py", "yaml"): "`compose`, which builds nodes, no objects",
     ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }
 

@@ -14,6 +14,8 @@ from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.user_lines import user_line
 
+__all__ = ("updates_of",)
+
 PyTree = Any
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
