@@ -70,7 +70,8 @@ def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
         words = words.replace(word, str(tmp_path / path))
     assert praxis(*words.replace("LLAMA", str(GOLDENS / "hf/llama")).split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and "Traceback" not in err and "traceback" not in err
+    # Warnings about modules that cannot be imported may come first.
+    assert err.partition("error:")[1] and "Traceback" not in err and "traceback" not in err
     assert sorted(os.listdir(tmp_path)) == ["dir", "file", "text"]
     assert os.listdir(tmp_path / "dir") == []
 

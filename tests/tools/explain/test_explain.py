@@ -126,8 +126,8 @@ def test_the_page_of_a_job_shows_its_leaves_and_its_layers(explained):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--mode=summary", "--html=x.html"], "; --mode=summary "),
-        (["--exp=jobzoo.experiments.Tiny", "--html=x.html"], "; --mode=train "),
+        (["--mode=summary", "--html=x.html"], "; summary does not use it"),
+        (["--exp=jobzoo.experiments.Tiny", "--html=x.html"], "; train does not use it"),
         (["--mode=explain", WASTEFUL, "--html=."], "--html: . "),
         (["--mode=explain", WASTEFUL, "--html=no/where.html"], " no"),
     ],

@@ -94,10 +94,10 @@ def test_errors_say_what_to_change(jobs, argv, words):
     assert words.format(jobs=folder) in err
 
 
-def test_other_modes_take_no_jobs_without_an_option():
+def test_other_modes_take_a_single_job():
     with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
-        main(["--mode=summary", "/tmp/job"])
-    assert "/tmp/job is not an option" in " ".join(err.getvalue().split())
+        main(["--mode=summary", "/tmp/job", "/tmp/other"])
+    assert "/tmp/other is not an option" in " ".join(err.getvalue().split())
 
 
 def test_a_job_named_twice_is_there_once_and_equal_names_are_told_apart(tmp_path):

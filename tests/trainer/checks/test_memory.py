@@ -337,7 +337,8 @@ def test_memory_that_ends_anywhere_in_a_command_is_a_paragraph(error, capsys):
 
     assert status_of(command, continues_without_output=True) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: The process ran out of memory: ") and message.count("\n") == 1
+    assert message.startswith("error: The process ran out of memory: ")
+    assert "\n\n" not in message
 
 
 def test_a_message_that_is_too_large_for_grpc_is_no_lack_of_memory():
