@@ -73,6 +73,6 @@ def run(zygote: Zygote, job: Path, targets: Sequence[tuple[str, ...]]) -> Row:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    """Returns the contents of all files except hidden files, such as the lock file."""
+    """Returns the contents of all files except the log and hidden files, such as the lock file."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
-    return {str(path): path.read_bytes() for path in files}
+    return {str(path): path.read_bytes() for path in files if path.name != "log.txt"}
