@@ -1,6 +1,7 @@
 """Runs a job's saves one at a time, and handles saves that fail."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,12 +73,13 @@ class SaveQueue:
         return save is not None and not save.is_done()
 
     def cancel(self) -> None:
-        """Cancels the save in progress and prints a note. Does nothing if the save has ended."""
+        """Cancels the save in progress and logs a warning. Does nothing if the save has ended."""
         save = self._in_flight
         if save is not None and save.cancel():
             self._in_flight = None
+            # Not a note, because this may happen in only one of the processes.
             newest = self._steps.describe_newest()
-            self._note(f"The save of step {save.step} was cancelled. {newest}")
+            _log.warning("The save of step %d was cancelled. %s", save.step, newest)
 
     def raise_if_failed(self) -> None:
         """Calls `settle` if the save in progress has ended."""
@@ -141,3 +143,6 @@ class SaveQueue:
             self._steps.delete(set(steps) - retained)
         except Exception as error:  # The save itself succeeded; retry after the next save.
             self._note(f"old checkpoints could not be deleted: {why(error)}")
+
+
+_log = logging.getLogger(__name__)

@@ -205,7 +205,7 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
         until_over(checkpoints)
     assert names_in(tmp_path) == left
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         assert checkpoints.latest_step() == steps[-1] and checkpoints.all_steps() == steps
         restored = checkpoints.restore(SMALL, mesh())
         assert restored.step == int(restored.state.opt_states["count"]) == steps[-1]
@@ -229,7 +229,7 @@ def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, 
     monkeypatch.undo()
     assert names_in(tmp_path) == ["1.deleting", "2", "3"]
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         assert checkpoints.all_steps() == [2, 3] and checkpoints.latest_step() == 3
     assert lines == ["removed 1.deleting, left by an interrupted deletion"]
     assert names_in(tmp_path) == ["2", "3"]
@@ -410,14 +410,14 @@ def test_a_replacement_that_fails_leaves_the_old_step(tmp_path, monkeypatch):
 
 def test_what_was_rolled_back_does_not_win_and_goes_after_the_next_save(tmp_path):
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         for step in (3, 5, 7):
             save(checkpoints, step)
         checkpoints.abandon_after(3)
         assert checkpoints.latest_step() == 3 and checkpoints.all_steps() == [3]
     assert names_in(tmp_path) == ["3", "5.abandoned", "7.abandoned"]
     assert lines[0] == "the checkpoint of step 5 is rolled back: renamed to 5.abandoned"
-    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         assert checkpoints.latest_step() == 3  # After a kill, too.
         checkpoints.save(5, small_state(mesh(), 55), SMALL, {})
         checkpoints.wait()
@@ -679,8 +679,8 @@ def handling(handler):
 @pytest.mark.parametrize(
     "when", slow_but(["in a step"], ["in a step", "while it waits", "at the end", "as it begins"])
 )
-def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, when):
-    began, started, cancelled, lines = threading.Event(), [], [], []
+def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, caplog, when):
+    began, started, cancelled = threading.Event(), [], []
 
     async def endless(*args, **kwargs):
         started.append(0)
@@ -708,7 +708,7 @@ def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, when):
     with (
         handling(signal.default_int_handler),
         pytest.raises(KeyboardInterrupt),
-        Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints,
+        Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints,
     ):
         save(checkpoints, 3)
         checkpoints.wait()
@@ -725,7 +725,7 @@ def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, when):
         if when == "in a step":
             raise KeyboardInterrupt
     assert len(cancelled) == 2 and names_in(tmp_path) == ["3"]
-    [line] = lines
+    [line] = caplog.messages
     assert line.startswith("The save of step 7 was cancelled. The newest checkpoint is of step 3")
     monkeypatch.undo()
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:

@@ -83,7 +83,7 @@ def check_single_signal(story, who):
     launch = story.launches["a save, once"]
     assert [process.code for process in launch.done] == [0, 0], launch
     assert len(launch.answers) == len(who)
-    assert all(line.startswith("SIGTERM: ending after") for line in launch.answers)
+    assert all(line.startswith("WARNING: SIGTERM: ending after") for line in launch.answers)
     # The step after that in which both agree; a save of step 21 may have been waited for.
     last = max(map(int, launch.steps))
     assert 14 < last < 29
@@ -115,7 +115,7 @@ def test_where_one_is_ended_at_once_the_other_hears_of_it(story):
 def check_heard(launch, newest):
     """Checks that the second process was ended at once, and the first told so."""
     first, second = launch.done
-    assert launch.answers[0].startswith("SIGTERM: ending after")
+    assert launch.answers[0].startswith("WARNING: SIGTERM: ending after")
     assert (first.code, second.code) == (130, 130), launch
     assert f"was ended by SIGINT, the second signal; {newest}; so this process" in first.err
     assert "error: process 1 (" in first.err
@@ -164,9 +164,8 @@ def test_a_second_signal_in_python_cancels_the_save_and_the_process_goes_on(tmp_
     done = pair.ended()
     for k, process in enumerate(done):
         if str(k) in who:
-            assert "The save of step 14 was cancelled. The newest checkpoint is of step 7" in (
-                process.out
-            ), done
+            words = "The save of step 14 was cancelled. The newest checkpoint is of step 7"
+            assert words in process.out + process.err, done
             assert "raised KeyboardInterrupt: SIGINT" in process.out, done
         else:
             assert "raised FailedSave: The checkpoint of step 14 could not be saved" in process.out

@@ -92,7 +92,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
     assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
     assert second.out == first.err == ""
-    assert second.err.startswith("SIGTERM: ending after") and second.err.count("\n") == 1
+    assert second.err.startswith("WARNING: SIGTERM: ending after") and second.err.count("\n") == 1
     assert names == names_in(trained()[0]) | {"log.1.txt"}
 
 
