@@ -174,7 +174,7 @@ def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path, monkeyp
     monkeypatch.setattr("praxis_lite.checkpoints.sharded_reading.read_arrays", read_and_delete)
     done = launch("--mode=eval", f"--job_log_dir={job.path}", "--follow", "--follow_seconds=1")
     assert done.code == 0, done.err
-    assert re.search("step 6 is skipped: The checkpoint of step 6 in .* was deleted", done.out)
+    assert re.search("step 6 is skipped: The checkpoint of step 6 was deleted", done.out)
     assert read_json_lines(job.eval_metrics_jsonl) == before
 
 
