@@ -178,7 +178,7 @@ def test_without_any_of_them_a_job_trains_and_what_needs_one_says_so_before_it_c
     assert re.findall("STATUS (.*)", output) == ["None"] * 3 + ["2"] * 2
     assert len((tmp_path / "job/metrics.jsonl").read_text().splitlines()) == 2
     assert len((tmp_path / "job/decode/heldout/2.jsonl").read_text().splitlines()) == 5
-    lacking = re.findall(r"^note: .*/(\S+?),? .*(pip install '.*?')", output, re.M)
+    lacking = re.findall(r"note: .*/(\S+?),? .*(pip install '.*?')", output, re.M)
     assert lacking == [
         ("tensorboard", "pip install 'praxis_lite[plots]'"),
         ("loss_curve.png", "pip install 'praxis_lite[plots]'"),
