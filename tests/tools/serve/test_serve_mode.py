@@ -220,7 +220,7 @@ def test_a_jobs_model_is_served_as_it_decodes(tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], "exactly one of --job_log_dir=DIR (a job) and --hf=DIR"),
+    ([], "exactly one of JOB (--job_log_dir=JOB) and --hf=DIR"),
     (["--hf=nowhere", "--port=0"], "nowhere"),
     (["--hf=x", "--step=3"], "--step only applies to a job"),
     (["--hf=x", "--port=70000"], "--port is 70000"),
