@@ -117,7 +117,7 @@ def check_heard(launch, newest):
     first, second = launch.done
     assert launch.answers[0].startswith("WARNING: SIGTERM: ending after")
     assert (first.code, second.code) == (130, 130), launch
-    assert f"was ended by SIGINT, the second signal; {newest}; so this process" in first.err
+    assert f"was ended by SIGINT, the second signal; {newest}. This process also" in first.err
     assert "error: process 1 (" in first.err
     assert second.err.endswith(f"ended at once; {newest}\n")
     assert launch.steps[-1:] == [s for s in [newest.split()[-1]] if s.isdecimal()]

@@ -357,7 +357,10 @@ def test_a_process_that_compiles_ends_at_once_and_begins_anew(tmp_path):
         assert line, process.stderr.read()
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
-    assert (code, err) == (0, ["SIGTERM: ended; nothing is lost: no step had been completed"])
+    assert (code, err) == (
+        0,
+        ["WARNING: SIGTERM: ended; nothing is lost: no step had been completed"],
+    )
     assert os.listdir(tmp_path / "job/checkpoints") == []
 
 
@@ -374,7 +377,7 @@ def test_a_job_that_only_reads_ends_with_one_line(tmp_path):
         assert line, process.stderr.read()
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
-    assert (code, err) == (128 + signal.SIGTERM, ["ended by SIGTERM"])
+    assert (code, err) == (128 + signal.SIGTERM, ["WARNING: ended by SIGTERM"])
     assert not list(folder.rglob("*.partial"))
 
 
