@@ -52,9 +52,9 @@ def local_folder(
     patterns: tuple[str, ...] | None,
     repo_type: RepoType = "model",
 ) -> Path:
-    """Returns the folder with the files of a repository, or an ordinary path with "~" expanded.
+    """Returns the local folder for a path, after downloading the repository of an hf:// URL.
 
-    The files are downloaded into the cache of huggingface_hub, once per process. If the Hub cannot
+    In any other path, "~" is expanded. The files are downloaded into the cache of huggingface_hub, once per process. If the Hub cannot
     be reached, the latest files in the cache are used.
 
     Args:

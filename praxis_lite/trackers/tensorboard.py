@@ -59,7 +59,7 @@ class TensorBoard(Tracker):
         self._add(step, pb2.Summary(value=values))
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes the histograms for TensorBoard's tabs Histograms and Distributions."""
+        """Writes histograms, which TensorBoard shows in its Histograms and Distributions tabs."""
         pb2 = self._summary
         values = []
         for name, x in histograms.items():

@@ -22,7 +22,7 @@ class Layers(griffe.Extension):
     """Replaces the constructors of the classes in praxis_lite.layers."""
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Called for each class after its package has been loaded."""
+        """Replaces the constructor of a layer class; griffe calls this for every loaded class."""
         if not cls.path.startswith("praxis_lite.layers.") or not cls.parent.is_module:
             return
         layer = getattr(importlib.import_module(cls.module.path), cls.name)

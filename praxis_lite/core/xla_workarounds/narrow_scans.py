@@ -51,8 +51,8 @@ def _with_narrow_outputs(
     body, narrow = _narrow_outputs(open_jaxpr(closed), indices)
     if not narrow:
         return None
-    # The equation gets new variables for its narrow outputs. The casts compute the old variables,
-    # so later equations do not change.
+    # Give the equation new variables for its narrow outputs, and compute the old variables from
+    # them by casts. Later equations, which read the old variables, stay the same.
     outvars, casts = list(eqn.outvars), []
     for index in narrow:
         old = outvars[index]
