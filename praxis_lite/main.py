@@ -43,7 +43,7 @@ def _modes() -> dict[str, Mode]:
 
 
 def _programs() -> dict[str, Program]:
-    """Returns all programs by name; packages add them through `praxis_lite.programs`."""
+    """Returns all programs, keyed by name; packages add them as `praxis_lite.programs`."""
     installed = importlib.metadata.entry_points(group="praxis_lite.programs")
     own = [Checkpoints(), HuggingFace(), Inputs(), Tokenizers()]
     programs: dict[str, Program] = {
@@ -152,5 +152,5 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # `python -m praxis_lite.main` works like `python -m praxis_lite`.
     main()

@@ -54,8 +54,8 @@ def local_folder(
 ) -> Path:
     """Returns the local folder for a path, after downloading the repository of an hf:// URL.
 
-    In any other path, "~" is expanded. The files are downloaded into the cache of huggingface_hub, once per process. If the Hub cannot
-    be reached, the latest files in the cache are used.
+    The files are downloaded into the cache of huggingface_hub, once per process. If the Hub cannot
+    be reached, the latest files in the cache are used. In any other path, "~" is expanded.
 
     Args:
       path: Path of a folder, or hf://org/name[@revision].

@@ -50,8 +50,8 @@ class Completion(Program):
     """Prints a completion script for subcommands, options, experiments and settings.
 
     Args:
-      modes: All modes by name.
-      programs: All programs by name.
+      modes: All modes, keyed by name.
+      programs: All programs, keyed by name.
     """
 
     name = "completion"
