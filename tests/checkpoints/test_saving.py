@@ -205,7 +205,7 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
         until_over(checkpoints)
     assert names_in(tmp_path) == left
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert checkpoints.latest_step() == steps[-1] and checkpoints.all_steps() == steps
         restored = checkpoints.restore(SMALL, mesh())
         assert restored.step == int(restored.state.opt_states["count"]) == steps[-1]
@@ -229,7 +229,7 @@ def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, 
     monkeypatch.undo()
     assert names_in(tmp_path) == ["1.deleting", "2", "3"]
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert checkpoints.all_steps() == [2, 3] and checkpoints.latest_step() == 3
     assert lines == ["removed 1.deleting, left by an interrupted deletion"]
     assert names_in(tmp_path) == ["2", "3"]
@@ -410,14 +410,14 @@ def test_a_replacement_that_fails_leaves_the_old_step(tmp_path, monkeypatch):
 
 def test_what_was_rolled_back_does_not_win_and_goes_after_the_next_save(tmp_path):
     lines = []
-    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
         for step in (3, 5, 7):
             save(checkpoints, step)
         checkpoints.abandon_after(3)
         assert checkpoints.latest_step() == 3 and checkpoints.all_steps() == [3]
     assert names_in(tmp_path) == ["3", "5.abandoned", "7.abandoned"]
     assert lines[0] == "the checkpoint of step 5 is rolled back: renamed to 5.abandoned"
-    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert checkpoints.latest_step() == 3  # After a kill, too.
         checkpoints.save(5, small_state(mesh(), 55), SMALL, {})
         checkpoints.wait()
