@@ -135,7 +135,8 @@ check-defects: $(TESTING)
 
 # Resumes after an interruption. A file that pytest cannot run alone is reported and skipped.
 mutants: $(TESTING)
-	-@$(VENV_PYTHON) -m tests.support.reached_lines mutants_job
+	@# Continues an interrupted run.
+	-@[ -e mutants_job/faults.json ] || $(VENV_PYTHON) -m tests.support.reached_faults mutants_job
 	@$(VENV_PYTHON) -m tests.support.mutants run --reached mutants_job --out mutants_job/mutants.jsonl \
 	  $(MUTANTS_ARGS)
 	@$(VENV_PYTHON) -m tests.support.mutants table mutants_job/mutants.jsonl --reached mutants_job

@@ -2,9 +2,9 @@
 
     python -m pytest -p tests.support.chosen_tests --chosen=FILE.json TEST_FILE ...
 
-FILE.json contains the names of the tests, the time at which to stop (time.time) and the output
-file. A line is written when a test starts and when it ends, so that a test that kills the process
-can be identified.
+FILE.json contains the names of the tests, the time at which to stop (time.time), whether to stop
+after the first failure, and the output file. A line is written when a test starts and when it ends,
+so that a test that kills the process can be identified.
 """
 
 import json
@@ -28,9 +28,10 @@ def pytest_configure(config):
 class ChosenTests:
     """Selects the tests, stops at a given time, and writes the lines."""
 
-    def __init__(self, tests: list[str], stop_at: float, events: str):
+    def __init__(self, tests: list[str], stop_at: float, only_first: bool, events: str):
         self._order = {test: number for number, test in enumerate(tests)}
-        self._stop_at, self._events = stop_at, Path(events)
+        self._stop_at, self._only_first, self._events = stop_at, only_first, Path(events)
+        self._has_failed = False
 
     def _write(self, test: str, event: str):
         with self._events.open("a", encoding="utf-8") as file:
@@ -49,6 +50,7 @@ class ChosenTests:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
+            self._has_failed = True
             self._write(report.nodeid, "failed")
 
     @pytest.hookimpl(wrapper=True)
@@ -56,6 +58,6 @@ class ChosenTests:
         self._write(item.nodeid, "started")
         result = yield
         self._write(item.nodeid, "ended")
-        if time.time() > self._stop_at:
-            item.session.shouldstop = "the time is over"
+        if time.time() > self._stop_at or (self._only_first and self._has_failed):
+            item.session.shouldstop = "the time is over, or a test has failed"
         return result

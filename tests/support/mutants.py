@@ -1,14 +1,15 @@
 """Determines which tests detect small faults (mutants) in the library: `make mutants`.
 
-    python -m tests.support.reached_lines FOLDER               which tests reach which line
+    python -m tests.support.reached_faults FOLDER              which tests reach which fault
     python -m tests.support.mutants list                       the faults
     python -m tests.support.mutants run --reached FOLDER --out FILE.jsonl     hours; can be resumed
     python -m tests.support.mutants table FILE.jsonl --reached FOLDER
 
 `run` copies the checkout for each worker. It plants one fault at a time, runs the tests that reach
-the changed statement, fastest first, until --limit seconds have passed, and records all failures.
-Tests that also fail without the fault are ignored. FILE.jsonl has a record for each fault. A fault
-with a record is skipped, unless no test detected it, tests were left out, and --limit has grown.
+the changed statement, fastest first, until --limit seconds have passed, and records all failures,
+or only the first one (--first). Tests that also fail without the fault are ignored. FILE.jsonl has
+a record for each fault. A fault with a record is skipped, unless no test detected it, tests were
+left out, and --limit has grown.
 
 Faulty code runs with your permissions, and may write or delete any files: use a container.
 """
@@ -35,19 +36,9 @@ from typing import Any
 from tests.support.measure import Record as Measure
 from tests.support.measure import read_measures, seconds_of
 from tests.support.planted_mutants import KINDS, PACKAGES, Mutant, plant
-from tests.support.reached_lines import MEASURES, ROOT, ReachedLines
+from tests.support.reached_faults import MEASURES, ROOT, ReachedFaults, copy_checkout
 
 Record = dict[str, Any]
-NOT_COPIED = (
-    ".git",
-    ".venv*",
-    "__pycache__",
-    ".pytest_cache",
-    ".ruff_cache",
-    "*_job",
-    "build",
-    "dist",
-)
 # A test hangs if it takes longer than this and five times its usual time.
 HANGS_AFTER_SECONDS = 30.0
 # If more tests fail than this, they are not rerun, because they cannot all be unreliable.
@@ -57,9 +48,9 @@ MOST_CONFIRMED = 20
 class Tree:
     """A copy of the checkout, in which one fault at a time is planted and its tests are run."""
 
-    def __init__(self, root: Path, folder: Path):
-        self.root, self._temporary = folder / root.name, folder / "tmp"
-        shutil.copytree(root, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+    def __init__(self, root: Path, folder: Path, only_first: bool):
+        self.root, self._temporary = copy_checkout(root, folder), folder / "tmp"
+        self._only_first = only_first
         # By default, Python detects changes of a file by its size and its mtime in seconds.
         subprocess.run(
             [
@@ -99,7 +90,8 @@ class Tree:
             if not found and code not in (0, 1, 5):  # tests/conftest.py cannot be imported.
                 found = {test.partition("::")[0]: "failed" for test in left}
             actual |= found
-            if not found or time.time() > stop_at:
+            has_failed = "failed" in actual.values()
+            if not found or time.time() > stop_at or (self._only_first and has_failed):
                 break  # If there are none, the fault removed the parameters of these tests.
             left = [x for x in left if x not in actual and x.partition("::")[0] not in actual]
         return actual
@@ -113,7 +105,14 @@ class Tree:
         chosen, events = self._temporary / "chosen.json", self._temporary / "events"
         events.touch()
         chosen.write_text(
-            json.dumps({"tests": list(tests), "stop_at": stop_at, "events": str(events)})
+            json.dumps(
+                {
+                    "tests": list(tests),
+                    "stop_at": stop_at,
+                    "only_first": self._only_first,
+                    "events": str(events),
+                }
+            )
         )
         command = [
             sys.executable,
@@ -221,10 +220,11 @@ def _of_file(file: str, tests: Iterable[str]) -> list[str]:
 def run(
     root: Path,
     mutants: Sequence[Mutant],
-    reached: ReachedLines,
+    reached: ReachedFaults,
     out: Path,
     limit: float,
     workers: int = 2,
+    only_first: bool = False,
 ) -> None:
     """Plants each fault that has no record yet, and appends its record."""
     records = read_records(out)
@@ -246,7 +246,7 @@ def run(
 
     with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
         for number in range(workers):
-            trees.put(Tree(root, Path(folder) / str(number)))
+            trees.put(Tree(root, Path(folder) / str(number), only_first))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(record, *item) for item in enumerate(left, 1)]
             try:
@@ -271,7 +271,7 @@ def _is_done(record: Record | None, limit: float) -> bool:
 
 
 def _record(
-    tree: Tree, mutant: Mutant, reached: ReachedLines, limit: float, confirmed: Confirmed
+    tree: Tree, mutant: Mutant, reached: ReachedFaults, limit: float, confirmed: Confirmed
 ) -> Record:
     start, stages = time.time(), reached.stages(mutant)
     outcomes: dict[str, str] = {}
@@ -302,7 +302,7 @@ def _record(
     }
 
 
-def _affordable(stage: Sequence[str], reached: ReachedLines, seconds: float) -> list[str]:
+def _affordable(stage: Sequence[str], reached: ReachedFaults, seconds: float) -> list[str]:
     """Returns as many of the first tests of a stage as fit into the time limit."""
     tests = []
     for test in stage:
@@ -415,9 +415,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("records", nargs="?", type=Path, help="for table: the file written by run")
     parser.add_argument("--num", type=int, default=300)
     parser.add_argument("--seed", type=int, default=53)
-    parser.add_argument("--reached", type=Path, help="the folder written by reached_lines")
+    parser.add_argument("--reached", type=Path, help="the folder of reached_faults")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--first", action="store_true", help="stop at the first test that fails")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per fault")
     args = parser.parse_intermixed_args(arguments)
     if args.command == "table":
@@ -433,7 +434,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not (args.reached and args.out):
         parser.error("run needs --reached FOLDER and --out FILE.jsonl")
-    run(ROOT, mutants, ReachedLines(args.reached), args.out, args.limit, args.workers)
+    reached = ReachedFaults(ROOT, args.reached)
+    if not {x.name for x in mutants} <= reached.names:
+        parser.error(f"the library has changed since {args.reached} was written; remove it")
+    run(ROOT, mutants, reached, args.out, args.limit, args.workers, args.first)
     return 0
 
 

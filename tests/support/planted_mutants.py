@@ -77,7 +77,7 @@ class Mutant:
 
     Attributes:
       line: Line number of the start of `before`.
-      statement: First and last line of the enclosing statement, without its body.
+      statement: Line number of the enclosing statement.
       is_in_function: Whether the statement runs in calls; otherwise it runs at import.
     """
 
@@ -87,7 +87,7 @@ class Mutant:
     before: str
     after: str
     start: int
-    statement: tuple[int, int]
+    statement: int
     is_in_function: bool
 
     @property
@@ -129,7 +129,7 @@ def plant(
     return chosen
 
 
-def function_lines(tree: ast.Module) -> set[int]:
+def _function_lines(tree: ast.Module) -> set[int]:
     """Returns the lines in bodies of functions, which run in calls."""
     return {
         line
@@ -162,7 +162,7 @@ class _Faults:
             if isinstance(node, ast.stmt) and not _is_docstring(node):
                 lines.add(node.lineno)
         self.num_lines = len(lines)
-        self._function_lines = function_lines(tree)
+        self._function_lines = _function_lines(tree)
         for statement in tree.body:
             self._visit(statement, statement)
 
@@ -213,13 +213,11 @@ class _Faults:
     def _add(self, kind: str, place: "_Place", after: str, statement: ast.stmt):
         start, end = self._range(*place)
         line = self._source[:start].count(b"\n") + 1
-        body = getattr(statement, "body", None)
-        last = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno
         before = self._source[start:end].decode()
-        # A decorator is above its function.
-        span = (min(statement.lineno, line), max(last, line))
         in_function = line in self._function_lines
-        self.found.append(Mutant(self._file, line, kind, before, after, start, span, in_function))
+        self.found.append(
+            Mutant(self._file, line, kind, before, after, start, statement.lineno, in_function)
+        )
 
 
 def _is_docstring(node: ast.stmt) -> bool:
