@@ -1,12 +1,13 @@
 """Cancels a save in two processes; `test_cancelled_saves` runs this script in each of them.
 
 Arguments: the coordinator, the index of the process, a folder, and the indices of the processes
-that receive SIGINT. Each process writes a JSON file to the folder with its notes, its error, the
+that receive SIGINT. Each process writes a JSON file to the folder with its log, its error, the
 duration of its save in seconds, and the steps that exist afterwards.
 """
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 import threading
@@ -50,7 +51,11 @@ def main(coordinator: str, index: int, folder: Path, interrupted: str) -> None:
         await WRITE(*args, **kwargs)
 
     def checkpoints() -> Checkpoints:
-        return Checkpoints(folder / "steps", saving=SaveSettings(), note=seen["told"].append)
+        return Checkpoints(folder / "steps", saving=SaveSettings())
+
+    log = logging.Handler()
+    log.emit = lambda record: seen["told"].append(record.getMessage())
+    logging.getLogger("praxis_lite").addHandler(log)
 
     try:
         with checkpoints() as saved:
