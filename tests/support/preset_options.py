@@ -17,8 +17,8 @@ def main() -> None:
     from praxis_tools.plan.topology import topology_of
 
     left_out, given = [], set()
-    logger = logging.getLogger("praxis_lite.core.partitioner.compiler_options")
-    logger.addHandler(handler := logging.Handler())
+    logging.getLogger("praxis_lite").addHandler(handler := logging.Handler())
+    handler.addFilter(lambda record: record.getMessage().startswith("mesh.compiler_options"))
     handler.emit = lambda record: left_out.append(record.getMessage())
     for name, topology in (("v5e", "v5e:2x2"), ("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2")):
         mesh = mesh_of(np.asarray(topology_of(topology).devices), ("data",))
