@@ -58,11 +58,16 @@ def test_every_page_with_a_block_is_run_by_a_test():
             assert f'page("{name}")' in text or f"{name}.md" in text, one.name
 
 
-SECTIONS = {title: blocks for title, blocks in page("sharding").sections().items() if blocks}
+SECTIONS = {
+    title: blocks
+    for one in (page("sharding"), page("other_models"), page("parallelism"))
+    for title, blocks in one.sections().items()
+    if blocks
+}
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_the_blocks_of_a_section_of_the_sharding_page_run(title, monkeypatch):
+def test_the_blocks_of_a_section_of_the_pages_on_sharding_run(title, monkeypatch):
     # The devices of the tests are there already.
     monkeypatch.setattr("praxis_lite.core.simulate_devices", lambda num_devices: None)
     names = {"__name__": "sharding_page"}
