@@ -78,7 +78,7 @@ def test_numbers_in_the_pages_are_those_of_the_code():
     assert number(ARCHITECTURE, r"LLVM optimization level (\d+)") == level
     most = number(ARCHITECTURE, r"as many devices as the mesh has, at most (\d+)")
     assert most == mesh.MAX_SIMULATED_DEVICES
-    assert "about twenty lines a run" in ARCHITECTURE and progress.LINES_PER_RUN == 20
+    assert "about twenty lines a run" in PAGES["python.md"] and progress.LINES_PER_RUN == 20
 
 
 def test_every_flag_that_a_page_names_exists():

@@ -259,8 +259,7 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
 @pytest.mark.slow
 def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    # The page begins with the command, too.
-    _, words = [x for x in PAGE.commands("python main.py") if "LoggedSpirals" in " ".join(x)]
+    (words,) = [x for x in PAGE.commands("praxis") if "LoggedSpirals" in " ".join(x)]
 
     def train(num_steps, every=2):
         return launch(
@@ -283,7 +282,7 @@ def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path
 
 def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folder):
     monkeypatch.chdir(folder)
-    (words,) = [x for x in PAGE.commands("python main.py") if "modes.Weights" in " ".join(x)]
+    (words,) = [x for x in PAGE.commands("praxis") if "modes.Weights" in " ".join(x)]
     done = succeed(*(item.replace("lm.PyDocs", "nnx_guide.DotReluDot") for item in words))
     total, *largest = done.out.splitlines()[-3:]
     assert total == "2,097,152 weights in 2 arrays"
