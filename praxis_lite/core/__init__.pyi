@@ -13,7 +13,7 @@ from praxis_lite.core.metrics import weighted_mean as weighted_mean
 from praxis_lite.core.metrics import weights_of as weights_of
 from praxis_lite.core.models.model import Model as Model
 from praxis_lite.core.models.nnx_model import NnxModel as NnxModel
-from praxis_lite.core.partitioner.gradient_strategy import Gradients as Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions as GradientFunctions
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout as StateLayout
 from praxis_lite.core.partitioner.train_state import TrainState as TrainState

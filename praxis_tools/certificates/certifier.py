@@ -150,11 +150,11 @@ class Certifier:
 
     def _reruns_on_another_mesh(self) -> list[Rerun]:
         """Returns a list with a re-run on a valid mesh of a different shape, or an empty list."""
-        num_parts, meshes_with_other_parts = self.partitioner.gradients.num_parts, []
+        num_parts, meshes_with_other_parts = self.partitioner.gradient_functions.num_parts, []
         for mesh in other_meshes(self.partitioner.mesh):
             try:
                 partitioner = self.build(mesh)
-                if partitioner.gradients.num_parts == num_parts:
+                if partitioner.gradient_functions.num_parts == num_parts:
                     partitioner.train_step.check_batch(self.spec)
                     return [self.rerun_on(partitioner)]
                 meshes_with_other_parts.append(mesh)

@@ -363,7 +363,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
     """
     if expected.mesh.devices.flat[0].platform == "tpu":
         return ""
-    has_manual_gradients = actual.partitioner.gradients.num_parts is not None
+    has_manual_gradients = actual.partitioner.gradient_functions.num_parts is not None
     with jax.enable_x64(True):
         return first_differing_layer(
             _layer_records(expected, rows, Float64Run()),

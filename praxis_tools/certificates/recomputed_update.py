@@ -171,7 +171,7 @@ def _gradients(
         inputs,
         key,
         learner=_RecordingLearner(bound.settings, bound.groups),
-        value_and_grad=partitioner.gradients.value_and_grad,
+        value_and_grad=partitioner.gradient_functions.value_and_grad,
     )
     old_params = dict(leaves_with_path(params))
     of_model = {

@@ -158,7 +158,7 @@ class Rerun:
                 partitioner.task_on_mesh.unpadded_inputs(batch),
                 key,
                 learner=_MeasuringLearner(bound.settings, bound.groups, salt=salts[0]),
-                value_and_grad=partitioner.gradients.value_and_grad,
+                value_and_grad=partitioner.gradient_functions.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])
         return {"loss": loss, **outputs["learner"]}

@@ -133,7 +133,7 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
         return ""
     # With manual collectives, each device differentiates its own share of the loss, so gradients
     # within layers are scaled differently.
-    is_manual = runner.partitioner.gradients.num_parts is not None
+    is_manual = runner.partitioner.gradient_functions.num_parts is not None
     layer = first_differing_layer(expected, nudged, actual, (GRADIENT_OF,) if is_manual else ())
     return "" if layer.startswith("learner") else layer
 

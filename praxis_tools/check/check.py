@@ -14,7 +14,7 @@ import numpy as np
 
 from praxis_lite.config.build import build
 from praxis_lite.core.errors import Error, require
-from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.task import Task
@@ -164,7 +164,7 @@ class Check:
         return self.on_one_device()
 
     def on_one_device(
-        self, gradients: Gradients | None = None, task: Task | None = None
+        self, gradients: GradientFunctions | None = None, task: Task | None = None
     ) -> TaskRunner:
         """Returns a runner on a single device.
 
@@ -184,12 +184,12 @@ class Check:
         With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
         With 1F1B, the single device processes the rows of each microbatch in turn.
         """
-        gradients = runner.partitioner.gradients
+        functions = runner.partitioner.gradient_functions
         key: int | str
-        if gradients.num_micro_batches is not None:
-            key, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
-        elif gradients.num_parts is not None:
-            key, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
+        if functions.num_micro_batches is not None:
+            key, in_turn = "micro-batches", micro_batches_in_turn(functions.num_micro_batches)
+        elif functions.num_parts is not None:
+            key, in_turn = functions.num_parts, devices_in_turn(functions.num_parts)
         else:
             return self.one_device
         if key not in self._references:

@@ -10,7 +10,7 @@ from jax.extend import core
 from praxis_lite.core.jaxprs import RECOMPUTED, expand_high_level, open_jaxpr
 from praxis_lite.core.learner.update import SCOPE
 from praxis_lite.core.partitioner import accumulation
-from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_tools.explain.hlo_matmuls import window_hits
@@ -44,7 +44,7 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
     mesh = partitioner.mesh
     devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
     one_device = mesh_of(devices, mesh.axis_names)
-    gradients = Gradients(_without_micro_batches)
+    gradients = GradientFunctions(_without_micro_batches)
     step = Partitioner(partitioner.task, one_device, gradients=gradients).train_step
     return model_flops(step.trace(element_spec).jaxpr)
 

@@ -22,7 +22,7 @@ from praxis_lite.core.collectives.varying import varying_over
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
-from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.leaf_paths import path_of
@@ -68,7 +68,9 @@ class ExplicitCollectives:
 
     data_axes: Sequence[str] = ("data",)
 
-    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> GradientFunctions:
         """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
@@ -83,7 +85,7 @@ class ExplicitCollectives:
                 "of the two."
             )
         on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
-        return Gradients(
+        return GradientFunctions(
             on_mesh.value_and_grad, on_mesh.evaluate, on_mesh.num_padding_rows, on_mesh.num_parts
         )
 

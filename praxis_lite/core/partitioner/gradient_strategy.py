@@ -25,7 +25,7 @@ def _accept_rows(element_spec: PyTree, /, num_micro_batches: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradients:
+class GradientFunctions:
     """The functions that compute a step's gradients and metrics; by default, XLA partitions them.
 
     An instance is also a GradientStrategy that uses these functions for any task and mesh.
@@ -50,15 +50,19 @@ class Gradients:
     num_micro_batches: Callable[[PyTree, int], int] | None = None
     sums_in_a_loop: bool = False
 
-    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> "GradientFunctions":
         """Returns this object."""
         return self
 
 
 class GradientStrategy(Protocol):
-    """Creates `Gradients` for a task on a mesh."""
+    """Creates `GradientFunctions` for a task on a mesh."""
 
-    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> GradientFunctions:
         """Returns the functions for a task on a mesh.
 
         Args:

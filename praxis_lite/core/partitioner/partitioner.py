@@ -20,7 +20,7 @@ from praxis_lite.core.partitioner.compiler_options import (
     step_options,
 )
 from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
-from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.batch_sharding import (
@@ -84,11 +84,13 @@ class Partitioner:
         with self.task_on_mesh.tracing():
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
-        self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
+        self.gradient_functions = (gradients or GradientFunctions()).on(
+            task, mesh, self._mdl_layout, self.learner
+        )
         self.replicated = self.task_on_mesh.replicated
         self.compiler_options = step_options(compiler_options, mesh)
         self.train_options = self.compiler_options
-        if task.learner.gradient_accumulation_steps > 1 or self.gradients.sums_in_a_loop:
+        if task.learner.gradient_accumulation_steps > 1 or self.gradient_functions.sums_in_a_loop:
             self.train_options = more_options(ACCUMULATING, self.compiler_options, mesh)
         out_shardings = self.layout.shardings(mesh)
         self.init = jax.jit(
@@ -143,12 +145,12 @@ class Partitioner:
     def _gradient_arguments(self) -> dict[str, Any]:
         return {
             "learner": self.learner,
-            "value_and_grad": self.gradients.value_and_grad,
+            "value_and_grad": self.gradient_functions.value_and_grad,
             "wrap_host_weights": self._mdl_layout.wrap_host_weights,
         }
 
     def _check_training_rows(self, element_spec: PyTree) -> None:
-        self.gradients.check_rows(
+        self.gradient_functions.check_rows(
             element_spec, num_micro_batches=self.task.learner.gradient_accumulation_steps
         )
 
@@ -170,7 +172,9 @@ class Partitioner:
 
     def _eval_step(self, name: str, results: Callable[..., Any]) -> StepOfWeights:
         def pure(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> Any:
-            return results(*self.gradients.evaluate(self.task, mdl_vars, inputs, key), inputs)
+            return results(
+                *self.gradient_functions.evaluate(self.task, mdl_vars, inputs, key), inputs
+            )
 
         return StepOfWeights(
             name,
@@ -180,7 +184,7 @@ class Partitioner:
             pure,
             required_inputs=self.task.required_inputs,
             may_lack_key=True,
-            check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
+            check_rows=functools.partial(self.gradient_functions.check_rows, num_micro_batches=1),
             compiler_options=self.compiler_options,
         )
 

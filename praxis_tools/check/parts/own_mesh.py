@@ -174,7 +174,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
     for number in (1, 2, 4):
         if number == own_number and not check.is_random:
             continue  # "training" already compared this.
-        is_manual = runner.partitioner.gradients.num_parts is not None
+        is_manual = runner.partitioner.gradient_functions.num_parts is not None
         if check.num_rows % number or (is_manual and check.couplings):
             check.add_note(f"{number} micro-batches: not checked.")
             continue
@@ -185,7 +185,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
 
         # Rows depend on each other, so the reference must process the same microbatches one by one.
         if check.couplings:
-            in_turn = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
+            in_turn = micro_batches_in_turn(runner.partitioner.gradient_functions.num_micro_batches)
             reference = check.on_one_device(in_turn, task)
         trained = check.run_or_skip(f"{number} micro-batches", train)
         if trained is None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.partitioner import accumulation, steps
-from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.task import Task, WeightedScalars
 from praxis_lite.layers.stacking.pipelining.split_model import in_one_microbatch
@@ -21,15 +21,17 @@ from praxis_lite.layers.stacking.pipelining.split_model import in_one_microbatch
 PyTree = Any
 
 
-def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None) -> Gradients:
+def micro_batches_in_turn(
+    num_micro_batches: Callable[[PyTree, int], int] | None,
+) -> GradientFunctions:
     """Returns a strategy for a single device that processes N microbatches one after another.
 
     Microbatch r consists of the rows r, r + N, r + 2 N, ... Gradients are averaged with the
     weights of "loss".
 
     Args:
-      num_micro_batches: `Gradients.num_micro_batches` of a pipeline strategy, whose microbatches
-        are the parts and are not split further. None for gradient accumulation.
+      num_micro_batches: `GradientFunctions.num_micro_batches` of a pipeline strategy, whose
+        microbatches are the parts and are not split further. None for gradient accumulation.
     """
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
@@ -41,10 +43,10 @@ def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None
         with context:
             return _value_and_grad(*args, num_parts=num_parts, is_strided=True, **settings)
 
-    return Gradients(value_and_grad)
+    return GradientFunctions(value_and_grad)
 
 
-def devices_in_turn(num_parts: int) -> Gradients:
+def devices_in_turn(num_parts: int) -> GradientFunctions:
     """Returns a strategy for a single device that processes the rows of N devices in turn.
 
     Part d is the d-th block of rows, padded with copies of the first row with weight 0. Its random
@@ -52,7 +54,7 @@ def devices_in_turn(num_parts: int) -> Gradients:
     devices.
     """
 
-    return Gradients(
+    return GradientFunctions(
         functools.partial(_value_and_grad, num_parts=num_parts, is_strided=False),
         functools.partial(_evaluate, num_parts=num_parts),
     )

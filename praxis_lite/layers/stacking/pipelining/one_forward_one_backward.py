@@ -18,7 +18,7 @@ from praxis_lite.core.collectives.padding_rows import (
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation
-from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import note_untyped, type_spec, untyped
@@ -48,7 +48,9 @@ class OneForwardOneBackward:
     complete batch gives the same results, too.
     """
 
-    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> GradientFunctions:
         """Returns the functions that compute gradients and metrics for a task on a mesh.
 
         Raises:
@@ -56,7 +58,7 @@ class OneForwardOneBackward:
             variables that each pass updates.
         """
         pipeline = _pipeline_of(task)
-        return Gradients(
+        return GradientFunctions(
             value_and_grad=functools.partial(_value_and_grad, pipeline),
             check_rows=functools.partial(_num_missing_rows, pipeline),
             num_micro_batches=functools.partial(_num_microbatches, pipeline),

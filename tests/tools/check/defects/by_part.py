@@ -6,7 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core import Gradients
+from praxis_lite.core import GradientFunctions
 from praxis_lite.core.partitioner import accumulation
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, replaced
@@ -78,9 +78,9 @@ def _planted(how):
         return value_and_grad
 
     def planted():
-        _, *others = Gradients.__init__.__defaults__
+        _, *others = GradientFunctions.__init__.__defaults__
         defaults = (new(accumulation.value_and_grad), *others)
-        return mock.patch.object(Gradients.__init__, "__defaults__", defaults)
+        return mock.patch.object(GradientFunctions.__init__, "__defaults__", defaults)
 
     return planted
 
