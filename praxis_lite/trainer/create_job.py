@@ -87,7 +87,7 @@ def create_job(
     # In mode "load", no dataset is checked, because the user may choose the data later.
     partitioner = partitioner_of(job, "load")
     check_fits(partitioner.layout, partitioner.mesh, "train")
-    initial, groups = source(partitioner, job), partitioner.learner.groups
+    initial, groups = source(partitioner, job), partitioner.bound_learner.groups
     check_frozen_base(groups, initial.paths, may_be_new=job.run.frozen_may_be_new)
     state = begun(partitioner, partitioner.key(job.run.seed), initial, note)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}

@@ -70,7 +70,7 @@ def write_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     write_whole(files.layout_json, layout_json(layout).encode())
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
-    for line in optimizer_report(partitioner.learner.groups):
+    for line in optimizer_report(partitioner.bound_learner.groups):
         _log.info(line)
     _log.info("%s See layout.txt.", table.splitlines()[-1])
     for note in (*layout.notes, *padding_notes(layout)):

@@ -70,7 +70,7 @@ class StartingPoints:
         if not step_dirs.committed_steps(job.files.checkpoints):
             initial = self._initial()
             check_frozen_base(
-                job.partitioner.learner.groups,
+                job.partitioner.bound_learner.groups,
                 initial.paths if initial else (),
                 may_be_new=job.run.frozen_may_be_new,
             )

@@ -78,15 +78,15 @@ def recompute_state(
       (state, tolerances): Dicts that map paths to the arrays after the step, and to a tolerance for
       each element.
     """
-    bound, before = partitioner.learner, dict(leaves_with_path(old))
+    bound_learner, before = partitioner.bound_learner, dict(leaves_with_path(old))
     gradients = functools.partial(_gradients, partitioner, old, inputs, key, chosen)
     exact, errors = _gradients_and_errors(gradients, rounding)
-    norm, norms = plain_update.grad_norms(bound, exact["squares"])
+    norm, norms = plain_update.grad_norms(bound_learner, exact["squares"])
     is_finite = jnp.isfinite(norm) & jnp.isfinite(exact["loss"])
     # The median is robust against weights whose gradients consist only of rounding errors.
     median_share = jnp.median(jnp.stack([*rounding.shares.values(), jnp.float32(_LEAST_SHARE)]))
     is_kept = plain_update.is_step_kept(
-        bound,
+        bound_learner,
         old.opt_states,
         norms,
         is_finite,
@@ -103,7 +103,7 @@ def recompute_state(
         return jnp.where((g == 0) & (error == 0), 0.0, max_error)
 
     def update(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        after = plain_update.updated_weights(bound, old, grads, norms, exact["loss"])
+        after = plain_update.updated_weights(bound_learner, old, grads, norms, exact["loss"])
         return {path: x for path, x in after.items() if path in chosen}
 
     grads = exact["grads"]
@@ -120,7 +120,7 @@ def recompute_state(
                 error + _rms(error),
                 median_share * (change.astype(jnp.float32) + _rms(change)),
             )
-    new |= plain_update.updated_counts(bound, old, is_kept, is_finite)
+    new |= plain_update.updated_counts(bound_learner, old, is_kept, is_finite)
     # All other arrays, such as frozen weights, do not change.
     state = {path: new.get(path, x) for path, x in before.items() if path in chosen}
     return state, {
@@ -163,14 +163,14 @@ def _gradients(
       sum of squares of every weight's gradient), and "of_model" (variables changed by the model
       itself).
     """
-    bound = partitioner.learner
+    bound_learner = partitioner.bound_learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)
     new, outputs = steps.train_step(
         partitioner.task,
         TrainState(old.step, {**old.mdl_vars, "params": params}, old.opt_states),
         inputs,
         key,
-        learner=_RecordingLearner(bound.settings, bound.groups),
+        bound_learner=_RecordingLearner(bound_learner.settings, bound_learner.groups),
         value_and_grad=partitioner.gradient_functions.value_and_grad,
     )
     old_params = dict(leaves_with_path(params))

@@ -145,7 +145,7 @@ class Rerun:
           the norm and projections of its gradient) and "digests" (maps the path of each weight to
           the digest of its gradient).
         """
-        partitioner, bound = self.partitioner, self.partitioner.learner
+        partitioner, bound_learner = self.partitioner, self.partitioner.bound_learner
         with partitioner.task_on_mesh.tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
             params = nudge_weights(mdl_vars["params"], nudge, salts[1])
@@ -157,7 +157,9 @@ class Rerun:
                 state,
                 partitioner.task_on_mesh.unpadded_inputs(batch),
                 key,
-                learner=_MeasuringLearner(bound.settings, bound.groups, salt=salts[0]),
+                bound_learner=_MeasuringLearner(
+                    bound_learner.settings, bound_learner.groups, salt=salts[0]
+                ),
                 value_and_grad=partitioner.gradient_functions.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])

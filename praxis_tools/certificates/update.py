@@ -267,7 +267,7 @@ class UpdateCheck:
 
     @property
     def _trained_paths(self) -> list[str]:
-        groups = self._partitioner.learner.groups.by_name.values()
+        groups = self._partitioner.bound_learner.groups.by_name.values()
         return ["/".join(path) for group in groups for path in group.paths]
 
     def _snapshot_paths(self) -> set[str]:
@@ -403,7 +403,7 @@ def _split_into_parts(
     Each weight is in the same part as its slots. Counts, frozen weights and running means are in
     every part.
     """
-    groups = partitioner.learner.groups.by_name.values()
+    groups = partitioner.bound_learner.groups.by_name.values()
     # A weight and its slots form a unit, which is never split.
     unit_of_weight = {}
     for group in groups:

@@ -22,12 +22,12 @@ PerLayer = Callable[[Group, Callable[..., Any]], Callable[..., Any]]
 
 
 def grad_norms(
-    bound: BoundLearner, squares: Mapping[str, jax.Array]
+    bound_learner: BoundLearner, squares: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the global gradient norm and the norm that each optimizer uses for clipping.
 
     Args:
-      bound: The learner.
+      bound_learner: The learner, bound to the weights.
       squares: Maps the path of each trained weight to the sum of squares of its gradient.
 
     Returns:
@@ -35,16 +35,16 @@ def grad_norms(
     """
     norm = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
     squares_by_optimizer: dict[str, list[jax.Array]] = {}
-    for group in bound.groups.by_name.values():
+    for group in bound_learner.groups.by_name.values():
         group_squares = squares_by_optimizer.setdefault(group.optimizer_name, [])
         group_squares += [squares["/".join(path)] for path in group.paths]
-    if not bound.settings.apply_separate_scaling:
+    if not bound_learner.settings.apply_separate_scaling:
         return norm, dict.fromkeys(squares_by_optimizer, norm)
     return norm, {name: jnp.sqrt(sum(xs)) for name, xs in squares_by_optimizer.items()}
 
 
 def is_step_kept(
-    bound: BoundLearner,
+    bound_learner: BoundLearner,
     opt_states: Mapping[str, Any],
     norms: Mapping[str, jax.Array],
     is_finite: jax.Array,
@@ -54,14 +54,14 @@ def is_step_kept(
     """Returns whether the step updates the weights instead of being skipped.
 
     Args:
-      bound: The learner.
+      bound_learner: The learner, bound to the weights.
       opt_states: Optimizer states before the step.
       norms: Maps the name of each optimizer to its gradient norm.
       is_finite: Whether the loss and the global gradient norm are finite.
       margin: Relative distance within which a norm is considered equal to the limit.
       was_kept: The result if a norm is considered equal to the limit.
     """
-    learner, number = bound.settings, opt_states["num_updates"]
+    learner, number = bound_learner.settings, opt_states["num_updates"]
     rates = [learner.learning_rate, *(aux.learning_rate for aux in learner.auxiliary_optimizers)]
     rates = [rate(number) if callable(rate) else rate for rate in rates]
     is_finite &= jnp.isfinite(jnp.stack([jnp.asarray(x, jnp.float32) for x in rates])).all()
@@ -75,7 +75,7 @@ def is_step_kept(
 
 
 def updated_weights(
-    bound: BoundLearner,
+    bound_learner: BoundLearner,
     old: TrainState,
     grads: Mapping[str, jax.Array],
     norms: Mapping[str, jax.Array],
@@ -85,16 +85,16 @@ def updated_weights(
     """Returns the trained weights, slots and moving averages after an update, keyed by path.
 
     Args:
-      bound: The learner.
+      bound_learner: The learner, bound to the weights.
       old: State before the step, without padding and in device memory.
       grads: Maps paths of weights to gradients; missing gradients are treated as zeros.
       norms: Maps the name of each optimizer to its gradient norm, from `grad_norms`.
       loss: Loss of the step, which some optimizers use.
       per_layer: Function that maps a function over the layers in a group's stacked weights.
     """
-    learner, params = bound.settings, old.mdl_vars["params"]
+    learner, params = bound_learner.settings, old.mdl_vars["params"]
     updated: dict[str, jax.Array] = {}
-    for name, group in bound.groups.by_name.items():
+    for name, group in bound_learner.groups.by_name.items():
         weights, slots = group.select(params), old.opt_states["slots"][name]
         limits = learner.limits_by_optimizer[group.optimizer_name]
         norm = norms[group.optimizer_name]
@@ -139,7 +139,7 @@ def _clip(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def updated_counts(
-    bound: BoundLearner, old: TrainState, is_kept: jax.Array, is_finite: jax.Array
+    bound_learner: BoundLearner, old: TrainState, is_kept: jax.Array, is_finite: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the step, update and skip counts and the loss scale, keyed by path."""
     opt_states, num_kept = old.opt_states, jnp.where(is_kept, 1, 0)
@@ -151,7 +151,7 @@ def updated_counts(
             is_kept, 0, opt_states["num_skipped_in_a_row"] + 1
         ),
     }
-    if bound.settings.loss_scale is not None:
-        scale = bound.settings.loss_scale.update(opt_states["loss_scale"], is_finite)
+    if bound_learner.settings.loss_scale is not None:
+        scale = bound_learner.settings.loss_scale.update(opt_states["loss_scale"], is_finite)
         counts |= {f"opt_states/loss_scale/{path}": x for path, x in leaves_with_path(scale)}
     return counts

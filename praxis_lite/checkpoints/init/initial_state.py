@@ -91,7 +91,7 @@ def complete_state(
     )
 
     def opt_states(mdl_vars: PyTree) -> PyTree:
-        return partitioner.learner.init(mdl_layout.unpad(mdl_vars)["params"])
+        return partitioner.bound_learner.init(mdl_layout.unpad(mdl_vars)["params"])
 
     arrays |= _missing_leaves(partitioner, "opt_states", arrays, opt_states, mdl_vars)
     arrays["step"] = jax.device_put(jnp.int32(step), partitioner.replicated)

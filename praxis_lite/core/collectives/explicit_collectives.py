@@ -20,7 +20,7 @@ from praxis_lite.core.collectives.padding_rows import (
 )
 from praxis_lite.core.collectives.varying import varying_over
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
-from praxis_lite.core.learner.update import BoundLearner
+from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.train_state import StateLayout
@@ -69,7 +69,7 @@ class ExplicitCollectives:
     data_axes: Sequence[str] = ("data",)
 
     def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+        self, task: Task, mesh: Mesh, layout: StateLayout, groups: WeightGroups
     ) -> GradientFunctions:
         """Returns the functions that compute gradients and metrics for a task on a mesh.
 
@@ -84,7 +84,7 @@ class ExplicitCollectives:
                 "(Repeat.offload_weights), because it gathers weights between devices. Remove one "
                 "of the two."
             )
-        on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
+        on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, groups)
         return GradientFunctions(
             on_mesh.value_and_grad, on_mesh.evaluate, on_mesh.num_padding_rows, on_mesh.num_parts
         )
@@ -97,7 +97,7 @@ class _OnMesh:
         task: Task,
         mesh: Mesh,
         layout: StateLayout,
-        learner: BoundLearner,
+        groups: WeightGroups,
     ):
         self.data_axes, self.mesh = data_axes, mesh
         # XLA cannot sum over a single device while it also partitions other axes; see
@@ -110,7 +110,7 @@ class _OnMesh:
                 "device while it partitions other axes. Omit the Partitioner's gradients, or use a "
                 "different mesh."
             )
-        params, groups = layout.select("params"), learner.groups
+        params = layout.select("params")
         self._weights = jax.tree.map_with_path(
             self._mapped_weight, params.shapes, params.specs, groups.weight_specs
         )

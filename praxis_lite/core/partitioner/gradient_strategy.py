@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from praxis_lite.core.learner.update import BoundLearner
+from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
@@ -51,7 +51,7 @@ class GradientFunctions:
     sums_in_a_loop: bool = False
 
     def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+        self, task: Task, mesh: Mesh, layout: StateLayout, groups: WeightGroups
     ) -> "GradientFunctions":
         """Returns this object."""
         return self
@@ -61,7 +61,7 @@ class GradientStrategy(Protocol):
     """Creates `GradientFunctions` for a task on a mesh."""
 
     def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+        self, task: Task, mesh: Mesh, layout: StateLayout, groups: WeightGroups
     ) -> GradientFunctions:
         """Returns the functions for a task on a mesh.
 
@@ -69,7 +69,7 @@ class GradientStrategy(Protocol):
           task: The task.
           mesh: The mesh, with Auto axes.
           layout: Layout of the weights, `{"params": ..., "non_trainable": ...}`.
-          learner: Learner that is bound to the weights.
+          groups: The learner's groups of trained weights.
 
         Raises:
           ConfigError: The strategy does not support the mesh or the sharding of a weight.

@@ -56,7 +56,7 @@ class Partitioner:
     Attributes:
       mesh: Mesh of the state's arrays, with Auto axes.
       layout: StateLayout of the TrainState.
-      learner: The task's learner, bound to its weights.
+      bound_learner: The task's learner, bound to its weights.
       gradients: The strategy's functions for gradients and metrics.
       init: (key) -> TrainState. Arrays are created sharded.
       compiler_options: Compiler options for the steps on this mesh, or None.
@@ -82,10 +82,10 @@ class Partitioner:
         self.task_on_mesh = TaskOnMesh(task, mesh, explicit_axes)
         # Declaring Linen weights runs the module, which may use the mesh.
         with self.task_on_mesh.tracing():
-            self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
+            self.layout, self.bound_learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self.gradient_functions = (gradients or GradientFunctions()).on(
-            task, mesh, self._mdl_layout, self.learner
+            task, mesh, self._mdl_layout, self.bound_learner.groups
         )
         self.replicated = self.task_on_mesh.replicated
         self.compiler_options = step_options(compiler_options, mesh)
@@ -144,7 +144,7 @@ class Partitioner:
     @property
     def _gradient_arguments(self) -> dict[str, Any]:
         return {
-            "learner": self.learner,
+            "bound_learner": self.bound_learner,
             "value_and_grad": self.gradient_functions.value_and_grad,
             "wrap_host_weights": self._mdl_layout.wrap_host_weights,
         }
@@ -343,7 +343,7 @@ class Partitioner:
     def _init(self, key: jax.Array) -> TrainState:
         arguments.check_key(key, "init: key")
         with self.task_on_mesh.tracing():
-            state = steps.init_state(self.task, key, self.learner)
+            state = steps.init_state(self.task, key, self.bound_learner)
             padded: TrainState = self.layout.pad(state)
             return padded
 
@@ -352,5 +352,7 @@ class Partitioner:
             layout = self._mdl_layout.select("params")
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
-            params = self.learner.eval_params(layout.unpad(params), opt_states, use_ema=use_ema)
+            params = self.bound_learner.eval_params(
+                layout.unpad(params), opt_states, use_ema=use_ema
+            )
             return layout.pad(params)

@@ -20,21 +20,20 @@ from praxis_lite.core.task import Task, WeightedScalars
 __all__ = ("eval_step", "train_step")
 
 
-def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
+def init_state(task: Task, key: jax.Array, bound_learner: BoundLearner | None = None) -> TrainState:
     """Returns the state at step 0: initialized variables with logical shapes, and initial slots.
 
     Args:
       task: The task.
       key: Key for initializing the variables.
-      learner: Learner that is bound to the weights. If None, the task's learner is bound without a
-        mesh.
+      bound_learner: The task's learner, bound to the weights. If None, it is bound without a mesh.
     """
     mdl_vars = task.model.init(key)
-    opt_states = (learner or _bound_learner(task)).init(mdl_vars["params"])
+    opt_states = (bound_learner or _bind_learner(task)).init(mdl_vars["params"])
     return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
 
 
-def _bound_learner(task: Task) -> BoundLearner:
+def _bind_learner(task: Task) -> BoundLearner:
     return task.learner.bind(task.model.weight_specs()["params"])
 
 
@@ -44,7 +43,7 @@ def train_step(
     inputs: Batch,
     key: jax.Array,
     *,
-    learner: BoundLearner | None = None,
+    bound_learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
     wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -55,21 +54,21 @@ def train_step(
       state: The state before the update.
       inputs: Rows of a batch, without padding.
       key: Key of the run, into which the step number is folded.
-      learner: See `init_state`.
+      bound_learner: See `init_state`.
       value_and_grad: Computes gradients and metrics for a batch.
       wrap_host_weights: Wraps weights in host memory as `HostWeight`s, as the model expects.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
     """
-    bound = learner or _bound_learner(task)
+    bound_learner = bound_learner or _bind_learner(task)
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     metrics, new_non_trainable, grads = _gradients(
-        task, state, inputs, key, bound, value_and_grad, wrap_host_weights
+        task, state, inputs, key, bound_learner, value_and_grad, wrap_host_weights
     )
     metrics, sums = tallies.pop_tallies(metrics)
     # The update applies to the weights without noise.
-    new_params, opt_states, learner_scalars, is_skipped = bound.update(
+    new_params, opt_states, learner_scalars, is_skipped = bound_learner.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
 
@@ -99,7 +98,7 @@ def histogram_step(
     inputs: Batch,
     key: jax.Array,
     *,
-    learner: BoundLearner | None = None,
+    bound_learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
     wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> dict[str, dict[str, jax.Array]]:
@@ -110,8 +109,10 @@ def histogram_step(
     Returns:
       The results of `histograms`, by "weights/PATH" and "gradients/PATH".
     """
-    bound = learner or _bound_learner(task)
-    _, _, grads = _gradients(task, state, inputs, key, bound, value_and_grad, wrap_host_weights)
+    bound_learner = bound_learner or _bind_learner(task)
+    _, _, grads = _gradients(
+        task, state, inputs, key, bound_learner, value_and_grad, wrap_host_weights
+    )
     return histograms({"weights": state.mdl_vars["params"], "gradients": grads})
 
 
@@ -120,13 +121,13 @@ def _gradients(
     state: TrainState,
     inputs: Batch,
     key: jax.Array,
-    bound: BoundLearner,
+    bound_learner: BoundLearner,
     value_and_grad: accumulation.ValueAndGrad,
     wrap_host_weights: Callable[[Any], Any],
 ) -> tuple[WeightedScalars, Any, Any]:
     """Returns (metrics, new non_trainable, unscaled gradients) for `train_step`."""
     key = jax.random.fold_in(key, state.step)
-    settings, groups = bound.settings, bound.groups
+    settings, groups = bound_learner.settings, bound_learner.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     # Gradients are computed only for the trainable weights.
     trainable, frozen = groups.split(params)

@@ -244,8 +244,9 @@ def layout_and_learner(
     spec_of = {path: weight.partition_spec(axis_names, path) for path, weight in weights.items()}
     mdl_shapes = abstract_mdl_vars(weight_specs)
     mdl_specs = jax.tree.map_with_path(lambda path, _: spec_of[path_of(path)], mdl_shapes)
-    learner = task.learner.bind(weight_specs["params"], axis_sizes)
-    groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])
+    bound_learner = task.learner.bind(weight_specs["params"], axis_sizes)
+    groups = bound_learner.groups
+    opt_shapes = jax.eval_shape(bound_learner.init, mdl_shapes["params"])
     # Counts are replicated. Slots and averages are sharded like updates, which may be split over
     # more axes than the weights.
     opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)
@@ -256,7 +257,7 @@ def layout_and_learner(
     shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
     # Slots and weights may be stored in host memory.
     kinds = jax.tree.map(lambda _: DEVICE, shapes)
-    kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
+    kinds.opt_states.update(slot_memory(opt_shapes, bound_learner.weights_with_host_slots))
     kinds.mdl_vars.update(
         jax.tree.map_with_path(lambda path, _: weights[path_of(path)].memory_kind, mdl_shapes)
     )
@@ -273,12 +274,12 @@ def layout_and_learner(
     if layout.has_host_memory:
         opt_layout = layout.select("opt_states")
         params = layout.select("mdl_vars").select("params")
-        if params.has_host_memory and learner.settings.variational_noise is not None:
+        if params.has_host_memory and bound_learner.settings.variational_noise is not None:
             raise ConfigError(
                 "Learner.variational_noise cannot be combined with weights in host memory "
                 "(Repeat.offload_weights). Remove one of the two."
             )
-        learner.layouts = {name: opt_layout.select(name) for name in opt_shapes} | {
+        bound_learner.layouts = {name: opt_layout.select(name) for name in opt_shapes} | {
             "params": params.mapped(lambda tree: groups.split(tree)[0]),
         }
-    return layout, learner
+    return layout, bound_learner

@@ -71,23 +71,25 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def reference_update(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares the updated weights and moving averages on one device with `plain_update`."""
     one_device, num_steps = check.one_device, check.num_steps
-    bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
+    bound_learner, shapes = one_device.partitioner.bound_learner, one_device.layout.shapes
 
     # One step in float64, from the gradients and the loss that the train step has reported.
     def step(state: TrainState, grads: dict[str, jax.Array], loss: jax.Array) -> TrainState:
         squares = {path: jnp.sum(g * g) for path, g in grads.items()}
-        norm, norms = plain_update.grad_norms(bound, squares)
+        norm, norms = plain_update.grad_norms(bound_learner, squares)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        is_kept = plain_update.is_step_kept(bound, state.opt_states, norms, is_finite)
+        is_kept = plain_update.is_step_kept(bound_learner, state.opt_states, norms, is_finite)
         before = dict(leaves_with_path(state))
-        new = plain_update.updated_weights(bound, state, grads, norms, loss, _layer_by_layer)
+        new = plain_update.updated_weights(
+            bound_learner, state, grads, norms, loss, _layer_by_layer
+        )
         new = {path: jnp.where(is_kept, x, before[path]) for path, x in new.items()}
-        new |= plain_update.updated_counts(bound, state, is_kept, is_finite)
+        new |= plain_update.updated_counts(bound_learner, state, is_kept, is_finite)
         return jax.tree.map_with_path(lambda keys, x: new.get(path_of(keys), x), state)
 
     reports, expected = check.train_reference(one_device, num_steps)
     nudged = check.train_reference(one_device, num_steps, nudged=True)[1]
-    trained = bound.groups.split(shapes.mdl_vars["params"])[0]
+    trained = bound_learner.groups.split(shapes.mdl_vars["params"])[0]
     paths, state = names_of(trained), check.state
     state_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     grad_specs = {

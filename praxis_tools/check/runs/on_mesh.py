@@ -279,8 +279,8 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
     def bind_reporting(
         weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
     ) -> BoundLearner:
-        bound = bind(weight_specs, axis_sizes)
-        return _ReportingLearner(**vars(bound) | {"settings": learner})
+        bound_learner = bind(weight_specs, axis_sizes)
+        return _ReportingLearner(**vars(bound_learner) | {"settings": learner})
 
     # Patch the copy, because the learner may be an instance of any subclass.
     learner.bind = bind_reporting  # type: ignore[method-assign]

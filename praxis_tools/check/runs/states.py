@@ -42,7 +42,7 @@ def _with_fresh_slots(
     initial: TrainState, mdl_vars: dict[str, Any], runner: TaskRunner
 ) -> TrainState:
     """Returns a float64 state with newly initialized optimizer states for `mdl_vars`."""
-    learner, layout = runner.partitioner.learner, runner.layout
+    bound_learner, layout = runner.partitioner.bound_learner, runner.layout
     params = jax.tree.map(
         lambda x, shape: np.asarray(x, shape.dtype),
         mdl_vars["params"],
@@ -50,7 +50,7 @@ def _with_fresh_slots(
     )
     # Set the mesh as in a train step, because optimizers may use shard_map.
     with jax.sharding.use_abstract_mesh(runner.mesh.abstract_mesh):
-        opt_states = jax.device_get(jax.jit(learner.init)(params))
+        opt_states = jax.device_get(jax.jit(bound_learner.init)(params))
     return jax.tree.map(_to_float64, TrainState(initial.step, mdl_vars, opt_states))
 
 

@@ -16,7 +16,7 @@ from praxis_lite.core.collectives.padding_rows import (
     with_padding_rows,
 )
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.learner.update import BoundLearner
+from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import GradientFunctions
 from praxis_lite.core.partitioner.train_state import StateLayout
@@ -49,7 +49,7 @@ class OneForwardOneBackward:
     """
 
     def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+        self, task: Task, mesh: Mesh, layout: StateLayout, groups: WeightGroups
     ) -> GradientFunctions:
         """Returns the functions that compute gradients and metrics for a task on a mesh.
 

@@ -135,8 +135,8 @@ def _drawn_anew(change):
 
 def _key_of_the_mesh(old):
     @functools.wraps(old)
-    def init_state(task, key, learner=None):
-        return old(task, jax.random.fold_in(key, num_devices()), learner)
+    def init_state(task, key, bound_learner=None):
+        return old(task, jax.random.fold_in(key, num_devices()), bound_learner)
 
     return init_state
 
