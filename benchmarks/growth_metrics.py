@@ -40,9 +40,9 @@ from praxis_lite.inputs.numpy_data import InMemory  # noqa: E402
 from praxis_lite.job.job_dir import JobDir  # noqa: E402
 from praxis_lite.models import FunctionModel  # noqa: E402
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
-from praxis_lite.trainer import launch  # noqa: E402
 from praxis_lite.trainer.evaluation import Evaluator  # noqa: E402
 from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_lite.trainer.launch import launch_training  # noqa: E402
 from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
 
 DIMS, ROWS, PER_TURN, NUM_TURNS, GOAL_MS = 8, 8, 20, 15, 1.0
@@ -120,7 +120,7 @@ def seconds_of_a_step(num_metrics: int) -> float:
         clock = Clock()
         with contextlib.redirect_stdout(io.StringIO()):
             tools = dataclasses.replace(TOOLS, hooks=lambda job: [*hooks_of_tools(job), clock])
-            launch.train(job, launched, tools)
+            launch_training(job, launched, tools)
     return min(after - before for before, after in itertools.pairwise(clock.times[1:])) / PER_TURN
 
 

@@ -41,8 +41,8 @@ from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
 from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
 from praxis_lite.job.job_dir import JobDir  # noqa: E402
 from praxis_lite.job.processes.logs import command_log, job_log  # noqa: E402
-from praxis_lite.trainer import launch  # noqa: E402
 from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_lite.trainer.launch import launch_training  # noqa: E402
 from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
 from praxis_tools.plan.chips import CHIPS  # noqa: E402
 from praxis_tools.utilization.utilization_hook import Utilization  # noqa: E402
@@ -175,7 +175,7 @@ def main() -> None:
             return [Utilization(job, CHIPS["cpu"]), *hooks, turns]
 
         with contextlib.redirect_stdout(io.StringIO()), command_log(), job_log():
-            launch.train(job, launched, dataclasses.replace(TOOLS, hooks=more_hooks))
+            launch_training(job, launched, dataclasses.replace(TOOLS, hooks=more_hooks))
     print(f"{num_layers} layers, {len(turns.bare)} turns of {PER_TURN} steps each")
     print(f"{'ms per step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")
     for name, part, clock in (("median", 0.5, 0), ("least tenth", 0.1, 0), ("loop thread", 0.1, 1)):

@@ -23,7 +23,7 @@ IMPORTS = {
     "import praxis_lite": "import praxis_lite",
     "all that a training job imports": (
         "import praxis_lite.main, praxis_lite.core.partitioner.partitioner, "
-        "praxis_lite.checkpoints.checkpoints, praxis_lite.trainer.trainer, "
+        "praxis_lite.checkpoints.checkpoints, praxis_lite.trainer.training_loop, "
         "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }

@@ -15,7 +15,7 @@ from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job.processes.interrupts import Interrupt
 from praxis_lite.job.processes.logs import is_on_terminal, job_log, lines_of
 from praxis_lite.modes.mode import CommandLine
-from praxis_lite.modes.train import begin_launch, train_job
+from praxis_lite.modes.train import begin_launch, train_from_command
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
@@ -71,7 +71,7 @@ def train(
         if threading.current_thread() is not threading.main_thread():
             _log.info("not in the main thread: signals such as Ctrl-C do not stop training")
         launched = begin_launch(command)
-        job, result = train_job(
+        job, result = train_from_command(
             command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
         )
 

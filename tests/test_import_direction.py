@@ -82,7 +82,7 @@ ORDERS = {
         {"hooks"},
         {"job_tools", "step_metrics"},
         {"starting_point"},
-        {"trainer"},
+        {"training_loop"},
         {"job_files"},
         {"launch"},
     ),

@@ -12,7 +12,7 @@ from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import TrainState
-    from praxis_lite.trainer.hooks.loop import Loop
+    from praxis_lite.trainer.hooks.loop_state import LoopState
 
 
 class Health(Hook):
@@ -27,7 +27,7 @@ class Health(Hook):
     def __init__(self, beat: HealthBeat):
         self._beat = beat
 
-    def before_training(self, loop: "Loop", state: "TrainState") -> None:
+    def before_training(self, loop: "LoopState", state: "TrainState") -> None:
         self._beat.is_hung = loop.watchdog.is_silent
 
     def after_metrics(self, metrics: StepMetrics) -> None:
@@ -64,7 +64,7 @@ class Grace(Hook):
     def to_save(self) -> dict[str, float]:
         return {"step_seconds": self._step, "save_seconds": self._save}
 
-    def before_training(self, loop: "Loop", state: "TrainState") -> None:
+    def before_training(self, loop: "LoopState", state: "TrainState") -> None:
         self._loop = loop
         self._warn()
 

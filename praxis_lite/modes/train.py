@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
     from praxis_lite.trainer.job_tools import JobTools
-    from praxis_lite.trainer.trainer import TrainingResult
+    from praxis_lite.trainer.training_loop import TrainingResult
 
 
 class LastStepUnsound(Error):
@@ -33,7 +33,7 @@ class Train(Mode):
     """Trains an experiment, or resumes a job that was stopped.
 
     Args:
-      tools: Extensions of the training job, passed to `launch.train`.
+      tools: Extensions of the training job, passed to `launch_training`.
     """
 
     name = "train"
@@ -94,7 +94,7 @@ class Train(Mode):
         health_dir: str | None = None,
         grace_seconds: int | None = None,
     ) -> None:
-        """Trains the job. Raises ConfigError like `launch.train`."""
+        """Trains the job. Raises ConfigError like `launch_training`."""
         if command.min_processes is not None and not command.elastic:
             raise ConfigError("--min_processes requires --elastic. Add --elastic.")
         if metrics_host is not None and metrics_port is None:
@@ -107,7 +107,9 @@ class Train(Mode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(job_log())
             hooks = _cluster_hooks(command, health_dir, grace_seconds, stack)
-            train_job(command, begin_launch(command), self._tools, hooks=hooks, trackers=trackers)
+            train_from_command(
+                command, begin_launch(command), self._tools, hooks=hooks, trackers=trackers
+            )
 
 
 def _cluster_hooks(
@@ -150,7 +152,7 @@ def begin_launch(command: CommandLine) -> "LaunchedConfig":
     return launched
 
 
-def train_job(
+def train_from_command(
     command: CommandLine,
     launched: "LaunchedConfig",
     tools: "JobTools",
@@ -173,7 +175,7 @@ def train_job(
       The job, and how training ended.
 
     Raises:
-      ConfigError: Raised by `launch.train`.
+      ConfigError: Raised by `launch_training`.
       LastStepUnsound: Training has ended and was saved, but the final weights should not be used.
     """
     with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
@@ -181,7 +183,7 @@ def train_job(
         events.report(mesh=dict(mesh.shape), num_devices=mesh.size)
         with events.phase(IMPORT):
             # Import Orbax after the checks, so that failed checks are reported sooner.
-            from praxis_lite.trainer import launch
+            from praxis_lite.trainer.launch import launch_training
 
         if hooks or trackers:
             all_trackers = {**job.run.trackers, **(trackers or {})}
@@ -190,7 +192,7 @@ def train_job(
             job = dataclasses.replace(job, job=extended)
         # JSON lines take the place of the live line.
         is_shown = not command.quiet and command.log_format is LogFormat.TEXT
-        result = launch.train(
+        result = launch_training(
             job, launched, tools, stop_request=stop_request, shows_progress=is_shown
         )
     events.report(ended="stopped" if result.stopped_by else "trained")

@@ -60,12 +60,12 @@ def _show(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     from praxis_lite.inputs.sources.files.paths import matching_files
     from praxis_lite.inputs.text.corpus import read_documents
-    from praxis_lite.inputs.tokenizers.training import CHAT, train
+    from praxis_lite.inputs.tokenizers.training import CHAT, train_tokenizer
     from praxis_lite.job.local_directory import local_directory
 
     template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
     directory = local_directory(args.directory)
-    result = train(args.files, directory, args.vocab_size, args.special, template)
+    result = train_tokenizer(args.files, directory, args.vocab_size, args.special, template)
     texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
     num_bytes = sum(map(len, texts))
     num_tokens = sum(map(len, result.encode_documents(texts)))

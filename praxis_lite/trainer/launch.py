@@ -1,7 +1,7 @@
 """Launches the training of a job that has been built, checked and placed on its mesh.
 
-`train` locks the job directory, initializes or restores the state, runs the training loop
-(`trainer.train`) and reports how it ended.
+`launch_training` locks the job directory, initializes or restores the state, runs the training loop
+(`run_training_loop`) and reports how it ended.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.processes.logs import PhaseTimes, open_job_log, warn_once_per_job
 from praxis_lite.job.processes.stop_request import StopRequest
-from praxis_lite.trainer import trainer
 from praxis_lite.trainer.checks.datasets import step_for
 from praxis_lite.trainer.checks.job_checks import (
     check_batches_left,
@@ -44,12 +43,12 @@ from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
 from praxis_lite.trainer.metrics.progress import ProgressLine, live_line
 from praxis_lite.trainer.spike_detector import LossSpike, RollBacks
 from praxis_lite.trainer.starting_point import StartingPoint, StartingPoints
-from praxis_lite.trainer.trainer import TrainingResult
+from praxis_lite.trainer.training_loop import TrainingResult, run_training_loop
 
-__all__ = ("train",)
+__all__ = ("launch_training",)
 
 
-def train(
+def launch_training(
     job: JobOnMesh,
     launched: LaunchedConfig,
     tools: JobTools | None = None,
@@ -204,7 +203,7 @@ def _train_with_roll_backs(
             live = live_line() if is_shown else None
             progress = ProgressLine(run.num_train_steps, live, run.log_every_steps, start.step)
             hooks = all_hooks(job, progress, tools.hooks, trackers, other_saves.hooks(job))
-            ended = trainer.train(job, start, checkpoints, stop, hooks, _log.info)
+            ended = run_training_loop(job, start, checkpoints, stop, hooks, _log.info)
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)

@@ -10,7 +10,7 @@ from typing import Any
 
 from praxis_lite.job.events import EVALUATION, ON_DEVICES, SAVE, events
 from praxis_lite.trainer.hooks.hook import StepMetrics, overrides
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.metrics.device_clock import DeviceSpan
 from praxis_lite.trainer.metrics.packed import Packed
 from praxis_lite.trainer.metrics.step_times import (
@@ -57,7 +57,7 @@ class LateMetrics:
       last_time: Value of `time.perf_counter()` when the previous step was read.
     """
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: LoopState):
         self._loop, self._weight_unit = loop, loop.job.partitioner.task.weight_unit
         self._add_hooks = [hook for hook in loop.hooks if overrides(hook, "add_metrics")]
         self._after_hooks = [hook for hook in loop.hooks if overrides(hook, "after_metrics")]

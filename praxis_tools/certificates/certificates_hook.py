@@ -16,7 +16,7 @@ from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, events
 from praxis_lite.job.processes.logs import warn_once_per_job
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.trainer.metrics.json_lines import append_lines
 from praxis_tools.certificates.certifier import CertifiedStep, Certifier, any_process_differs
@@ -64,7 +64,7 @@ class Certificates(Hook):
     def restore(self, saved: Any) -> None:
         self._saved = saved
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         with events.phase(COMPILE):
             self._compute_digests.compile()

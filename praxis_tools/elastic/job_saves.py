@@ -8,7 +8,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.events import SAVE, events
 from praxis_lite.job.processes.watchdog import SAVING
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.saves import data_to_save
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import OtherSaves, SavedState
@@ -69,7 +69,7 @@ class PeerSaveHook(Hook):
         self._job, self._saver = job, saver
         self._every = self.every = every
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         if self._saver.step > loop.first_step:  # Training was rolled back after a loss spike.
             self._saver.abandon_after(loop.first_step)

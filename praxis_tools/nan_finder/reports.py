@@ -20,7 +20,7 @@ from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_lite.host.file_reading import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop as TrainingLoop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import GRADIENT_OF, layers_of_name, own_frames
 from praxis_tools.nan_finder.origins import Origin, OriginSearch
@@ -38,7 +38,7 @@ class NonFinite(Hook):
     def __init__(self, job: JobOnMesh):
         self._job = job
 
-    def before_training(self, loop: TrainingLoop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._watchdog = loop.watchdog
         self._reports = NonFiniteReports(
             self._job.partitioner, self._job.files.non_finite_txt, loop.note

@@ -6,7 +6,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.hooks.hook import Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_tools.plan.residuals import append_residual
 from praxis_tools.profile.measured import Measured, measure
 from praxis_tools.profile.peak_memory import PeakMemory, peak_memory
@@ -74,7 +74,7 @@ class ProfileTables(Hook):
 
     every, waits = None, False
 
-    def before_training(self, loop: Loop, state: object) -> None:
+    def before_training(self, loop: LoopState, state: object) -> None:
         self._note = loop.note
 
     def after_profile(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME
 from praxis_tools.explain import hlo_matmuls
@@ -42,7 +42,7 @@ class Utilization(Hook):
         self._chip = chip or attached_chip(job)
         self._flops: dict[str, float] = {}
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
 
     @contextlib.contextmanager

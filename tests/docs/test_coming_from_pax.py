@@ -38,7 +38,7 @@ from praxis_lite.optimizers import schedules
 from praxis_lite.pax import job as pax_job
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
 from praxis_lite.trained_model import trained_model
-from praxis_lite.trainer import decoding, evaluation, metrics, trainer
+from praxis_lite.trainer import decoding, evaluation, metrics, training_loop
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch
 from tests.pax.test_checkpoints import MADE_BY_PAX, lm
 from tests.support.every_case import assert_each
@@ -46,7 +46,7 @@ from tests.support.goldens import golden
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
-    praxis_lite, optimizers, core, layers, learner, decode, experiment, inputs, task, trainer,
+    praxis_lite, optimizers, core, layers, learner, decode, experiment, inputs, task, training_loop,
     decoding, partitioner,
     checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
     evaluation, image_classification, sequence_to_sequence, pax_job,

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from praxis_lite.trainer import launch as launching
-from praxis_lite.trainer import starting_point, trainer
+from praxis_lite.trainer import starting_point, training_loop
 from praxis_lite.trainer.hooks import saves
 from tests.support.job_runs import home, launch
 from tests.support.line_jobs import LINE
@@ -31,7 +31,7 @@ def a_file(path):
 
 PLACES = [
     (saves.Saves, "save"),
-    (trainer, "check_ids"),
+    (training_loop, "check_ids"),
     (starting_point, "compile_init"),
     (launching, "write_layout"),
     (launching, "JobLock"),

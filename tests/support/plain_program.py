@@ -59,7 +59,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     )
     from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
-    from praxis_lite.inputs.tokenizers.training import train
+    from praxis_lite.inputs.tokenizers.training import train_tokenizer
     from praxis_lite.layers.whole_model.quantization import quantized
     from praxis_lite.modes.mode import CommandLine
     from praxis_tools.lm_eval import harness_model
@@ -79,7 +79,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "tokenizer.json": lambda: load_tokenizer(GOLDENS / "tokenizers/llama3").vocab_size,
         "tokenizer.model": lambda: load_tokenizer(pieces.parent).vocab_size,
-        "training a tokenizer": lambda: train(texts, folder / "tokenizer", 300),
+        "training a tokenizer": lambda: train_tokenizer(texts, folder / "tokenizer", 300),
         "a chat template": lambda: ChatTemplate("{{ messages }}").render([]),
         "TfRecords": lambda: TfRecords(file("a.tfrecord")).check(),
         "ImageFiles": lambda: ImageFiles(file("cats/a.png")).check(),

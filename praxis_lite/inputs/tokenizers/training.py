@@ -26,7 +26,7 @@ BEGIN_TURN, END_TURN = "<|begin_of_turn|>", "<|end_of_turn|>"
 CHAT = chatml(BEGIN_TURN, END_TURN)
 
 
-def train(
+def train_tokenizer(
     files: str,
     directory: Path,
     vocab_size: int,
@@ -65,7 +65,7 @@ def train(
     )
     paths = matching_files(files)
     with new_directory(directory, TOKENIZER_JSON) as target:
-        _train(paths, target, vocab_size, special, chat_template)
+        _train_and_write(paths, target, vocab_size, special, chat_template)
     return JsonTokenizer(directory)
 
 
@@ -88,7 +88,7 @@ def _check_special(token: str, before: Sequence[str]) -> None:
     check(not is_text, "a token that does not occur in ordinary text")
 
 
-def _train(
+def _train_and_write(
     paths: Sequence[str], target: Path, vocab_size: int, special: Sequence[str], chat_template: str
 ) -> None:
     library = optional_module("tokenizers", "Training a tokenizer")

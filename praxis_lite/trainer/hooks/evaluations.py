@@ -6,7 +6,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.events import EVALUATION, events
 from praxis_lite.trainer.evaluation import Evaluator, watched_values
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_history import evaluates, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -21,7 +21,7 @@ class Evaluations(Hook):
     def __init__(self, job: JobOnMesh):
         self._job, self.every = job, job.run.evaluation.every_steps
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         job, step = self._job, loop.first_step
         self._loop = loop
         self._evaluator = Evaluator(
@@ -68,7 +68,7 @@ class EarlyStops(Hook):
         self._job, self._stopping = job, job.run.stopping.early
         self._watched: dict[int, float] = {}
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 

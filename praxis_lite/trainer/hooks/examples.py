@@ -23,7 +23,7 @@ from praxis_lite.job.examples.lines import RowSpan, Start, line_of, next_start
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.same_everywhere import versions
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
@@ -46,7 +46,7 @@ class Examples(Hook):
         self._job = job
         self._lines: RetryingLineWriter | None = None
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         folder, membership = self._job.files.examples, processes.membership()
         member = processes.index() if membership is None else membership.member
         self._path = folder / f"{member}.jsonl"

@@ -9,7 +9,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.evaluation import evaluation_line
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_history import evaluations
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -32,7 +32,7 @@ class FollowedEvaluations(Hook):
         self._path = job.files.eval_metrics_jsonl
         self._polled_at, self._size, self._has_noted = -math.inf, -1, False
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         if self._job.run.evaluation.by_follower and loop.is_first:
             loop.note(

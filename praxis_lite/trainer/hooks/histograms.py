@@ -6,7 +6,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trackers.tracker import Histogram
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -20,7 +20,7 @@ class Histograms(Hook):
     def __init__(self, job: JobOnMesh, trackers: Trackers):
         self._job, self._trackers, self.every = job, trackers, job.run.histograms_every_steps
 
-    def before_training(self, loop: Loop, state: object) -> None:
+    def before_training(self, loop: LoopState, state: object) -> None:
         self._loop = loop
 
     def is_due(self, step: int, is_last: bool) -> bool:

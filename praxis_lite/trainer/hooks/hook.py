@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import jax
 
     from praxis_lite.core.partitioner.train_state import TrainState
-    from praxis_lite.trainer.hooks.loop import Loop
+    from praxis_lite.trainer.hooks.loop_state import LoopState
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
@@ -104,7 +104,7 @@ class Hook(contextlib.AbstractContextManager):
     def to_save(self) -> Any:
         """Returns a JSON-serializable value to save with each checkpoint, or None."""
 
-    def before_training(self, loop: "Loop", state: "TrainState", /) -> None:
+    def before_training(self, loop: "LoopState", state: "TrainState", /) -> None:
         """Called before the first step is compiled, with the state that is donated to that step."""
 
     def compiling(self) -> contextlib.AbstractContextManager:

@@ -2,7 +2,7 @@
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_history import losses_before
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import metric_text
@@ -18,7 +18,7 @@ class LossSpikes(Hook):
         self._job = job
         self._median: float | None = None
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop, run = loop, self._job.run
         # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
         self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))

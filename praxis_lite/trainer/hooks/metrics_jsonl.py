@@ -8,7 +8,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.events import INPUT_WAIT, STEP, events
 from praxis_lite.trainer.evaluation import evaluation_line
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.trainer.metrics.progress import ProgressLine
@@ -27,7 +27,7 @@ class MetricsFiles(Hook):
     def __init__(self, job: JobOnMesh):
         self._job, self._stack = job, contextlib.ExitStack()
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         files, first_step, enter = self._job.files, loop.first_step, self._stack.enter_context
         self._eval_writer = enter(JsonLinesWriter(files.eval_metrics_jsonl, first_step))
         self._writer = enter(JsonLinesWriter(files.metrics_jsonl, first_step))

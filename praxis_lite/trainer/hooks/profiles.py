@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -25,7 +25,7 @@ class ProfileBegins(Hook):
         self._run, self._profiler = job.run, profiler
         self._ranges = job.run.profile.ranges()
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         self._state: TrainState | None = state
 
@@ -79,7 +79,7 @@ class ProfileEnds(Hook):
     def __init__(self, job: JobOnMesh, profiler: Profiler):
         self._profiler = profiler
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         self._profiler.note = loop.note
         if not loop.stop.handles_profile_signal:

@@ -8,7 +8,7 @@ from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.decoding.prompt_decoder import Batchings, PromptDecoder
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.records import DecodedFile, write_records
@@ -25,7 +25,7 @@ class Samples(Hook):
         self._prompts = sample_prompts(job)
         self._batchings: Batchings = {}
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
 
     def is_due(self, step: int, is_last: bool) -> bool:

@@ -11,7 +11,7 @@ from praxis_lite.job.events import SAVE, events
 from praxis_lite.job.processes.watchdog import SAVING
 from praxis_lite.trainer.evaluation import watched_values
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 __all__ = ("data_to_save",)
@@ -27,7 +27,7 @@ class Saves(Hook):
     def __init__(self, job: JobOnMesh):
         self._job, self.every = job, job.run.checkpoints.every_steps
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
         if loop.results is not None and self._job.run.checkpoints.best is not None:
             # The interrupted evaluation of this step has been repeated. Save the step again,
@@ -68,7 +68,7 @@ class Saves(Hook):
             loop.checkpoints.wait()
 
 
-def data_to_save(step: int, loop: Loop) -> dict[str, object]:
+def data_to_save(step: int, loop: LoopState) -> dict[str, object]:
     """Returns the JSON data to save with a state: data position, seed and values from hooks."""
     position = DataPosition.of_step(step, loop.skipped_batches)
     data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
@@ -77,7 +77,7 @@ def data_to_save(step: int, loop: Loop) -> dict[str, object]:
     return data
 
 
-def _hook_values(loop: Loop) -> dict[str, object]:
+def _hook_values(loop: LoopState) -> dict[str, object]:
     """Returns the values that hooks save, keyed by hook name.
 
     Raises:

@@ -13,7 +13,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.batches import non_finite_rows
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
@@ -25,7 +25,7 @@ class SkippedSteps(Hook):
     def __init__(self, job: JobOnMesh):
         self._job = job
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from praxis_lite.job.job_dir import SAMPLES, JobDir
 from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
 from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import lines_if_any, lost_path
 from praxis_lite.trainer.summary import continuations
@@ -149,7 +149,7 @@ class Tracking(Hook):
     def __init__(self, trackers: Trackers):
         self._trackers = trackers
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
+    def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._note = loop.note
         self._trackers.resume_from(loop.first_step)
 

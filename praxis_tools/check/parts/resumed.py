@@ -23,8 +23,8 @@ from praxis_lite.experiment.run_settings import StopSettings
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.interrupts import Interrupt
-from praxis_lite.trainer import launch
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.launch import launch_training
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
@@ -129,7 +129,7 @@ def _train_job(
         )
         with contextlib.redirect_stdout(io.StringIO()):
             on_mesh = JobOnMesh(runner.partitioner, job, JobDir(folder))
-            ended = launch.train(on_mesh, launched, stop_request=Interrupt)
+            ended = launch_training(on_mesh, launched, stop_request=Interrupt)
             if ended.stopped_by:
                 raise KeyboardInterrupt(ended.stopped_by)
     return {

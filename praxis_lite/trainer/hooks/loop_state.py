@@ -18,12 +18,12 @@ from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.spike_detector import LossSpike
 
-__all__ = ("Loop",)
+__all__ = ("LoopState",)
 
 Results = Mapping[str, Mapping[str, float]]
 
 
-class Loop:
+class LoopState:
     """The state of the training loop that is visible to hooks.
 
     The TrainState is never stored here, because it is donated to the next step.

@@ -16,7 +16,7 @@ from praxis_lite.job.events import DISPATCH, INPUT_WAIT, STEP, events
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
-from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.device_clock import DeviceClock
@@ -46,7 +46,7 @@ class TrainingResult:
     unsound: str | None = None
 
 
-def train(
+def run_training_loop(
     job: JobOnMesh,
     start: StartingPoint,
     checkpoints: Checkpoints,
@@ -74,7 +74,7 @@ def train(
       ConfigError: A batch contains ids outside the model's vocabulary, or a hook raised the error.
       FailedSave: A checkpoint could not be written.
     """
-    loop = Loop(
+    loop = LoopState(
         job,
         start.step,
         start.skipped_batches,
@@ -89,10 +89,12 @@ def train(
         for hook in loop.hooks:
             stack.enter_context(hook)
         with loop.watchdog, DeviceClock() as device_clock:
-            return _run(loop, start, device_clock)
+            return _run_steps(loop, start, device_clock)
 
 
-def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> TrainingResult | LossSpike:
+def _run_steps(
+    loop: LoopState, start: StartingPoint, device_clock: DeviceClock
+) -> TrainingResult | LossSpike:
     job, partitioner, step = loop.job, loop.job.partitioner, start.step
     state = start.take_state()
     for name, hook in by_name(loop.hooks).items():
@@ -157,7 +159,7 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
     return TrainingResult(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
 
 
-def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
+def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
     """Yields training batches, except batches that are skipped after loss spikes.
 
     Yields:
