@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.pipeline_checks import checked_batches
 
 
 @dataclasses.dataclass(frozen=True)

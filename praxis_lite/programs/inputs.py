@@ -133,7 +133,7 @@ def _prove(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from praxis_lite.inputs.batches import check_data
+    from praxis_lite.inputs.pipeline_checks import check_data
 
     for name, pipeline in _pipelines(args).items():
         start = time.monotonic()

@@ -17,7 +17,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.generation import changed_decoder

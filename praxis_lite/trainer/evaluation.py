@@ -17,8 +17,8 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.numpy_data import InMemory
+from praxis_lite.inputs.pipeline_checks import checked_batches, non_finite_rows
 from praxis_lite.job.events import COMPILE, DISPATCH, ON_DEVICES, events
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.compilation import compile_step, compile_together

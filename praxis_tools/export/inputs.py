@@ -13,7 +13,7 @@ from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
 from praxis_lite.inputs.base import TRAIN, InputPipeline
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]

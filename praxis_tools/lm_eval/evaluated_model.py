@@ -9,7 +9,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.huggingface.family import family_of
 from praxis_lite.huggingface.model import HuggingFaceModel
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trained_model.trained_model import TrainedModel

@@ -10,7 +10,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.checks.job_checks import check_parts
 from praxis_lite.trainer.job_on_mesh import partitioner_on

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.inputs import FromSource, InMemory, JsonLines, Mixture, WithWorkers
-from praxis_lite.inputs.batches import non_finite_rows
+from praxis_lite.inputs.pipeline_checks import non_finite_rows
 from praxis_lite.trainer.checks.job_checks import notes_on_batch_size
 
 # Each value is its example's number; a mixture's second source counts from 100.

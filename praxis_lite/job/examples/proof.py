@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.inputs.base import TRAIN, InputPipeline
-from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.pipeline_checks import checked_batches
 from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.job.examples.history import History
 

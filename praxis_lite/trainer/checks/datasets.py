@@ -11,8 +11,13 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline
-from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec
 from praxis_lite.inputs.mixing.same_classes import require_same_classes
+from praxis_lite.inputs.pipeline_checks import (
+    check_data,
+    check_members,
+    checked_batches,
+    checked_spec,
+)
 from praxis_lite.job import processes
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.trainer.checks.id_sizes import num_ids_of

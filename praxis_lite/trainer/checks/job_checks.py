@@ -13,8 +13,8 @@ from praxis_lite.decode.decoder import Decoder
 from praxis_lite.experiment.experiment import Job, check_dataset_name
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.inputs.base import TRAIN, InputPipeline
-from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.mixing.mixture import Mixture
+from praxis_lite.inputs.pipeline_checks import checked_batches
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, TIMES

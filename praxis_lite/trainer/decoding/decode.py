@@ -10,7 +10,7 @@ from typing import Any
 from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.checks.datasets import check_reads

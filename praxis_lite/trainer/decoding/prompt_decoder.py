@@ -17,7 +17,7 @@ from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.pipeline_checks import checked_batches
 from praxis_lite.trainer.compilation import compile_step
 
 # Number of steps after which the host reads the new tokens. Each read waits for the devices, but a

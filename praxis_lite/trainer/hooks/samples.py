@@ -2,7 +2,7 @@
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.job.job_dir import SAMPLES
 from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.decoding.prompt_decoder import Batchings, PromptDecoder

@@ -11,7 +11,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.optimizer_factories import MAX_LEARNING_RATE
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.batches import non_finite_rows
+from praxis_lite.inputs.pipeline_checks import non_finite_rows
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh

@@ -20,7 +20,7 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.checks.memory import bytes_of_a_device, check_fits
 from praxis_lite.trainer.job_on_mesh import partitioner_on

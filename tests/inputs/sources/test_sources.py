@@ -30,7 +30,7 @@ from praxis_lite.inputs import (
     TfRecords,
 )
 from praxis_lite.inputs.base import batches_sha256
-from praxis_lite.inputs.batches import check_data
+from praxis_lite.inputs.pipeline_checks import check_data
 from praxis_lite.inputs.sources import in_place_files
 from praxis_lite.inputs.sources.faults import BadExample
 

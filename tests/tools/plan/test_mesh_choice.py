@@ -17,7 +17,7 @@ from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment import registry
 from praxis_lite.host import host_memory
-from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.pipeline_checks import checked_spec
 from praxis_lite.trainer.checks.memory import check_fits
 from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.plan.search import mesh_choice
