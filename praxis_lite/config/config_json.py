@@ -11,8 +11,8 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config import json_nodes
-from praxis_lite.config.callables import text_of_value
 from praxis_lite.config.json_nodes import FORMAT, damaged
+from praxis_lite.config.named_values import text_of_value
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, shortened

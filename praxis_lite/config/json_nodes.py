@@ -18,10 +18,10 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config.configurable import is_allowed, refused
+from praxis_lite.config.allowed_names import is_allowed, refused
+from praxis_lite.config.literals import dtype_name
 from praxis_lite.config.names import imported, name_of
 from praxis_lite.config.paths import describe, join
-from praxis_lite.config.values import dtype_name
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.public_names import current_name
 

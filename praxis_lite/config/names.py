@@ -7,7 +7,7 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from praxis_lite.config.configurable import (
+from praxis_lite.config.allowed_names import (
     ARRAY_LIBRARIES,
     LIBRARIES,
     PUBLIC,

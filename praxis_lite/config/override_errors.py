@@ -9,8 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config.paths import Field, children, iterate_fields, settings_of
-from praxis_lite.config.values import (
+from praxis_lite.config.literals import (
     UNKNOWN,
     WrongType,
     is_plain,
@@ -18,6 +17,7 @@ from praxis_lite.config.values import (
     type_name,
     union_parts,
 )
+from praxis_lite.config.paths import Field, children, iterate_fields, settings_of
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import fiddle as fdl
 
-from praxis_lite.config.callables import (
+from praxis_lite.config.literals import UNKNOWN, WrongType, are_same, parse_value
+from praxis_lite.config.named_values import (
     object_kind,
     parse_callable,
     shown_value,
@@ -27,7 +28,6 @@ from praxis_lite.config.paths import (
     settings_of,
 )
 from praxis_lite.config.settings_file import SettingInFile
-from praxis_lite.config.values import UNKNOWN, WrongType, are_same, parse_value
 from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("check_required",)

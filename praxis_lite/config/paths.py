@@ -11,7 +11,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config.values import UNKNOWN, is_dtype, union_parts
+from praxis_lite.config.literals import UNKNOWN, is_dtype, union_parts
 from praxis_lite.core.callables import callable_name
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.config.literals import UNKNOWN, format_value, is_bare_word, is_dtype
 from praxis_lite.config.names import name_of
 from praxis_lite.config.paths import holds_only_literals, join
-from praxis_lite.config.values import UNKNOWN, format_value, is_bare_word, is_dtype
 from praxis_lite.core.errors import ConfigError, shortened
 
 __all__ = ("Settings",)

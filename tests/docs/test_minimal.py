@@ -76,7 +76,7 @@ def test_it_is_short_and_needs_the_core_and_checkpoints_alone():
         "trainer",
         "job.command",
         "config.build",
-        "config.configurable",
+        "config.allowed_names",
     )
     assert not loaded & {
         "fiddle",

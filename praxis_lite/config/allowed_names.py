@@ -10,7 +10,7 @@ import types
 from collections.abc import Collection
 from typing import Any
 
-from praxis_lite.config.values import is_dtype
+from praxis_lite.config.literals import is_dtype
 from praxis_lite.core.errors import shortened
 from praxis_lite.public_names import homes_of
 

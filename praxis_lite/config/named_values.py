@@ -13,9 +13,9 @@ from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.config.literals import UNKNOWN, format_value, is_plain, union_parts
 from praxis_lite.config.names import name_of, named, names_in
 from praxis_lite.config.paths import Unknown, describe, holds_only_literals, settings_of
-from praxis_lite.config.values import UNKNOWN, format_value, is_plain, union_parts
 from praxis_lite.core.errors import did_you_mean
 
 

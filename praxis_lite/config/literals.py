@@ -1,4 +1,4 @@
-"""Converts the text after `=` in `--set` to a typed value, and back."""
+"""Converts the text after `=` in `--set` to a literal of the annotated type, and back."""
 
 import ast
 import collections.abc
