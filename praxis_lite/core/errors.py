@@ -106,9 +106,14 @@ def is_whole(value: object) -> bool:
 
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns " Did you mean a, b?" with the candidates most similar to `name`, or ""."""
-    # Compare case-insensitively, so that "adamW" suggests "adamw" before "adam".
-    by_folded_name = {candidate.casefold(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.casefold(), by_folded_name, limit, 0.5)
+
+    # Compare without case, so that "adamW" suggests "adamw" before "adam", and without the dashes
+    # of options, which all options have in common.
+    def folded(text: str) -> str:
+        return text.lstrip("-").casefold()
+
+    by_folded_name = {folded(candidate): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(folded(name), by_folded_name, limit, cutoff=0.6)
     similar = [by_folded_name[match] for match in matches]
     return f" Did you mean {', '.join(similar)}?" if similar else ""
 

@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
         ]
         actions = [action for parser in parsers for action in parser._actions]
         flags = [flag for action in actions for flag in action.option_strings]
-        hint = did_you_mean(f"--{word}", flags, limit=1)
+        hint = did_you_mean(word, flags, limit=1)
         if value and "." in word:
             hint = f" Set fields of the config with --set {word}={value}."
         return f"{given} is not an option of praxis_lite.{hint} --help lists all options."

@@ -177,7 +177,7 @@ def test_options_that_there_are_not_are_told_the_nearest():
         ("--job_dir=x",): "--job_log_dir?",
         ("run.seed=3",): "--set run.seed=3",
         ("--run.seed=3",): "--set run.seed=3",
-        ("--mode=test",): "no subcommand test. Did you mean",
+        ("--mode=test",): "no subcommand test. `praxis --help`",
         ("--mode=eval", "--step=last"): "'last'",
     }.items():
         assert words in refused(*argv)
