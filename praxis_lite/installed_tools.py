@@ -1,10 +1,11 @@
-"""Collects the tools for a training job from praxis_lite and from an installed package."""
+"""Loads the tools for training jobs from praxis_lite and from an installed package."""
 
 import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.trainer.job_tools import JobTools
 
 if TYPE_CHECKING:
@@ -14,12 +15,21 @@ if TYPE_CHECKING:
 
 
 def installed_job_tools() -> JobTools:
-    """Returns the tools from the first entry point in the group `praxis_lite.job_tools`, if any.
+    """Returns the tools from the entry point in the group `praxis_lite.job_tools`, if any.
 
     praxis_lite's sources of initial states are always included.
+
+    Raises:
+      ConfigError: Several packages have such an entry point.
     """
-    points = importlib.metadata.entry_points(group="praxis_lite.job_tools")
-    tools = next((point.load() for point in points), JobTools())
+    points = tuple(importlib.metadata.entry_points(group="praxis_lite.job_tools"))
+    if len(points) > 1:
+        raise ConfigError(
+            "The entry points praxis_lite.job_tools are "
+            f"{', '.join(sorted(point.value for point in points))}; expected only one, because a "
+            "training job cannot combine the tools of several packages. Uninstall the others."
+        )
+    tools = points[0].load() if points else JobTools()
     return dataclasses.replace(tools, sources={**_SOURCES, **tools.sources})
 
 

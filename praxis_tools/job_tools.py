@@ -1,6 +1,6 @@
 """The tools that are added to a training job: hooks, listeners, peer saves and elastic meshes.
 
-The trainer finds them through the entry point `praxis_lite.job_tools` in setup.py.
+`praxis_lite.installed_tools` finds them through the entry point in pyproject.toml.
 """
 
 import contextlib
