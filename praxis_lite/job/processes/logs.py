@@ -5,6 +5,7 @@ The library only logs, to `logging.getLogger(__name__)` in each file; `praxis_to
 the job directory (`job_log`).
 """
 
+import abc
 import contextlib
 import copy
 import enum
@@ -110,7 +111,7 @@ def message_of(line: str) -> str:
     return message if level in ("DEBUG", "INFO") else f"{level}: {message}"
 
 
-class _FoldingHandler(logging.Handler):
+class _FoldingHandler(logging.Handler, abc.ABC):
     """Writes equal consecutive records once, followed by "... repeated 12 times"."""
 
     def __init__(self) -> None:
@@ -129,9 +130,9 @@ class _FoldingHandler(logging.Handler):
         self._message, self._fold_until = message, record.created + _FOLD_SECONDS
         self.write(record)
 
+    @abc.abstractmethod
     def write(self, record: logging.LogRecord) -> None:
         """Writes a record."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self._end_fold()
