@@ -85,23 +85,25 @@ nightly: $(TESTING)
 test-nightly: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m nightly $(PYTEST_ARGS)
 
+# Creates the virtual environment $(1), if $(PYTHON) is Python 3.$(2) to 3.$(3); $(4) explains the
+# limits.
+define new_venv
+@"$(PYTHON)" -c 'import sys; sys.exit(not (3, $(2)) <= sys.version_info[:2] <= (3, $(3)))' || { \
+  echo "$(4), but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+  echo "Use a different interpreter: make $@ PYTHON=/path/to/python3.12"; exit 1; }
+@echo "Setting up $(1). This takes a few minutes each time."
+@"$(PYTHON)" -m venv --clear $(1)
+endef
+
 test-next:
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
-	  echo "The newest jax needs Python 3.12 or newer, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
-	  echo "Use a different interpreter: make test-next PYTHON=/path/to/python3.13"; exit 1; }
-	@echo "Setting up $(VENV_NEXT). This takes a few minutes each time."
-	@"$(PYTHON)" -m venv --clear $(VENV_NEXT)
+	$(call new_venv,$(VENV_NEXT),12,14,The newest jax needs Python 3.12 or newer)
 	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[test]'
 	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
 	  jax flax optax orbax-checkpoint grain
 	@$(VENV_NEXT)/bin/python -m tests.support.next_versions $(PYTEST_ARGS)
 
 test-oldest:
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
-	  echo "The oldest versions need Python 3.11 or 3.12, but $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
-	  echo "Use a different interpreter: make test-oldest PYTHON=/path/to/python3.12"; exit 1; }
-	@echo "Setting up $(VENV_OLDEST). This takes a few minutes each time."
-	@"$(PYTHON)" -m venv --clear $(VENV_OLDEST)
+	$(call new_venv,$(VENV_OLDEST),11,12,The oldest versions need Python 3.11 or 3.12)
 	@"$(PYTHON)" -m tests.support.oldest_versions > $(VENV_OLDEST)/constraints.txt
 	@$(VENV_OLDEST)/bin/python -m pip install -qq --disable-pip-version-check \
 	  --constraint $(VENV_OLDEST)/constraints.txt --editable '.[test]'
