@@ -17,7 +17,7 @@
 #   make lock    updates requirements-dev.lock
 #   make lint    checks style and format with ruff, and types with mypy and pyright
 #   make release-check  builds a release, its documentation and an empty environment with it, trains
-#                  and decodes there, and checks the licences of all dependencies (TAG=v1.0.0 checks
+#                  and decodes there, and checks the licenses of all dependencies (TAG=v1.0.0 checks
 #                  the version too)
 #   make release-job    writes tests/releases/VERSION, a small job that later versions must load
 #   make docs    builds the site of the docs in build/site (4 minutes)

@@ -126,7 +126,7 @@ def main() -> None:
     both = {name: compiled_layer(build, mesh, True) for name, build in LAYERS.items()}
     print("collectives of a layer: forward pass / forward and backward")
     for name in LAYERS:
-        counts = [hlo.summarise(hlo.collectives(c)) for c in (forward[name], both[name][0])]
+        counts = [hlo.summarize(hlo.collectives(c)) for c in (forward[name], both[name][0])]
         for kind in sorted(set().union(*counts)):
             (n, size), (total, total_size) = (count.get(kind, (0, 0)) for count in counts)
             print(

@@ -127,7 +127,7 @@ class Step:
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
     """Returns the costs of the compiled step per device, by name."""
-    totals = hlo.summarise(hlo.collectives(compiled))
+    totals = hlo.summarize(hlo.collectives(compiled))
     return {
         "matmul flops": hlo_matmuls.flops(compiled),
         "collective bytes": sum(size for _, size in totals.values()),

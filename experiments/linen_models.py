@@ -116,7 +116,7 @@ class CausalLm(nn.Module):
             padding="CAUSAL",
             use_bias=False,
             kernel_init=named(None, None, "embed"),
-            name="neighbours",
+            name="neighbors",
         )(x_BTD)
         shape = (self.max_length, self.model_dims)
         positions = self.param("positions", named(None, "embed", draw=small), shape)

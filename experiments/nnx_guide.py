@@ -104,7 +104,7 @@ class DotReluDot(Experiment):
         arrays = fdl.Partial(noise, depth=1024)
         return {
             "train": fdl.Config(InMemory, arrays, batch_size=8, shuffle=True),
-            "learnt": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False),
+            "learned": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False),
         }
 
     def run(self):

@@ -1,6 +1,6 @@
 """A language model on a filtered, packed mixture of three text datasets in three file formats.
 
-The text comes with a Python installation: documentation, source code and the licences of packages.
+The text comes with a Python installation: documentation, source code and the licenses of packages.
 On first use, the text is written to .jsonl.gz, .parquet and .jsonl.zst files, which are then read
 like any other files.
 """
@@ -25,7 +25,7 @@ from praxis_lite.inputs import (
     language_reference,
 )
 
-__all__ = ["PythonTexts", "code", "docs", "examples_of", "is_worth_learning", "licences"]
+__all__ = ["PythonTexts", "code", "docs", "examples_of", "is_worth_learning", "licenses"]
 
 Texts = Iterator[tuple[str, str]]
 
@@ -47,8 +47,8 @@ def code() -> Texts:
         yield path.name, path.read_text(encoding="utf-8", errors="replace")
 
 
-def licences() -> Texts:
-    """Yields (path, text) for the licences of installed packages, without duplicates."""
+def licenses() -> Texts:
+    """Yields (path, text) for the licenses of installed packages, without duplicates."""
     seen = set()
     for package in sorted(importlib.metadata.distributions(), key=lambda dist: dist.name.lower()):
         for file in sorted(package.files or (), key=str):
@@ -73,9 +73,9 @@ def is_worth_learning(example: dict[str, str]) -> bool:
 
 @register
 class PythonTexts(lm.Llama):
-    """Trains lm.Llama on documentation, code and licences, with more code after step 100.
+    """Trains lm.Llama on documentation, code and licenses, with more code after step 100.
 
-    Measured in tokens, the final mixture is 50% documentation, 40% code and 10% licences. The files
+    Measured in tokens, the final mixture is 50% documentation, 40% code and 10% licenses. The files
     are written to `folder` on first use; change the folder with --set folder=DIR. For tokens other
     than bytes, use --set corpus.tokenizer=DIR.
     """
@@ -98,7 +98,7 @@ class PythonTexts(lm.Llama):
         documents = {
             "docs": self.documents(JsonLines, "docs.jsonl.gz", docs),
             "code": self.documents(Parquet, "code.parquet", code),
-            "licences": self.documents(JsonLines, "licences.jsonl.zst", licences),
+            "licenses": self.documents(JsonLines, "licenses.jsonl.zst", licenses),
         }
         rows = functools.partial(fdl.Config, PackedText, seq_len=256)
         sources = {
@@ -111,14 +111,14 @@ class PythonTexts(lm.Llama):
             unit="tokens",
             batch_size=16,
             weights=[
-                (0, {"docs": 0.8, "code": 0.1, "licences": 0.1}),
-                (100, {"docs": 0.5, "code": 0.4, "licences": 0.1}),
+                (0, {"docs": 0.8, "code": 0.1, "licenses": 0.1}),
+                (100, {"docs": 0.5, "code": 0.4, "licenses": 0.1}),
             ],
         )
         heldout = {
             f"heldout_{name}": rows(document, "heldout", batch_size=16, shuffle=False)
             for name, document in documents.items()
-            if name != "licences"
+            if name != "licenses"
         }
         return {"train": train, **heldout}
 

@@ -31,7 +31,7 @@ def refused(*argv, num_devices=8):
     assert done.err.startswith("error:") and "Traceback" not in done.err
     assert "\n\n" not in done.err.rstrip("\n"), "more than one paragraph"
     assert max(map(len, done.err.splitlines())) <= 100
-    assert "compiling" not in done.out and "initialising" not in done.out
+    assert "compiling" not in done.out and "initializing" not in done.out
     return " ".join(done.err.split())
 
 

@@ -137,8 +137,8 @@ def _latent(
             "is set. Add them."
         )
     scale = (nope_dim + rope_dim) ** -0.5
-    if not settings.rotates_neighbours:
-        options["rotates_neighbours"] = False
+    if not settings.rope_interleave:
+        options["rope_interleave"] = False
     if settings.has_latent_bias:
         options["use_bias"] = True
     return fdl.Partial(

@@ -75,7 +75,7 @@ class DecoderSettings:
       swiglu_limit, swiglu_alpha: Arguments of TransformerFeedForwardMoe.
       q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Arguments of
         MultiHeadLatentAttention, which replaces DotProductAttention if kv_lora_rank is set.
-      rotates_neighbours: Argument of MultiHeadLatentAttention.
+      rope_interleave: Argument of MultiHeadLatentAttention.
       has_latent_bias: MultiHeadLatentAttention.use_bias.
       num_prediction_layers: Number of multi-token prediction layers, which are not loaded.
       atten_dropout_prob, residual_dropout_prob: Dropout rates of Transformer in training.
@@ -141,7 +141,7 @@ class DecoderSettings:
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
-    rotates_neighbours: bool = True
+    rope_interleave: bool = True
     has_latent_bias: bool = False
     num_prediction_layers: int = 0
     atten_dropout_prob: float = 0.0

@@ -159,7 +159,7 @@ def _step(explained: ExplainedStep) -> dict[str, Any]:
         ],
         "bounds": {
             kind: hlo.bound_sign([c for c in explained.collectives if c.kind == kind])
-            for kind in hlo.summarise(explained.collectives)
+            for kind in hlo.summarize(explained.collectives)
         },
         "memory": vars(explained.memory),
         "donated": explained.donated,

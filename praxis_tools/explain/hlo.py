@@ -174,7 +174,7 @@ def _reduce_scatter_shape(site: Site) -> str | None:
     return root.shape if all(output.opcode == "dynamic-slice" for output in outputs) else None
 
 
-def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+def summarize(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     """Maps each kind of collective to (number of executions, bytes of all executions)."""
     totals = {kind: (0, 0) for kind in KINDS}
     for collective in collectives:
@@ -203,7 +203,7 @@ def collectives_table(collectives: Iterable[Collective]) -> str:
     Lower and upper bounds are marked by '>=' and '<=', and numbers that are neither by '~'.
     """
     collectives, lines = list(collectives), []
-    for kind in summarise(collectives):
+    for kind in summarize(collectives):
         same = [collective for collective in collectives if collective.kind == kind]
         lines.append(_row(kind, same))
         lines += [_row(f"  {group[0].layer}", group) for group in by_layer(same)]

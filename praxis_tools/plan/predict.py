@@ -168,7 +168,7 @@ def predicted_fields(
         low = max(work, timeline.collective_seconds)
         middle = (low + timeline.seconds) / 2
         notes.append(
-            "modelled, not compiled: flops, bytes and collectives are from the program that XLA "
+            "modeled, not compiled: flops, bytes and collectives are from the program that XLA "
             f"compiles for {num_devices} CPU devices (with all-reduces instead of reduce-scatters, "
             f"and without fused attention kernels), and speeds are those of {chip.name}. The lower "
             "end of the range assumes that all collectives overlap, the upper end that none do. To "

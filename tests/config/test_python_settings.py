@@ -19,7 +19,7 @@ from praxis_lite.decode import Sample
 from praxis_lite.decode.decoder import Decoder
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -37,7 +37,7 @@ class Fields:
     fixed: tuple[int, int] = (1, 2)
     table: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: Any = jnp.float32
-    colour: Colour = Colour.RED
+    color: Color = Color.RED
     rate: float | Callable[[int], float] = 1.0
     optimizer: Callable[..., Any] = optax.adam
     decoder: Decoder | None = None
@@ -73,7 +73,7 @@ class Fields:
         ("names", ["1", "none"]),
         ("fixed", (3, 4)),
         ("table", {"a": [1, None]}),
-        ("colour", Colour.RED),
+        ("color", Color.RED),
         ("rate", 0.5),
         ("anything", {"a": (1, "b")}),
         ("anything", "7"),

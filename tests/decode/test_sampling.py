@@ -192,7 +192,7 @@ def test_penalties_lower_what_occurred():
 
 
 class LogProbs(Recurrent):
-    """The model, its logits normalised."""
+    """The model, its logits normalized."""
 
     def __init__(self):
         super().__init__(V, seed=4, scale=1.2)

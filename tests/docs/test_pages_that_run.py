@@ -96,7 +96,7 @@ def configured(*blocks: Block) -> fdl.Config:
     for block in blocks:
         before = str(config)
         block.run(names)
-        # A block that configures nothing (a misspelt name, say) would trace as well.
+        # A block that configures nothing (a misspelled name, say) would trace as well.
         assert str(config) != before, block
     return config
 

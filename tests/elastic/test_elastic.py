@@ -131,13 +131,13 @@ def test_a_job_that_lost_its_hosts_ends_as_an_undisturbed_one(history):
         ("the first dies in a save", [0]),
     ],
 )
-def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbour(history, name, who):
+def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbor(history, name, who):
     change = history.changes[name]
     assert (change["kind"], change["who"], change["source"]) == ("died", who, "peers")
     assert "restored the peer save of step" in history.log
 
 
-def test_what_two_neighbours_had_is_restored_from_the_disk(history):
+def test_what_two_neighbors_had_is_restored_from_the_disk(history):
     change = history.changes["two die at once in an evaluation"]
     assert (change["kind"], change["source"]) == ("died", "disk")
     assert len(change["who"]) == 2 and len(change["members"]) == 1

@@ -70,7 +70,7 @@ def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, 
 def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
     local = tmp_path / "own"
     local.mkdir()
-    for name in ("code.parquet", "licences.jsonl.zst", "docs.jsonl.gz"):
+    for name in ("code.parquet", "licenses.jsonl.zst", "docs.jsonl.gz"):
         (local / name).write_bytes((folder / name).read_bytes())
     done = train(local, tmp_path / "job", 2)
     assert done.code == 0, done.err

@@ -22,7 +22,7 @@ def golden():
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_share_a_character_with_an_answer_are_learnt(kind, is_marked):
+def test_tokens_that_share_a_character_with_an_answer_are_learned(kind, is_marked):
     tokenizer, wrong = load_tokenizer(FOLDER / kind), []
     chosen = [item for item in golden()["answers"] if item[0] == kind]
     assert len(chosen) == len(golden()["templates"]) * len(golden()["conversations"])

@@ -138,18 +138,18 @@ def test_too_long(folder):
     )
 
 
-def test_answers_alone_are_learnt(tmp_path):
+def test_answers_alone_are_learned(tmp_path):
     chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}
     task = {"prompt": "2+2=", "completion": "4"}
     (tmp_path / "a.jsonl").write_text(json.dumps(chat | task) + "\n")
-    for holds, learnt, others in (
+    for holds, learned, others in (
         ("messages", b"c\x03", task),
         ("completion", b"4", chat),
     ):
         rows = packed(tmp_path, {"format": holds, "ignored_keys": tuple(others)})
         ((_, labels, weights),) = pieces_of(rows)
         actual = [x for x, weight in zip(labels, weights, strict=True) if weight]
-        assert bytes(x for x in actual if x != EOS) == learnt
+        assert bytes(x for x in actual if x != EOS) == learned
         assert rows.tokens_per_row() == len(actual) == sum(weights)
         assert (actual[-1] == EOS) == (holds == "completion")
 

@@ -198,7 +198,7 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path):
     [
         (WithWorkers(Numbers(), 0), "num_workers.*0"),
         (WithWorkers(Numbers(), 1, 0), "num_prefetched.*0"),
-        (WithWorkers(Numbers(), 1, kind="fibres"), "kind.*'fibres'"),
+        (WithWorkers(Numbers(), 1, kind="fibers"), "kind.*'fibers'"),
         (WithWorkers(SyntheticLm(37, 0, 7), 1), "batch_size.*0"),
         (WithWorkers("numbers", 1), "pipeline.*str.*IndexedPipeline"),
     ],

@@ -37,8 +37,8 @@ def pair_job() -> tuple[JobDir, list[pairs.Ended], set[str], list[pairs.Ended]]:
     """
     job, temporary = JobDir(home() / "pair"), {"TMPDIR": str(pair_folder())}
     argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=400")
-    signalled = temporary | {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
-    stopped, names = pairs.run(*argv, cwd=home(), env=(temporary, signalled)), names_in(job)
+    signaled = temporary | {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
+    stopped, names = pairs.run(*argv, cwd=home(), env=(temporary, signaled)), names_in(job)
     processes = pairs.start_processes(*argv, cwd=home(), env=(temporary, temporary))
     pairs.wait_until(
         lambda: num_lines(job) >= 7 and any(job.checkpoints.glob("*.saving*")), processes

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Logits [B, 3] of [B, T, D]: rematerialised blocks in a scan."""
+    """Logits [B, 3] of [B, T, D]: rematerialized blocks in a scan."""
 
     dims: int
     heads: int

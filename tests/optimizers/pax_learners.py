@@ -66,7 +66,7 @@ COUNTERPARTS = {
 
 
 def pax_optimizer(settings: Mapping[str, Any]) -> Callable[..., optax.GradientTransformation]:
-    """Returns our optimizer for the settings of one of Pax's; norms are left unregularised."""
+    """Returns our optimizer for the settings of one of Pax's; norms are left unregularized."""
     name = settings["class"] if settings.get("sharded_adam", True) else "Adam, optax"
     ours = COUNTERPARTS[name]
     ignored = {"class", "learning_rate", "lr_schedule", *OF_THE_LEARNER, *OF_REGULARIZED}

@@ -18,7 +18,7 @@ BF16 = jnp.dtype("bfloat16")
 rounded = jax.jit(round_stochastically)
 
 
-def neighbours(x):
+def neighbors(x):
     """Returns float64 bfloat16 numbers next to float32 x, nearer to 0 first, by their bits."""
     bits = np.float32(x).view(np.uint32)
     inner = bits & np.uint32(0xFFFF0000)
@@ -32,7 +32,7 @@ def neighbours(x):
 ])  # fmt: skip
 def test_a_number_goes_up_as_often_as_it_is_near(x):
     x, num_draws = np.float32(x), 40_000
-    inner, outer = neighbours(x)
+    inner, outer = neighbors(x)
     share = (float(x) - inner) / (outer - inner)
     drawn = rounded(jnp.full((num_draws,), x), jax.random.key(3))
     # As integers, for XLA's float comparisons take denormals for 0.
@@ -123,7 +123,7 @@ def two_steps():
     return jax.jit(steps)
 
 
-def test_a_step_is_the_float32_step_and_its_slots_rounded_to_a_neighbour():
+def test_a_step_is_the_float32_step_and_its_slots_rounded_to_a_neighbor():
     params, grads = tree_of(PARAMS), tree_of(PARAMS, 1)
     first, second = two_steps()(params, grads)
     assert (int(first.count), int(second.count)) == (1, 2)

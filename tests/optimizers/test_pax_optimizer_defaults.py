@@ -33,6 +33,6 @@ def test_a_setting_of_pax_has_its_default_or_another_one_that_is_stated(name):
             assert parameters[local].default == pax, setting
 
 
-def test_every_optimizer_of_pax_that_is_tested_here_has_the_same_regularisation_and_clipping():
+def test_every_optimizer_of_pax_that_is_tested_here_has_the_same_regularization_and_clipping():
     for name in COUNTERPARTS:
         assert pax_defaults(name).keys() >= ELSEWHERE

@@ -1,4 +1,4 @@
-"""Regularisation by hand around SGD; that it is Pax's, the goldens and the options show."""
+"""Regularization by hand around SGD; that it is Pax's, the goldens and the options show."""
 
 import functools
 
@@ -83,7 +83,7 @@ def test_ewc_draws_weights_towards_those_they_began_with():
             np.testing.assert_allclose(actual[-1]["w"] - W, -4.25, rtol=1e-6)
 
 
-def test_without_regularisation_it_is_the_optimizer():
+def test_without_regularization_it_is_the_optimizer():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6),
         first_update(), jax.tree.map(lambda w: np.full_like(w, -0.1), WEIGHTS),

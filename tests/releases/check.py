@@ -24,7 +24,7 @@ import praxis_lite
 ROOT = Path(__file__).parents[2]
 DIST, WORK = ROOT / "dist", ROOT / "build/release"
 VERSION = praxis_lite.__version__
-# Licences without conditions on programs that use the package.
+# Licenses without conditions on programs that use the package.
 ALLOWED = re.compile(
     r"apache|\bmit\b|bsd|\bisc\b|\bpsf|python software foundation|python-2|mozilla|mpl-2|unlicense"
     r"|\bzlib\b|public domain|cc0",
@@ -41,7 +41,7 @@ def main() -> None:
         "the wheel and the sdist are built, and their metadata are valid": build,
         "the wheel is installed": install,
         "a job trains and decodes": try_out,
-        "the licences of all dependencies are known": check_licences,
+        "the licenses of all dependencies are known": check_licenses,
     }
     for name, step in steps.items():
         start = time.monotonic()
@@ -115,25 +115,25 @@ def try_out() -> str:
     return f"loss {first:.2f} to {last:.2f}; decoded {len(continued)} characters"
 
 
-def check_licences() -> str:
-    """Checks the licence of each installed package."""
+def check_licenses() -> str:
+    """Checks the license of each installed package."""
     (site,) = (WORK / "installed/lib").glob("python*/site-packages")
-    found = licences(importlib.metadata.distributions(path=[str(site)]))
+    found = licenses(importlib.metadata.distributions(path=[str(site)]))
     wrong = {name: text for name, text in found.items() if not ALLOWED.search(text)}
     if wrong:
         raise ReleaseError(
-            "these packages have a licence that is unknown, or has conditions on programs that "
-            f"use them: {wrong}. Read the licence; add it to ALLOWED, or remove the package."
+            "these packages have a license that is unknown, or has conditions on programs that "
+            f"use them: {wrong}. Read the license; add it to ALLOWED, or remove the package."
         )
     return f"{len(found)} packages"
 
 
-def licences(packages: Iterable[importlib.metadata.Distribution]) -> dict[str, str]:
-    """Returns the licence of each package, as its metadata name it, or "none"."""
-    return {package.name: " / ".join(_licence_texts(package)) or "none" for package in packages}
+def licenses(packages: Iterable[importlib.metadata.Distribution]) -> dict[str, str]:
+    """Returns the license of each package, as its metadata name it, or "none"."""
+    return {package.name: " / ".join(_license_texts(package)) or "none" for package in packages}
 
 
-def _licence_texts(package: importlib.metadata.Distribution) -> Iterator[str]:
+def _license_texts(package: importlib.metadata.Distribution) -> Iterator[str]:
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):
         yield expression

@@ -43,7 +43,7 @@ def summed(num_micro_batches: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict
     weights = jax.ShapeDtypeStruct((ROWS, LENGTH), np.float32)
     step = Partitioner(task, mesh).train_step
     compiled = step.lower({"ids": ids, "labels": ids, "weights": weights}).compile()
-    totals = hlo.summarise(hlo.collectives(compiled))
+    totals = hlo.summarize(hlo.collectives(compiled))
     return {kind: size for kind, (_, size) in totals.items()}
 
 

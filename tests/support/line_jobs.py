@@ -97,7 +97,7 @@ class Line(Experiment):
 
 @register
 class Scheduled(Line):
-    """A line learnt at a rate that a schedule gives."""
+    """A line learned at a rate that a schedule gives."""
 
     def task(self):
         task = super().task()

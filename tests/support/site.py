@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 PAGES, SITE, VERSIONS = ROOT / "build/docs", ROOT / "build/site", ROOT / "build/versions"
 # The packages as they are installed, for mkdocstrings.
 PACKAGES_DIR = ROOT / "build/packages"
-COLOUR = re.compile(r"\x1b\[[\d;]*m")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 # The target of a Markdown link, without its anchor.
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)\s]*)?\))")
 # The text of a link that shows the name of a page.
@@ -260,7 +260,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    out = COLOUR.sub("", done.stdout)
+    out = COLOR.sub("", done.stdout)
     if done.returncode:
         sys.exit(f"{out}\n{shlex.join(map(str, command))} failed.")
     return out

@@ -49,7 +49,7 @@ def test_a_model_that_takes_a_key_gets_it_in_training_and_none_in_evaluation():
 
 
 def test_what_layers_add_to_the_loss_is_trained_on_and_reported():
-    class Regularised(BaseLayer):
+    class Regularized(BaseLayer):
         def __init__(self):
             self.aux_loss = AuxLoss(jnp.zeros(()))
 
@@ -59,7 +59,7 @@ def test_what_layers_add_to_the_loss_is_trained_on_and_reported():
 
     task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
     batch = {"inputs": jnp.eye(3), "labels": jnp.arange(3), "weights": jnp.ones(3)}
-    plain, added = (task.compute_loss(m, batch, None) for m in (lambda x: x, Regularised()))
+    plain, added = (task.compute_loss(m, batch, None) for m in (lambda x: x, Regularized()))
     assert float(added["loss"][0] - plain["loss"][0]) == pytest.approx(0.25, abs=1e-6)
     assert float(added["aux_loss"][0]) == 0.25 and "aux_loss" not in plain
 

@@ -245,7 +245,7 @@ def test_what_layers_add_to_the_loss_and_report_are_metrics_too():
     batch = {**BATCH, "segment_ids": BATCH["ids"], "segment_pos": BATCH["ids"], "other": None}
     metrics = task().compute_loss(Reporting(), batch, None)
     assert {name: float(value) for name, (value, _) in metrics.items()} == {
-        # To be minimised is the loss with what the layers add; bits are of the text alone.
+        # To be minimized is the loss with what the layers add; bits are of the text alone.
         "loss": 2.0,
         "bits_per_byte": pytest.approx(1.0 / np.log(2)),
         "accuracy": 0.5,

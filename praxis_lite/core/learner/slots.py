@@ -169,7 +169,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
             continue
         shape, spec = weight
         candidates = ((probe()[i].shape, resize(shape)) for probe, resize in probes)
-        dims = _recognise(slot.shape, shape, candidates)
+        dims = _recognize(slot.shape, shape, candidates)
         # If two dims of a slot match the same weight dim, as in a preconditioner [d, d], split only
         # the first, because an axis cannot split two dims.
         local = [
@@ -180,7 +180,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
     return jax.tree.unflatten(jax.tree.structure(slots), specs)
 
 
-def _recognise(
+def _recognize(
     slot_shape: Shape, shape: Shape, candidates: Iterable[tuple[Shape, Shape]]
 ) -> Sequence[int | None]:
     """Maps each slot dim to the matching weight dim, or to None if no weight dim matches."""

@@ -57,7 +57,7 @@ class MultiHeadLatentAttention(BaseLayer):
       v_head_dim: V.
       query_scale: Factor that multiplies the queries. If None, (K + R)^-0.5.
       use_bias: Whether to add biases to the outputs and to both latents, before their norms.
-      rotates_neighbours: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models. If
+      rope_interleave: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models. If
         False, dim i rotates with dim i + R / 2.
       ln_tpl: Norms for the latents, called with (dims, rngs=).
       rotary_position_emb_tpl: Rotary embedding, called with (R).
@@ -97,7 +97,7 @@ class MultiHeadLatentAttention(BaseLayer):
         v_head_dim: int,
         query_scale: float | None = None,
         use_bias: bool = False,
-        rotates_neighbours: bool = True,
+        rope_interleave: bool = True,
         ln_tpl: Callable[..., Any] = RmsNorm,
         rotary_position_emb_tpl: Callable[..., Any] = RotaryPositionalEmbedding,
         atten_dropout_prob: float = 0.0,
@@ -147,7 +147,7 @@ class MultiHeadLatentAttention(BaseLayer):
         )
         self.rotary_position_emb = rotary_position_emb_tpl(R)
         self.query_scale = (K + R) ** -0.5 if query_scale is None else query_scale
-        self.rotates_neighbours = rotates_neighbours
+        self.rope_interleave = rope_interleave
         self.sizes = (num_heads, K, R, V, L)
         self.atten_dropout = Dropout(atten_dropout_prob)
         self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
@@ -309,7 +309,7 @@ class MultiHeadLatentAttention(BaseLayer):
         )
 
     def _rotate(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        if self.rotates_neighbours:  # Logits do not depend on the order of dims within a head.
+        if self.rope_interleave:  # Logits do not depend on the order of dims within a head.
             pairs = heads.reshape(*heads.shape[:-1], -1, 2)
             heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
         return self.rotary_position_emb(heads, positions)

@@ -81,7 +81,7 @@ def top_k_experts(
     of 1 would give the router no gradient. Gates for padding are 0.
     """
     experts_GSK, gates_GSK = _best_of(probs_GSE, probs_GSE, num_chosen)
-    return experts_GSK, _normalised(gates_GSK, is_token_GS)
+    return experts_GSK, _normalized(gates_GSK, is_token_GS)
 
 
 def experts_by_group(
@@ -141,7 +141,7 @@ def sampled_second_expert(
     noised_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape, logits_GSE.dtype)
     second_GS, second_gate_GS, _ = _best(probs_GSE, jnp.where(rest_GSE < 0.0, -jnp.inf, noised_GSE))
     gates_GSK = jnp.stack([gate_GS, second_gate_GS], -1)
-    return jnp.stack([first_GS, second_GS], -1), _normalised(gates_GSK, is_token_GS)
+    return jnp.stack([first_GS, second_GS], -1), _normalized(gates_GSK, is_token_GS)
 
 
 def _best_of(
@@ -168,7 +168,7 @@ def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.A
     return expert_GS, gate_GS, jnp.where(is_best_GSE, -jnp.inf, scores_GSE)
 
 
-def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
+def _normalized(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
     if gates_GSK.shape[-1] > 1:
         gates_GSK /= jnp.sum(gates_GSK, axis=-1, keepdims=True) + 1e-9
     return jnp.where(is_token_GS[..., None], gates_GSK, 0.0)

@@ -14,7 +14,7 @@ from praxis_lite.trainer.metrics.json_lines import evaluation_lines, sampled_lin
 
 _TRAIN_COLOR = "#1f5fa8"
 _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
-_GREY = "#5f6368"
+_GRAY = "#5f6368"
 
 
 def plot_loss_curve(
@@ -50,7 +50,7 @@ def plot_loss_curve(
     figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), layout="constrained")
     if rates.size:
         loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        rate_axes.plot(rate_steps, rates, color=_GREY, linewidth=1.4)
+        rate_axes.plot(rate_steps, rates, color=_GRAY, linewidth=1.4)
         rate_axes.set_ylabel("learning rate")
         rate_axes.set_ylim(0, np.max(rates, initial=0, where=np.isfinite(rates)) * 1.15 or 1)
         rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)

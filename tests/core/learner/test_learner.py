@@ -628,6 +628,6 @@ def test_everything_together_on_a_mesh_equals_one_device():
 
 
 @pytest.mark.parametrize("rate", [-1e-3, -0.0001, float("nan"), 1e7])
-def test_a_rate_that_nothing_is_learnt_at_is_refused(rate):
+def test_a_rate_that_nothing_is_learned_at_is_refused(rate):
     with pytest.raises(ConfigError, match=r"Learner.learning_rate.*0.*1e\+06"):
         Learner(optax.sgd, rate)

@@ -71,7 +71,7 @@ def test_without_a_mesh_or_axes_nothing_is_stated(mesh_of):
 
 
 def collective_bytes(compiled):
-    totals = hlo.summarise(hlo.collectives(compiled))
+    totals = hlo.summarize(hlo.collectives(compiled))
     return {kind: size for kind, (_, size) in totals.items()}
 
 

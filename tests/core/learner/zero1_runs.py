@@ -58,7 +58,7 @@ def main():
     actual = []
     for axes in ((), ("data",)):
         _, compiled = compiled_step(mesh, axes, TPU_OPTIONS)
-        totals = hlo.summarise(hlo.collectives(compiled))
+        totals = hlo.summarize(hlo.collectives(compiled))
         actual.append({kind: size for kind, (_, size) in totals.items()})
     print(json.dumps(actual))
 

@@ -96,7 +96,7 @@ def test_auto_axes_are_not_deprecated():
             jax.jit(lambda x: jax.lax.with_sharding_constraint(x, P("data")))(np.ones(8))
 
 
-def test_an_uneven_constraint_inside_jit_is_honoured():
+def test_an_uneven_constraint_inside_jit_is_honored():
     with jax.set_mesh(mesh_of(AxisType.Auto)):
 
         def doubled(x):

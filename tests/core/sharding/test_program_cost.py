@@ -42,7 +42,7 @@ def next_even_sizes(shape):
 def collectives(partitioner, step, element_spec):
     compiled = partitioner.steps[step].lower(element_spec).compile()
     assert not unknown_loops(compiled) or step == "decode"
-    return hlo.summarise(hlo.collectives(compiled))
+    return hlo.summarize(hlo.collectives(compiled))
 
 
 def assert_no_more(uneven, even):

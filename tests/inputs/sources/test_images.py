@@ -52,7 +52,7 @@ def test_images_are_turned_as_exif_says(kind, tmp_path):
     (Image.new("CMYK", (2, 2), (0, 255, 255, 0)), [255, 0, 0]),
     (Image.new("P", (2, 2), 1), [10, 20, 30]),
 ])  # fmt: skip
-def test_grey_ink_and_palettes_are_red_green_and_blue(image, expected, tmp_path):
+def test_gray_ink_and_palettes_are_red_green_and_blue(image, expected, tmp_path):
     how = {}
     if image.mode == "P":
         image.putpalette([0, 0, 0, 10, 20, 30])

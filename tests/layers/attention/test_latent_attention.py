@@ -37,7 +37,7 @@ def by_numpy(layer, x):
         scale = np.asarray(norm.scale[...], np.float64)
         return latent / np.sqrt((latent**2).mean(-1, keepdims=True) + 1e-6) * scale
 
-    def rotated(heads):  # Neighbours turn together, as complex numbers.
+    def rotated(heads):  # Neighbors turn together, as complex numbers.
         pairs = heads[..., ::2] + 1j * heads[..., 1::2]
         angle = np.arange(T)[:, None, None] / 10_000.0 ** (np.arange(0, R, 2) / R)
         pairs = pairs * np.exp(1j * angle)

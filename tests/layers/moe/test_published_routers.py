@@ -67,7 +67,7 @@ def actual_outputs(layer):
     )
 
 
-def test_qwen3_normalises_the_probabilities_of_the_best_of_all_experts():
+def test_qwen3_normalizes_the_probabilities_of_the_best_of_all_experts():
     """Qwen3MoeSparseMoeBlock with norm_topk_prob: softmax over all, the best K, divided by sums."""
     layer = layer_of()
     w = weights_of(layer)

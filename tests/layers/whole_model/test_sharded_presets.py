@@ -172,7 +172,7 @@ def test_replicated_sums_gradients_and_nothing_else():
         math.prod(s.shape)
         for _, s in spec_leaves(NnxModel(fdl.build(preset_runs.UNEVEN())).weight_specs()["params"])
     ]
-    _, summed = hlo.summarise(hlo.collectives(compiled))["all-reduce"]
+    _, summed = hlo.summarize(hlo.collectives(compiled))["all-reduce"]
     assert 4 * sum(sizes) <= summed <= 4 * sum(sizes) + 128
 
 

@@ -46,7 +46,7 @@ def _features(x_BD, gathered_hD, summed_hH, scattered_hH):
     x_BH = x_BH / (1.0 + jnp.mean(jnp.abs(x_BH), axis=1))[:, None]
     part = x_BH.shape[1] // jax.lax.axis_size("mdl")
     x_Bh = jax.lax.dynamic_slice_in_dim(x_BH, axis_index("mdl") * part, part, axis=1)
-    # Each row is centred over its features.
+    # Each row is centered over its features.
     x_Bh = x_Bh - pmean(jnp.mean(x_Bh, axis=1), "mdl")[:, None]
     # A softmax over features that are split.
     top_B = pmax(jax.lax.stop_gradient(jnp.max(x_Bh, axis=1)), "mdl")

@@ -100,7 +100,7 @@ def mesh_222():
     return mesh_of(np.array(jax.devices()).reshape(2, 2, 2), tuple("abc"))
 
 
-# All blocks as they are drawn: devices, colours, tooltip, box; and the hatched boxes in them.
+# All blocks as they are drawn: devices, colors, tooltip, box; and the hatched boxes in them.
 DRAWN = """
 (() => {
   const box = (node) => {
@@ -114,7 +114,7 @@ DRAWN = """
         devices: block.dataset.devices.split(" ").map(Number),
         title: block.title,
         box: box(block),
-        colours: getComputedStyle(block).background.match(/rgb\\([^)]*\\)/g),
+        colors: getComputedStyle(block).background.match(/rgb\\([^)]*\\)/g),
         hatched: [...block.querySelectorAll("i")].map(box),
       })),
     }]));
@@ -131,7 +131,7 @@ def all_drawn(number):
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 1)])
-def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
+def test_blocks_and_their_colors_are_where_jax_places_them(browser, shape):
     size = int(np.prod(shape))
     mesh = mesh_of(np.array(jax.devices()[:size]).reshape(shape), tuple("abc"))
     layout = layout_of(LEAVES, dict(mesh.shape))
@@ -140,12 +140,12 @@ def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
     item.run(OPEN_ALL)
     item.wait(all_drawn(len(LEAVES)))
     drawn = item.run(DRAWN)
-    colours = item.run(
+    colors = item.run(
         "Object.fromEntries([...document.querySelectorAll('#mesh button')].map((one) =>"
         " [one.innerText, getComputedStyle(one).backgroundColor]))"
     )
-    assert list(colours) == [str(i) for i in range(size)]
-    assert len(set(colours.values())) == size
+    assert list(colors) == [str(i) for i in range(size)]
+    assert len(set(colors.values())) == size
     assert drawn.keys() == LEAVES.keys()
     for leaf in layout.leaves():
         sharding = NamedSharding(mesh, LEAVES[leaf.path][1])
@@ -159,9 +159,9 @@ def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
         assert len(actual) == len(placed)
         for bounds, ids in placed.items():
             block = by_devices[tuple(sorted(ids))]
-            expected = [colours[str(device)] for device in block["devices"]]
-            # In a gradient each colour stands twice: where it begins and where it ends.
-            assert list(dict.fromkeys(block["colours"])) == expected, leaf.path
+            expected = [colors[str(device)] for device in block["devices"]]
+            # In a gradient each color stands twice: where it begins and where it ends.
+            assert list(dict.fromkeys(block["colors"])) == expected, leaf.path
             true = [(lo, min(hi, n)) for (lo, hi), n in zip(bounds, leaf.shape, strict=True)]
             ranges = [f"{lo}:{hi}" if hi > lo else "only padding" for lo, hi in true]
             assert block["title"].split("\n")[1] == f"[{', '.join(ranges)}]"

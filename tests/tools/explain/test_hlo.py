@@ -64,7 +64,7 @@ def test_all_reduce_of_a_sharded_matmul_is_counted_with_its_bytes(mesh):
 
 def test_scan_of_seven_layers_counts_seven(mesh):
     compiled = compile_scan(mesh)
-    assert hlo.summarise(hlo.collectives(compiled)) == {"all-reduce": (7, 7 * 5 * 26 * F32)}
+    assert hlo.summarize(hlo.collectives(compiled)) == {"all-reduce": (7, 7 * 5 * 26 * F32)}
     assert unknown_loops(compiled) == []
 
 
@@ -80,7 +80,7 @@ def test_nested_scans_multiply(mesh):
     x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (3, 5, 26, 26), None, None, "mdl")
     compiled = jax.jit(lambda x, w: jax.lax.scan(outer, x, w)[0]).lower(x, w).compile()
     for source in (compiled, without_trip_counts(compiled)):
-        assert hlo.summarise(hlo.collectives(source))["all-reduce"][0] == 3 * 5
+        assert hlo.summarize(hlo.collectives(source))["all-reduce"][0] == 3 * 5
         assert hlo_matmuls.flops(source) == 3 * 5 * 2 * 5 * 13 * 26
 
 
@@ -503,7 +503,7 @@ def test_text_that_is_no_hlo_is_refused():
         ("jit(step)/encoder/blocks/0/ffn/dot_general", ["encoder/blocks/0/ffn"]),
         # Linen's, under vmap; einsum opens a scope named after its equation.
         ("jit(step)/vmap(ViT)/head/...d,df->...f/dot_general", ["ViT/head"]),
-        # jax 0.10, then 0.12, of one scanned and rematerialised layer.
+        # jax 0.10, then 0.12, of one scanned and rematerialized layer.
         ("jit(f)/jvp(lm)/while/body/closed_call/blocks/key/dot_general", ["lm/blocks/key"]),
         (
             "jit(f)/transpose(jvp(lm))/while/body/closed_call/checkpoint/rematted_computation/"

@@ -69,7 +69,7 @@ def layers_in(build):
 
 @pytest.mark.parametrize("policy", ["save_everything", "save_nothing"])
 @pytest.mark.parametrize("unroll", [False, True])
-def test_layers_of_a_stack_scanned_or_not_rematerialised_or_not(unroll, policy):
+def test_layers_of_a_stack_scanned_or_not_rematerialized_or_not(unroll, policy):
     stack = functools.partial(Repeat, Block, num_layers=3, unroll=unroll, checkpoint_policy=policy)
     blocks = [f"stack/blocks/{i}" for i in range(3)] if unroll else ["stack/blocks"]
     layers = [f"{block}/{name}" for block in blocks for name in ("query", "value")]

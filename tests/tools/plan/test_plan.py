@@ -97,7 +97,7 @@ def test_a_plan_says_what_explain_and_the_compiler_say(plan, compiled):
         math.prod(x.shape) for x in leaves if x.path.startswith("mdl_vars/params")
     )
     assert plan.flops_per_device == hlo_matmuls.flops(step)
-    actual = hlo.summarise(hlo.collectives(step))
+    actual = hlo.summarize(hlo.collectives(step))
     for kind, (count, size) in actual.items():
         ours = [item for item in plan.timeline.collectives.values() if item.kind == kind]
         assert (sum(our.count for our in ours), sum(one.bytes for one in ours)) == (count, size)
@@ -194,13 +194,13 @@ def test_what_xla_cannot_read_is_read_from_the_compilers_own_files(reads):
     assert step.memory_analysis() == 5
 
 
-def test_gpus_are_modelled_and_said_to_be():
+def test_gpus_are_modeled_and_said_to_be():
     topology = topology_of("gpu:h100:1x8")
     job = job_of()
     partitioner = planned_partitioner(job, topology)
     ((step, _, spec),) = step_specs(job, partitioner, [partitioner.eval_step])
     result = plan_step(partitioner, step, spec, topology)
-    assert "modelled, not compiled" in result.notes[0]
+    assert "modeled, not compiled" in result.notes[0]
     assert result.step_seconds_low < result.step_seconds < result.step_seconds_high
 
 

@@ -9,7 +9,7 @@ from praxis_tools.plan import topology as topologies
 from praxis_tools.plan.topology import attached_topology, topology_of
 
 
-def test_simulated_devices_and_a_modelled_cluster():
+def test_simulated_devices_and_a_modeled_cluster():
     actual = topology_of("cpu:8")
     assert (len(actual.devices), actual.num_slices, actual.compiled_for) == (8, 1, "cpu")
     cluster = topology_of("gpu:h100:2x4")

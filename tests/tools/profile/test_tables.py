@@ -285,7 +285,7 @@ def test_counts_and_sums_are_those_of_the_program_on_eight_devices(tmp_path):
     counts = {}
     for (kind, *_), row in measured.collectives.items():
         counts[kind] = counts.get(kind, 0) + row.count
-    expected = hlo.summarise(hlo.collectives(text_of_step(folder), facts.axis_sizes))
+    expected = hlo.summarize(hlo.collectives(text_of_step(folder), facts.axis_sizes))
     assert counts == {kind: count for kind, (count, _) in expected.items()}
     rows: list[Row] = [*measured.layers.values(), *measured.collectives.values()]
     # XLA's threads run some instructions of a device beside each other.

@@ -38,7 +38,7 @@ def steps_in(path):
 
 def test_float32_round_trips_bit_for_bit(tmp_path):
     rng = np.random.default_rng(13)
-    # Random bits reach every exponent, subnormals and both zeros' neighbourhood included.
+    # Random bits reach every exponent, subnormals and both zeros' neighborhood included.
     values = rng.integers(0, 2**32, 997, dtype=np.uint32).view(np.float32)
     values = np.append(values[np.isfinite(values)], np.float32([0.0, -0.0, 1e-45, 3.4028235e38]))
     with JsonLinesWriter(tmp_path / "m.jsonl", -1) as writer:

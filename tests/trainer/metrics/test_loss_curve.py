@@ -23,7 +23,7 @@ def pixels_of(path):
     return image.imread(path)[..., :3]
 
 
-def test_smoothing_is_the_mean_of_the_neighbours_and_a_line_through_them_at_the_start():
+def test_smoothing_is_the_mean_of_the_neighbors_and_a_line_through_them_at_the_start():
     values = np.random.default_rng(7).normal(size=257)
     values[[0, 3, 101, 102]] = [9.0, math.nan, math.nan, math.inf]
     want = []

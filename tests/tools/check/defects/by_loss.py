@@ -50,7 +50,7 @@ def _of_true_rows(x, w):
     return jnp.sum(x * is_true) / jnp.maximum(jnp.sum(is_true), 1.0), jnp.sum(w)
 
 
-def _centred(logits, labels):
+def _centered(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(
         logits - jnp.mean(logits, axis=0)[None], labels
     )
@@ -95,8 +95,8 @@ LOSSES = {
     "weights squared": lambda z, x, r, w, i, m: _both(
         (_mean(x, w * w)[0], jnp.sum(w)), _mean(r, w)
     ),
-    "logits centred over the batch": lambda z, x, r, w, i, m: _both(
-        _mean(_centred(z, i["labels"]), w), _mean(r, w)
+    "logits centered over the batch": lambda z, x, r, w, i, m: _both(
+        _mean(_centered(z, i["labels"]), w), _mean(r, w)
     ),
     "logits normed over the batch": lambda z, x, r, w, i, m: _both(
         _mean(

@@ -1,4 +1,4 @@
-"""A row's numbers that depend on its place, its neighbours or filler; sizes that are never cut."""
+"""A row's numbers that depend on its place, its neighbors or filler; sizes that are never cut."""
 
 import jax.numpy as jnp
 import optax

@@ -110,7 +110,7 @@ def kept(hosts, *shape, members=EIGHT, steps=(10,)):
     return mesh, layout
 
 
-def test_each_value_is_kept_by_one_process_and_a_neighbour_and_shares_are_even(hosts):
+def test_each_value_is_kept_by_one_process_and_a_neighbor_and_shares_are_even(hosts):
     mesh, layout, _ = on_mesh(2, 2, 2)
     places = {device: place for place, device in enumerate(mesh.devices.flat)}
     kept(hosts, 2, 2, 2)
@@ -139,7 +139,7 @@ def test_two_that_do_not_hold_each_others_part_may_die(hosts):
     assert newest_complete_save(hosts.clients([0, 1, 3, 4, 5, 7]))[0].step == 10
 
 
-def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
+def test_of_two_neighbors_the_disk_serves_and_that_is_said(hosts, disk):
     mesh, layout = kept(hosts, 1, 4, 2)
     hosts.dies(4, 5)
     found, lines = newest(disk, hosts, [0, 1, 2, 3, 6, 7])
@@ -327,7 +327,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
         (["[::1]:1"], [None]),
     ],
 )
-def test_the_neighbour_is_on_another_host_where_there_is_one(addresses, expected):
+def test_the_neighbor_is_on_another_host_where_there_is_one(addresses, expected):
     members = tuple(range(len(addresses)))
     actual = [
         neighbor_index(
