@@ -35,7 +35,7 @@ from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 
 VOCAB_SIZE, BATCH, TIME = 256, 64, 64
-NUM_MICRO_BATCHES = (1, 2, 4, 8)
+NUM_MICROBATCHES = (1, 2, 4, 8)
 
 
 # The arrays that are sharded over the data axis in addition to the mdl axis.
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 
 def partitioner_of(
-    num_micro_batches: int,
+    accumulation_steps: int,
     preset: str,
     slot_mesh_axes: Sequence[str] = (),
     gradients: ExplicitCollectives | None = None,
@@ -67,7 +67,7 @@ def partitioner_of(
         functools.partial(optax.adamw, b2=0.98),
         1e-3,
         clip_gradient_norm_to_value=1.0,
-        gradient_accumulation_steps=num_micro_batches,
+        gradient_accumulation_steps=accumulation_steps,
         slot_mesh_axes=slot_mesh_axes,
     )
     model = fdl.build(set_sharding_params(lm, preset))
@@ -87,7 +87,7 @@ def random_batch() -> dict[str, np.ndarray]:
 def times(num_steps: int) -> list[float]:
     """Returns the median step time for each number of microbatches."""
     running = []
-    for n in NUM_MICRO_BATCHES:
+    for n in NUM_MICROBATCHES:
         partitioner = partitioner_of(n, **LAYOUTS["nothing"])
         key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
         running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
@@ -108,15 +108,15 @@ def main() -> None:
     args = parser.parse_args()
     print(f"a batch of {BATCH} rows of {TIME} tokens")
     seconds = times(args.num_steps)
-    print(f"{'micro-batches':<16}{'seconds/step':>16}{'/ one batch':>14}")
-    for n, second in zip(NUM_MICRO_BATCHES, seconds, strict=True):
+    print(f"{'microbatches':<16}{'seconds/step':>16}{'/ one batch':>14}")
+    for n, second in zip(NUM_MICROBATCHES, seconds, strict=True):
         print(f"{n:<16}{second:>16.4f}{second / seconds[0]:>14.3f}")
     names = ("temporary memory", "matmul flops", "collective bytes")
     heads = "".join(f"{name:>20}{'/ one':>8}" for name in names)
-    print(f"\n{'split over data':<28}{'micro-batches':>14}{heads}")
+    print(f"\n{'split over data':<28}{'microbatches':>14}{heads}")
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch())
     for layout, settings in LAYOUTS.items():
-        for n in NUM_MICRO_BATCHES:
+        for n in NUM_MICROBATCHES:
             result = figures(partitioner_of(n, **settings).train_step.lower(spec).compile())
             second = result if n == 1 else second
             row = "".join(f"{result[x]:>20,.6g}{result[x] / second[x]:>8.3f}" for x in names)

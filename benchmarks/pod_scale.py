@@ -89,7 +89,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         optimizer=fdl.build(fdl.Partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)),
         learning_rate=optax.linear_schedule(0.0, 3e-5, 100),
         clip_gradient_norm_to_value=1.0,
-        gradient_accumulation_steps=options.micro_batches,
+        gradient_accumulation_steps=options.microbatches,
     )
     batch = preset["batch"]
     task = LanguageModelTask(
@@ -114,7 +114,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
     """Compiles a row and prints its results."""
     _, topology, _, length, num_rows, _ = ROWS[row]
     partitioner = partitioner_of(options, row)
-    num_rows = (num_rows or partitioner.mesh.size) * options.micro_batches
+    num_rows = (num_rows or partitioner.mesh.size) * options.microbatches
     ids = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
     weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
@@ -146,7 +146,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
             "the peak, not included in the seconds above"
         )
     for peer, of_peer in PEERS.get(row, {}).items():
-        if not options.layers and options.micro_batches == 1:
+        if not options.layers and options.microbatches == 1:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
             print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
     for name, seconds in _by_operation(text, result).most_common(options.top):
@@ -187,10 +187,10 @@ def main() -> None:
     )
     parser.add_argument("--remat", help="checkpoint_policy or its JSON; default: the row's")
     parser.add_argument(
-        "--micro-batches",
+        "--microbatches",
         type=int,
         default=1,
-        help="number of micro-batches with one row per device; disables ratios",
+        help="number of microbatches with one row per device; disables ratios",
     )
     parser.add_argument(
         "--wrap",

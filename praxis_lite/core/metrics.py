@@ -1,6 +1,6 @@
 """Computes metrics for a batch as (value, weight) pairs, including user-defined metrics.
 
-Means over micro-batches, devices, hosts and evaluation sets are weighted by these weights.
+Means over microbatches, devices, hosts and evaluation sets are weighted by these weights.
 """
 
 import contextlib

@@ -174,9 +174,9 @@ class Certifier:
     def _smallest_batch(self, spec: PyTree) -> tuple[PyTree, int]:
         """Returns the spec and size of the smallest valid batch with a row for each device."""
         batch_size = num_rows_of(spec)
-        num_micro_batches = self.partitioner.task.learner.gradient_accumulation_steps
-        min_rows = -(-self.partitioner.mesh.size // num_micro_batches) * num_micro_batches
-        for num_rows in range(min_rows, batch_size, num_micro_batches):
+        accumulation_steps = self.partitioner.task.learner.gradient_accumulation_steps
+        min_rows = -(-self.partitioner.mesh.size // accumulation_steps) * accumulation_steps
+        for num_rows in range(min_rows, batch_size, accumulation_steps):
             smaller_spec = jax.tree.map(
                 lambda x, n=num_rows: jax.ShapeDtypeStruct(
                     (n, *x.shape[1:]) if x.shape else (), x.dtype

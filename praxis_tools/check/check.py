@@ -24,7 +24,7 @@ from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Certificate, Comparison
 from praxis_tools.check.meshes import Shape
 from praxis_tools.check.parts import data, properties
-from praxis_tools.check.runs.batch_parts import devices_in_turn, micro_batches_in_turn
+from praxis_tools.check.runs.batch_parts import devices_in_turn, microbatches_in_turn
 from praxis_tools.check.runs.on_mesh import (
     Batch,
     Leaves,
@@ -186,8 +186,8 @@ class Check:
         """
         functions = runner.partitioner.gradient_functions
         key: int | str
-        if functions.num_micro_batches is not None:
-            key, in_turn = "micro-batches", micro_batches_in_turn(functions.num_micro_batches)
+        if functions.num_microbatches is not None:
+            key, in_turn = "microbatches", microbatches_in_turn(functions.num_microbatches)
         elif functions.num_parts is not None:
             key, in_turn = functions.num_parts, devices_in_turn(functions.num_parts)
         else:

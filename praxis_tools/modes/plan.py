@@ -60,7 +60,7 @@ class Plan(Mode):
         options.add_argument(
             "--search",
             action="store_true",
-            help="search for the fastest mesh, preset, remat and number of micro-batches",
+            help="search for the fastest mesh, preset, remat and number of microbatches",
         )
         options.add_argument(
             "--search_minutes",

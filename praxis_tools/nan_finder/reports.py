@@ -208,7 +208,7 @@ def _describe(origin: Origin) -> str:
     for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
         depth = max(depth, len(_scopes(loop)))
         file = next((file for file, _ in _frames(loop.tracebacks)), "")
-        name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
+        name = {accumulation.__file__: "microbatch", pipeline_ticks.__file__: "tick"}.get(file)
         if iteration is None:
             continue
         # The index of a loop over stacked layers belongs to the first scope inside the loop.

@@ -191,7 +191,7 @@ def memory_advice(memory: Memory | None, layout: StateLayout, available: int) ->
     if memory is None or activations > available / 4 or not changes:
         changes += [
             "set the stack's checkpoint_policy to 'save_nothing' or {'iteration_input': 'offload'}",
-            "use micro-batches (Learner.gradient_accumulation_steps)",
+            "use microbatches (Learner.gradient_accumulation_steps)",
             "use fewer rows per device",
             "use a chunked softmax (softmax chunk_size)",
         ]

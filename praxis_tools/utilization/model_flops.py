@@ -44,12 +44,12 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
     mesh = partitioner.mesh
     devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
     one_device = mesh_of(devices, mesh.axis_names)
-    gradients = GradientFunctions(_without_micro_batches)
+    gradients = GradientFunctions(_without_microbatches)
     step = Partitioner(partitioner.task, one_device, gradients=gradients).train_step
     return model_flops(step.trace(element_spec).jaxpr)
 
 
-def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
+def _without_microbatches(*args: Any, accumulation_steps: int, **named: Any) -> Any:
     """Calls `value_and_grad` on the entire batch.
 
     On one device, batches are not padded, so the number of microbatches may not divide the batch

@@ -88,13 +88,13 @@ def expected(params):
     }
 
 
-def task_of(metrics=METRICS, num_micro_batches=1, loss=loss):
-    learner = Learner(optax.sgd, 0.1, gradient_accumulation_steps=num_micro_batches)
+def task_of(metrics=METRICS, accumulation_steps=1, loss=loss):
+    learner = Learner(optax.sgd, 0.1, gradient_accumulation_steps=accumulation_steps)
     return LossTask(FunctionModel(init), loss, learner, metrics=metrics)
 
 
 @pytest.mark.parametrize(
-    ("partitioner_class", "num_devices", "num_micro_batches"),
+    ("partitioner_class", "num_devices", "accumulation_steps"),
     [
         (Partitioner, 8, 1),
         (explicit_partitioner, 8, 7),
@@ -104,10 +104,10 @@ def task_of(metrics=METRICS, num_micro_batches=1, loss=loss):
     ],
 )
 def test_metrics_of_training_and_evaluation_are_numpys(
-    partitioner_class, num_devices, num_micro_batches
+    partitioner_class, num_devices, accumulation_steps
 ):
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, num_devices, 1)))
-    partitioner = partitioner_class(task_of(num_micro_batches=num_micro_batches), mesh)
+    partitioner = partitioner_class(task_of(accumulation_steps=accumulation_steps), mesh)
     key = partitioner.key(0)
     state = partitioner.init(key)
     inputs = partitioner.global_batch(batch(), NUM_ROWS)

@@ -79,13 +79,13 @@ class Product(Task):
 X = np.array([[1.0, 2.0, 4.0, -8.0, 0.5], [1.0, 2.0, 4.0, -8.0, 1.5]] * 4, np.float32)
 
 
-def product_steps(factor, loss_scale, num_micro_batches, num_steps):
+def product_steps(factor, loss_scale, accumulation_steps, num_steps):
     """Returns the states before and after each step."""
     learner = Learner(
         functools.partial(optax.sgd, momentum=0.5),
         1.0,
         loss_scale=loss_scale,
-        gradient_accumulation_steps=num_micro_batches,
+        gradient_accumulation_steps=accumulation_steps,
     )
     task, key = Product(Weights, learner), jax.random.key(0)
     batch = {"x": X, "factor": np.float32(factor)}
@@ -97,30 +97,30 @@ def product_steps(factor, loss_scale, num_micro_batches, num_steps):
 
 
 @needs_float16
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_small_gradients_vanish_without_a_scale_and_are_exact_with_one(num_micro_batches):
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_small_gradients_vanish_without_a_scale_and_are_exact_with_one(accumulation_steps):
     tiny = 2.0**-30  # float16 ends at 2^-24.
     for loss_scale, gradient in ((None, 0.0), (DynamicLossScale(), X.mean(0) * tiny)):
-        state = product_steps(tiny, loss_scale, num_micro_batches, 1)[-1]
+        state = product_steps(tiny, loss_scale, accumulation_steps, 1)[-1]
         (momentum,) = jax.tree.leaves(state.opt_states["slots"])
         np.testing.assert_array_equal(momentum, np.broadcast_to(gradient, momentum.shape))
         assert state.opt_states["num_skipped_steps"] == 0
 
 
-# The largest gradient of a row is 8 scale / 8 rows, or / 2 in a micro-batch; float16 ends at 65504.
+# The largest gradient of a row is 8 scale / 8 rows, or / 2 in a microbatch; float16 ends at 65504.
 @needs_float16
 @pytest.mark.parametrize(
-    ("num_micro_batches", "log_scales", "is_skipped", "updates"),
+    ("accumulation_steps", "log_scales", "is_skipped", "updates"),
     [
         (1, [17, 16, 15, 15, 16, 15, 15], [1, 1, 0, 0, 1, 0], 1 + 1.5 + 1.75),
         (4, [17, 16, 15, 14, 13, 13, 14], [1, 1, 1, 1, 0, 0], 1 + 1.5),
     ],
 )
 def test_a_step_that_overflows_changes_nothing_but_the_scale(
-    num_micro_batches, log_scales, is_skipped, updates
+    accumulation_steps, log_scales, is_skipped, updates
 ):
     loss_scale = DynamicLossScale(initial_scale=2.0**17, growth_interval=2)
-    states = product_steps(1.0, loss_scale, num_micro_batches, len(is_skipped))
+    states = product_steps(1.0, loss_scale, accumulation_steps, len(is_skipped))
     scales = [s.opt_states["loss_scale"]["scale"] for s in states]
     np.testing.assert_array_equal(np.log2(scales), log_scales)
     num_skipped = [s.opt_states["num_skipped_steps"] for s in states]

@@ -1,4 +1,4 @@
-"""Variational noise, and what keys dropout gets: per step, layer and micro-batch, on any mesh."""
+"""Variational noise, and what keys dropout gets: per step, layer and microbatch, on any mesh."""
 
 import functools
 import re
@@ -122,7 +122,7 @@ def test_ill_formed_settings_are_named(settings, message):
 
 
 class Recorder(BaseLayer):
-    """Drops out ones, and keeps each mask in a variable: a row per micro-batch of a step."""
+    """Drops out ones, and keeps each mask in a variable: a row per microbatch of a step."""
 
     def __init__(self, *, num_calls, rngs):
         self.dropout = Dropout(0.5)
@@ -149,7 +149,7 @@ class RecordedTask(Task):
 
 @functools.cache
 def masks(shape, *, num_calls, unroll=False, num_steps=1):
-    """Returns [steps, layers, micro-batches, rows, width] of bool."""
+    """Returns [steps, layers, microbatches, rows, width] of bool."""
     recorder = functools.partial(Recorder, num_calls=num_calls)
     task = RecordedTask(
         functools.partial(Repeat, recorder, NUM_LAYERS, unroll=unroll),
@@ -175,7 +175,7 @@ def assert_unlike(a, b):
 
 
 @pytest.mark.slow
-def test_dropout_masks_differ_between_steps_layers_and_micro_batches():
+def test_dropout_masks_differ_between_steps_layers_and_microbatches():
     actual = masks((1, 1, 1), num_calls=2, num_steps=2)
     assert actual.shape == (2, NUM_LAYERS, 2, ROWS, WIDTH)
     assert 0.4 < actual.mean() < 0.6

@@ -1,4 +1,4 @@
-"""Prints the collectives of a train step with micro-batches, compiled for a TPU, as JSON."""
+"""Prints the collectives of a train step with microbatches, compiled for a TPU, as JSON."""
 
 import json
 
@@ -16,7 +16,7 @@ from praxis_tools.plan.topology import topology_of
 ROWS, LENGTH = 64, 64
 
 
-def summed(num_micro_batches: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict[str, int]:
+def summed(accumulation_steps: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict[str, int]:
     """Returns the bytes of each kind of collective; weights are replicated on each of 8 devices."""
     lm = rotary_lm(
         vocab_size=256,
@@ -33,7 +33,7 @@ def summed(num_micro_batches: int, slot_mesh_axes: tuple[str, ...] = ()) -> dict
         Learner(
             optax.adamw,
             1e-3,
-            gradient_accumulation_steps=num_micro_batches,
+            gradient_accumulation_steps=accumulation_steps,
             slot_mesh_axes=slot_mesh_axes,
         ),
         inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},

@@ -70,7 +70,7 @@ def test_a_batch_of_filler_alone_weighs_nothing():
     assert scalars(returning(lambda inputs: inputs["x"]), inputs) == {"loss": (0.0, 0.0)}
 
 
-def test_micro_batches_of_unequal_weight_have_the_loss_and_gradient_of_the_batch():
+def test_microbatches_of_unequal_weight_have_the_loss_and_gradient_of_the_batch():
     def loss(params, inputs, key):
         return (inputs["x"] * params["w"] - 1.0) ** 2
 
@@ -82,7 +82,7 @@ def test_micro_batches_of_unequal_weight_have_the_loss_and_gradient_of_the_batch
         return metrics["loss"][0], (metrics, non_trainable)
 
     args = (loss_fn, {}, {"w": jnp.float32(0.3)}, {}, inputs, jax.random.key(0))
-    whole, parts = (accumulation.value_and_grad(*args, num_micro_batches=n) for n in (1, 3))
+    whole, parts = (accumulation.value_and_grad(*args, accumulation_steps=n) for n in (1, 3))
     x, w = np.arange(6.0), np.asarray(inputs["weights"])
     assert float(whole[0]["loss"][0]) == pytest.approx(np.average((0.3 * x - 1) ** 2, weights=w))
     grad = np.average(2 * (0.3 * x - 1) * x, weights=w)

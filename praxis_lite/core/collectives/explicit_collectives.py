@@ -47,14 +47,14 @@ class ExplicitCollectives:
       model reads it, and gathered again when a layer is recomputed in the backward pass. The
       weight's gradient is reduce-scattered.
     - Gradients of other weights, metrics and batch statistics are summed over devices once per
-      step, after all micro-batches. The compiler would instead sum gradients over devices in each
-      micro-batch.
+      step, after all microbatches. The compiler would instead sum gradients over devices in each
+      microbatch.
 
     The compiler still handles splits over other mesh axes (tensor parallelism). Init, the learner's
     update, decoding and checkpoints work as they do without this strategy.
 
     Means over devices are weighted by the metrics' weights, so losses and gradients equal those on
-    one device. Values that are not sums over rows differ, as they do with micro-batches: batch norm
+    one device. Values that are not sums over rows differ, as they do with microbatches: batch norm
     uses the statistics of each device, its running statistics are averaged over devices with the
     loss weights, and a router balances the load on each device separately. Each device uses a
     different key.
@@ -132,17 +132,17 @@ class _OnMesh:
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
         return mapped_weight(path_of(path), shape.shape, num_layers, spec, self.data_axes, sizes)
 
-    def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
+    def num_padding_rows(self, inputs: PyTree, accumulation_steps: int) -> int:
         """Returns the number of padding rows that a batch needs to split evenly."""
         return num_missing_rows(
             inputs,
-            self.num_parts * num_micro_batches,
-            f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
-            "micro-batches",
+            self.num_parts * accumulation_steps,
+            f"{self.num_parts} devices along {self.data_axes} with {accumulation_steps} "
+            "microbatches",
         )
 
-    def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
-        return with_padding_rows(inputs, self.num_padding_rows(inputs, num_micro_batches))
+    def _padded(self, inputs: Mapping[str, jax.Array], accumulation_steps: int) -> PyTree:
+        return with_padding_rows(inputs, self.num_padding_rows(inputs, accumulation_steps))
 
     def value_and_grad(
         self,
@@ -153,23 +153,23 @@ class _OnMesh:
         inputs: Mapping[str, jax.Array],
         key: jax.Array,
         *,
-        num_micro_batches: int,
+        accumulation_steps: int,
         inputs_split_mapping: InputsSplitMapping,
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
         # The optimizer slots' layout also uses data axes, which are manual here, so gradients are
         # summed in the layout of the weights instead.
         del lay_out
-        inputs = self._padded(inputs, num_micro_batches)
-        # Expected weight of a device's micro-batch. Dividing by it keeps the differentiated value
+        inputs = self._padded(inputs, accumulation_steps)
+        # Expected weight of a device's microbatch. Dividing by it keeps the differentiated value
         # as large as the loss, so that the value stays in the range of float16.
-        size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
+        size = max(num_weights_of(inputs), 1) / self.num_parts / accumulation_steps
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
             # Cast to varying, because JAX would otherwise sum gradients of replicated weights in
-            # each micro-batch. The gradients are summed once, below.
+            # each microbatch. The gradients are summed once, below.
             fixed, blocks, old, key = varying_over(
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
@@ -200,7 +200,7 @@ class _OnMesh:
                 old,
                 inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
-                num_micro_batches=num_micro_batches,
+                accumulation_steps=accumulation_steps,
                 inputs_split_mapping=inputs_split_mapping,
                 lay_out=lambda grads: jax.tree.map(
                     lambda g, weight: constrain(g, tuple(weight.spec)), grads, self._trained
@@ -216,8 +216,8 @@ class _OnMesh:
                 new = mean_change(non_trainable, new, metrics["loss"][1], self.data_axes)
             metrics = weighted_means(metrics, self.data_axes)
             # The gradients are the sum of weight x gradient, divided by `size` and by the number of
-            # micro-batches. `total` is the sum of weights, divided likewise.
-            total = metrics["loss"][1] / (size * num_micro_batches)
+            # microbatches. `total` is the sum of weights, divided likewise.
+            total = metrics["loss"][1] / (size * accumulation_steps)
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             return metrics, new, jax.tree.map(lambda g: g * factor, grads)
 

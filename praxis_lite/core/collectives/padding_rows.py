@@ -1,4 +1,4 @@
-"""Pads a batch with rows of weight 0 so that it splits evenly over devices and micro-batches."""
+"""Pads a batch with rows of weight 0 so that it splits evenly over devices and microbatches."""
 
 import functools
 from collections.abc import Mapping

@@ -79,7 +79,7 @@ class Learner:
       clip_gradient_to_value: See `GradientLimits`. Disabled if 0.
       skip_step_gradient_norm_value: See `GradientLimits`. Disabled if 0.
       ema_decay: Decay of the moving average (EMA) of the trained weights, or 0 for no average.
-      gradient_accumulation_steps: Number of micro-batches that each batch is split into.
+      gradient_accumulation_steps: Number of microbatches that each batch is split into.
       loss_scale: A DynamicLossScale for float16. If None, the loss is not scaled.
       variational_noise: A VariationalNoise, which is added to weights before gradients are
         computed, or None.

@@ -107,7 +107,7 @@ class BoundLearner:
         # First decide whether to keep the step, from the loss, the norms and the rates.
         grads_for_norms = grads_on_device()
         grad_norm = global_norm(grads_for_norms)
-        # A single NaN or infinity, even in only one micro-batch, makes the norm non-finite.
+        # A single NaN or infinity, even in only one microbatch, makes the norm non-finite.
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         # With separate scaling, each optimizer has its own norm; otherwise all use the global norm.
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)

@@ -14,10 +14,10 @@ TALLY = "tally/"
 class Tally(nnx.Intermediate[jax.Array]):
     """Float32 counts in a forward pass, such as the number of tokens routed to each expert.
 
-    In a train step, the counts are summed over devices, micro-batches and pipeline microbatches,
-    counting each row of the batch once. The sum is then used to update a weight without gradient in
-    the same module: `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums
-    below 2^24 are exact.
+    In a train step, the counts are summed over devices and microbatches, counting each row of the
+    batch once. The sum is then used to update a weight without gradient in the same module:
+    `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums below 2^24 are
+    exact.
     """
 
     moves: str

@@ -1,4 +1,4 @@
-"""Computes gradients and metrics for a batch, optionally in micro-batches (accumulation)."""
+"""Computes gradients and metrics for a batch, optionally in microbatches (accumulation)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +33,7 @@ LossFn = Callable[
 ]
 # The type of `value_and_grad` below and of functions that replace it.
 ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
-# ((sums of gradients, non_trainable), metrics) after one more micro-batch.
+# ((sums of gradients, non_trainable), metrics) after one more microbatch.
 _Added = tuple[tuple[PyTree, PyTree], WeightedScalars]
 
 
@@ -45,44 +45,44 @@ def value_and_grad(
     inputs: Batch,
     key: jax.Array,
     *,
-    num_micro_batches: int = 1,
+    accumulation_steps: int = 1,
     inputs_split_mapping: InputsSplitMapping = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Returns (metrics, new non_trainable, float32 gradients w.r.t. params) for a batch.
 
     If the loss is a weighted mean over rows, the result does not depend on the number of
-    micro-batches, up to rounding: gradients are multiplied by the weight of the "loss" metric,
+    microbatches, up to rounding: gradients are multiplied by the weight of the "loss" metric,
     summed in float32, and divided once by the total weight. Metrics are weighted means, too.
-    Micro-batches with weight 0 are ignored, even if they contain NaN. Losses that are not sums over
-    rows do depend on the number of micro-batches: a router's load-balancing loss becomes the
-    weighted mean of the micro-batches' losses, and batch norm uses each micro-batch's statistics.
+    Microbatches with weight 0 are ignored, even if they contain NaN. Losses that are not sums over
+    rows do depend on the number of microbatches: a router's load-balancing loss becomes the
+    weighted mean of the microbatches' losses, and batch norm uses each microbatch's statistics.
 
-    Peak memory includes the activations of one micro-batch and a float32 sum of the gradients.
+    Peak memory includes the activations of one microbatch and a float32 sum of the gradients.
 
     Args:
-      loss_fn: Takes the next five arguments, with `inputs` replaced by a micro-batch.
+      loss_fn: Takes the next five arguments, with `inputs` replaced by a microbatch.
       fixed: Values that are not differentiated: `{"frozen": weights, "loss_scale": scalar}`.
       params: Weights to differentiate with respect to.
-      non_trainable: Variables that each micro-batch updates for the next micro-batch.
-      inputs: Arrays [B, ...] and scalars. Micro-batch i contains the rows r with r % N == i, and
+      non_trainable: Variables that each microbatch updates for the next microbatch.
+      inputs: Arrays [B, ...] and scalars. Microbatch i contains the rows r with r % N == i, and
         all scalars.
-      key: PRNG key, into which the index of each micro-batch is folded.
-      num_micro_batches: Number N of micro-batches. If it is 1, there is no loop, and `loss_fn`
+      key: PRNG key, into which the index of each microbatch is folded.
+      accumulation_steps: Number N of microbatches. If it is 1, there is no loop, and `loss_fn`
         receives `key` unchanged.
-      inputs_split_mapping: Maps an array's rank to its split dims, for batches and micro-batches.
+      inputs_split_mapping: Maps an array's rank to its split dims, for batches and microbatches.
       lay_out: Constrains gradients to the layout in which they are summed.
 
     Raises:
       ConfigError: B is not divisible by N. Raised while tracing.
     """
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
-    if num_micro_batches == 1:
+    if accumulation_steps == 1:
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
-    # Over Explicit axes, sum over devices once, after all micro-batches. If JAX cannot type this,
-    # the loop below sums in every micro-batch.
+    # Over Explicit axes, sum over devices once, after all microbatches. If JAX cannot type this,
+    # the loop below sums in every microbatch.
     if axes := _row_axes(inputs):
         try:
             return _value_and_grad_reduced_once(
@@ -93,23 +93,23 @@ def value_and_grad(
                 inputs,
                 key,
                 axes,
-                num_micro_batches=num_micro_batches,
+                accumulation_steps=accumulation_steps,
                 inputs_split_mapping=inputs_split_mapping,
             )
         except Exception as error:
             if not is_type_error(error):
                 raise
             reason = str(error).strip().splitlines()[0]
-            note_untyped("summing gradients over devices once for all micro-batches", reason)
+            note_untyped("summing gradients over devices once for all microbatches", reason)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
         grad_sums, non_trainable = carry
-        micro_batch, index = x
+        microbatch, index = x
         (_, (metrics, new)), grads = grad_fn(
             fixed,
             params,
             non_trainable,
-            constrain_rows(micro_batch, inputs_split_mapping),
+            constrain_rows(microbatch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         weight = metrics["loss"][1]
@@ -124,9 +124,9 @@ def value_and_grad(
         return (grad_sums, new), metrics
 
     zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(to_device(w), jnp.float32), params))
-    micro_batches = cut(inputs, num_micro_batches)
+    microbatches = cut(inputs, accumulation_steps)
     (grad_sums, non_trainable), metrics = jax.lax.scan(
-        add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))
+        add, (zeros, non_trainable), (microbatches, jnp.arange(accumulation_steps))
     )
     return _means(metrics, non_trainable, grad_sums)
 
@@ -158,7 +158,7 @@ def _value_and_grad_reduced_once(
     key: jax.Array,
     axes: tuple[str, ...],
     *,
-    num_micro_batches: int,
+    accumulation_steps: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `value_and_grad` over Explicit axes, reducing gradients over devices only once.
@@ -181,12 +181,12 @@ def _value_and_grad_reduced_once(
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
         grad_sums, old = carry
-        micro_batch, index = x
+        microbatch, index = x
         (_, (metrics, new)), grads = grad_fn(
             fixed,
             params,
             old,
-            constrain_rows(micro_batch, inputs_split_mapping),
+            constrain_rows(microbatch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         has_weight = metrics["loss"][1] != 0
@@ -200,7 +200,9 @@ def _value_and_grad_reduced_once(
 
     zeros = jax.tree.map(lambda w: zeros_unreduced(w, jnp.float32), params)
     (grad_sums, new), metrics = jax.lax.scan(
-        add, (zeros, non_trainable), (cut(inputs, num_micro_batches), jnp.arange(num_micro_batches))
+        add,
+        (zeros, non_trainable),
+        (cut(inputs, accumulation_steps), jnp.arange(accumulation_steps)),
     )
     return _means(metrics, new, jax.tree.map(reduce_partial, grad_sums))
 
@@ -226,36 +228,36 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax
     return jnp.where(total == 0, jnp.mean(values, axis=0), mean), total
 
 
-def cut(inputs: Batch, num_micro_batches: int) -> Batch:
-    """Splits inputs into N micro-batches: [B, ...] -> [N, B / N, ...]; scalars -> [N].
+def cut(inputs: Batch, num_microbatches: int) -> Batch:
+    """Splits inputs into N microbatches: [B, ...] -> [N, B / N, ...]; scalars -> [N].
 
-    Each device stores a block of consecutive rows. Assigning row r to micro-batch r % N gives each
-    device the same number of rows in every micro-batch, so no rows move between devices.
+    Each device stores a block of consecutive rows. Assigning row r to microbatch r % N gives each
+    device the same number of rows in every microbatch, so no rows move between devices.
     """
     num_rows = num_rows_of(inputs)
-    if num_rows % num_micro_batches:
+    if num_rows % num_microbatches:
         divisors = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
         raise ConfigError(
-            f"Learner.gradient_accumulation_steps is {num_micro_batches}, but the training batch "
-            f"size {num_rows} is not divisible by {num_micro_batches}. Make the batch size a "
-            f"multiple of {num_micro_batches}, or set gradient_accumulation_steps to one of "
+            f"Learner.gradient_accumulation_steps is {num_microbatches}, but the training batch "
+            f"size {num_rows} is not divisible by {num_microbatches}. Make the batch size a "
+            f"multiple of {num_microbatches}, or set gradient_accumulation_steps to one of "
             f"{divisors}."
         )
-    shape = (num_rows // num_micro_batches, num_micro_batches)
+    shape = (num_rows // num_microbatches, num_microbatches)
 
     def split(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
-            return jnp.broadcast_to(x, (num_micro_batches,))
+            return jnp.broadcast_to(x, (num_microbatches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    micro_batches: Batch = jax.tree.map(split, inputs)
-    return micro_batches
+    microbatches: Batch = jax.tree.map(split, inputs)
+    return microbatches
 
 
-def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
-    """Constrains a micro-batch to be sharded like the complete batch.
+def constrain_rows(microbatch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
+    """Constrains a microbatch to be sharded like the complete batch.
 
-    Otherwise XLA would replicate micro-batches that do not split evenly over the devices.
+    Otherwise XLA would replicate microbatches that do not split evenly over the devices.
     """
     axis_names = jax.sharding.get_abstract_mesh().axis_names
     mapping = inputs_split_mapping or {}
@@ -266,5 +268,5 @@ def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping)
         split = mapping.get(f"map_{x.ndim}d")
         return constrain(x, (axis_names,) if split is None else split)
 
-    micro_batch = jax.tree.map(constrain_leaf, micro_batch)
-    return micro_batch
+    microbatch = jax.tree.map(constrain_leaf, microbatch)
+    return microbatch

@@ -18,7 +18,7 @@ _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
 # reach only a third of the memory bandwidth.
 DECODING = {"xla_tpu_enable_dot_strength_reduction?": False}
 # On TPU, reduce gradients of replicated weights over devices once, after the loops over layers and
-# micro-batches, instead of in every iteration. The limit is large enough for any weight.
+# microbatches, instead of in every iteration. The limit is large enough for any weight.
 ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes?": 2**40}
 
 

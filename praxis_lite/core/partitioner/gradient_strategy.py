@@ -15,12 +15,12 @@ PyTree = Any
 
 
 class RowsCheck(Protocol):
-    """A function that raises ConfigError if a batch cannot be split into micro-batches."""
+    """A function that raises ConfigError if a batch cannot be split into microbatches."""
 
-    def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
+    def __call__(self, element_spec: PyTree, /, accumulation_steps: int) -> object: ...
 
 
-def _accept_rows(element_spec: PyTree, /, num_micro_batches: int) -> None:
+def _accept_rows(element_spec: PyTree, /, accumulation_steps: int) -> None:
     pass
 
 
@@ -33,13 +33,13 @@ class GradientFunctions:
     Attributes:
       value_and_grad: See `accumulation.value_and_grad`.
       evaluate: A pure eval step; see `steps.eval_step`.
-      check_rows: Takes the shapes of a batch and the number of micro-batches, and raises
-        ConfigError if the rows cannot be split into these micro-batches.
+      check_rows: Takes the shapes of a batch and the number of accumulation steps, and raises
+        ConfigError if the rows cannot be split into that many microbatches.
       num_parts: Number of devices with separate rows and keys, or None if the batch is not split
         explicitly.
-      num_micro_batches: Takes a batch and the number of micro-batches for accumulation, and returns
-        the number N of micro-batches processed one after another, where row r is in micro-batch
-        r % N. If None, N is the number of micro-batches for accumulation.
+      num_microbatches: Takes a batch and the number of accumulation steps, and returns the number
+        N of microbatches processed one after another, where row r is in microbatch r % N. If None,
+        N is the number of accumulation steps.
       sums_in_a_loop: Whether gradients are summed in a loop even without accumulation.
     """
 
@@ -47,7 +47,7 @@ class GradientFunctions:
     evaluate: Callable[..., Any] = steps.eval_step
     check_rows: RowsCheck = _accept_rows
     num_parts: int | None = None
-    num_micro_batches: Callable[[PyTree, int], int] | None = None
+    num_microbatches: Callable[[PyTree, int], int] | None = None
     sums_in_a_loop: bool = False
 
     def on(

@@ -60,7 +60,7 @@ class Partitioner:
       gradients: The strategy's functions for gradients and metrics.
       init: (key) -> TrainState. Arrays are created sharded.
       compiler_options: Compiler options for the steps on this mesh, or None.
-      train_options: Compiler options for the train step, including those for micro-batches.
+      train_options: Compiler options for the train step, including those for microbatches.
 
     Raises:
       ConfigError: A weight's sharding does not fit its shape or the mesh, or XLA rejects a compiler
@@ -151,7 +151,7 @@ class Partitioner:
 
     def _check_training_rows(self, element_spec: PyTree) -> None:
         self.gradient_functions.check_rows(
-            element_spec, num_micro_batches=self.task.learner.gradient_accumulation_steps
+            element_spec, accumulation_steps=self.task.learner.gradient_accumulation_steps
         )
 
     @functools.cached_property
@@ -184,7 +184,7 @@ class Partitioner:
             pure,
             required_inputs=self.task.required_inputs,
             may_lack_key=True,
-            check_rows=functools.partial(self.gradient_functions.check_rows, num_micro_batches=1),
+            check_rows=functools.partial(self.gradient_functions.check_rows, accumulation_steps=1),
             compiler_options=self.compiler_options,
         )
 

@@ -148,7 +148,7 @@ def _gradients(
         metrics = {**metrics, **tallies.as_metrics(task.model.tallies(module))}
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
-    # The strategy may divide the batch into micro-batches, or use explicit collectives.
+    # The strategy may divide the batch into microbatches, or use explicit collectives.
     metrics, new_non_trainable, grads = value_and_grad(
         loss_fn,
         {"frozen": frozen, "loss_scale": scale},
@@ -156,7 +156,7 @@ def _gradients(
         non_trainable,
         inputs,
         key,
-        num_micro_batches=settings.gradient_accumulation_steps,
+        accumulation_steps=settings.gradient_accumulation_steps,
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )

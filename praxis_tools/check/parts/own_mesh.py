@@ -20,7 +20,7 @@ from praxis_tools.check.parts.as_trained import as_trained
 from praxis_tools.check.parts.implementations import remat, settings_switched, unrolled
 from praxis_tools.check.parts.resumed import resumed
 from praxis_tools.check.parts.types import types_of
-from praxis_tools.check.runs.batch_parts import micro_batches_in_turn
+from praxis_tools.check.runs.batch_parts import microbatches_in_turn
 from praxis_tools.check.runs.float64 import in_float64
 from praxis_tools.check.runs.on_mesh import (
     Leaves,
@@ -164,7 +164,7 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
             yield tolerances.in_float64(runner.name, what, fewer_expected, actual, nudged)
 
 
-def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+def microbatches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares steps with 1, 2 and 4 microbatches.
 
     Dropout is disabled, because its masks depend on the microbatch.
@@ -178,7 +178,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
             continue  # "training" already compared this.
         is_manual = runner.partitioner.gradient_functions.num_parts is not None
         if check.num_rows % number or (is_manual and check.couplings):
-            check.add_note(f"{number} micro-batches: not checked.")
+            check.add_note(f"{number} microbatches: not checked.")
             continue
         task = with_reported_gradients(check.job.task, number)
 
@@ -187,9 +187,9 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
 
         # Rows depend on each other, so the reference must process the same microbatches one by one.
         if check.couplings:
-            in_turn = micro_batches_in_turn(runner.partitioner.gradient_functions.num_micro_batches)
+            in_turn = microbatches_in_turn(runner.partitioner.gradient_functions.num_microbatches)
             reference = check.on_one_device(in_turn, task)
-        trained = check.run_or_skip(f"{number} micro-batches", train)
+        trained = check.run_or_skip(f"{number} microbatches", train)
         if trained is None:
             continue
         actual, actual_state = trained
@@ -201,7 +201,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
         )
         if not check.couplings:
             comparisons = list(map(tolerances.with_loss_epsilon, comparisons))
-        yield tolerances.with_suffix(f"{number} micro-batches", comparisons)
+        yield tolerances.with_suffix(f"{number} microbatches", comparisons)
 
 
 def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
@@ -245,7 +245,7 @@ PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "evaluation": evaluation,
     "reference update": reference_update,
     "padding rows": padding_rows,
-    "micro-batches": micro_batches,
+    "microbatches": microbatches,
     "decoding": decoding,
     **{what: functools.partial(equal_results, what) for what in properties.FUNCTIONS},
     "remat switched": remat,

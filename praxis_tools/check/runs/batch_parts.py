@@ -21,8 +21,8 @@ from praxis_lite.layers.stacking.pipelining.split_model import in_one_microbatch
 PyTree = Any
 
 
-def micro_batches_in_turn(
-    num_micro_batches: Callable[[PyTree, int], int] | None,
+def microbatches_in_turn(
+    num_microbatches: Callable[[PyTree, int], int] | None,
 ) -> GradientFunctions:
     """Returns a strategy for a single device that processes N microbatches one after another.
 
@@ -30,15 +30,15 @@ def micro_batches_in_turn(
     weights of "loss".
 
     Args:
-      num_micro_batches: `GradientFunctions.num_micro_batches` of a pipeline strategy, whose
+      num_microbatches: `GradientFunctions.num_microbatches` of a pipeline strategy, whose
         microbatches are the parts and are not split further. None for gradient accumulation.
     """
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
-        num_parts, inputs = settings["num_micro_batches"], args[4]
+        num_parts, inputs = settings["accumulation_steps"], args[4]
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if num_micro_batches is not None:
-            num_parts = num_micro_batches(inputs, num_parts)
+        if num_microbatches is not None:
+            num_parts = num_microbatches(inputs, num_parts)
             context = in_one_microbatch()
         with context:
             return _value_and_grad(*args, num_parts=num_parts, is_strided=True, **settings)
@@ -68,7 +68,7 @@ def _value_and_grad(
     inputs: Mapping[str, jax.Array],
     key: jax.Array,
     *,
-    num_micro_batches: int,
+    accumulation_steps: int,
     num_parts: int,
     is_strided: bool,
     inputs_split_mapping: Any = None,
@@ -82,7 +82,7 @@ def _value_and_grad(
     these variables are averaged.
     """
     del inputs_split_mapping, lay_out  # There is only one device.
-    parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
+    parts = _split_rows(inputs, num_parts, is_strided, accumulation_steps)
     total_weight: jax.Array | float = 0.0
     by_part, grad_sums, changes = [], None, None
     # Gradient accumulation with a single part does not fold its key.
@@ -96,7 +96,7 @@ def _value_and_grad(
             state,
             part,
             key if is_single_part else jax.random.fold_in(key, index),
-            num_micro_batches=1 if is_strided else num_micro_batches,
+            accumulation_steps=1 if is_strided else accumulation_steps,
         )
         metrics = _with_row_weights(metrics, part)
         by_part.append(metrics)
@@ -176,7 +176,7 @@ def _evaluate(
 
 
 def _split_rows(
-    inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
+    inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, accumulation_steps: int
 ) -> list[dict[str, jax.Array]]:
     """Splits a batch into strided parts, or into blocks that are padded with zero-weight rows."""
     num_rows, arrays = num_rows_of(inputs), dict(inputs)
@@ -185,7 +185,7 @@ def _split_rows(
             jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, arrays)
             for i in range(num_parts)
         ]
-    missing = -num_rows % (num_parts * num_micro_batches)
+    missing = -num_rows % (num_parts * accumulation_steps)
     # Padding rows repeat the first row, so that the model sees valid values.
     if missing:
         arrays = jax.tree.map(

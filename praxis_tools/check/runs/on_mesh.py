@@ -266,12 +266,12 @@ def on_mesh(
     return TaskRunner((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 
 
-def with_reported_gradients(task: Task, num_micro_batches: int | None = None) -> Task:
+def with_reported_gradients(task: Task, accumulation_steps: int | None = None) -> Task:
     """Returns a task whose learner also reports the gradients before clipping.
 
     Args:
       task: The task.
-      num_micro_batches: Number of gradient accumulation steps, or None for the learner's number.
+      accumulation_steps: Number of gradient accumulation steps, or None for the learner's number.
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
@@ -284,8 +284,8 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
 
     # Patch the copy, because the learner may be an instance of any subclass.
     learner.bind = bind_reporting  # type: ignore[method-assign]
-    if num_micro_batches is not None:
-        learner.gradient_accumulation_steps = num_micro_batches
+    if accumulation_steps is not None:
+        learner.gradient_accumulation_steps = accumulation_steps
     task.learner = learner
     return task
 

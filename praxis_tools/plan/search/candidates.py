@@ -48,9 +48,9 @@ class Candidate:
     @property
     def name(self) -> str:
         shape = "x".join(map(str, (self.layout.replica, self.layout.data, self.layout.mdl)))
-        num = self.layout.micro_batches
-        micro_batches = f", {num} micro-batches" if num > 1 else ""
-        return f"{self.preset} on {shape}, {self.layout.policy}{micro_batches}"
+        num = self.layout.accumulation_steps
+        microbatches = f", {num} microbatches" if num > 1 else ""
+        return f"{self.preset} on {shape}, {self.layout.policy}{microbatches}"
 
 
 def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
@@ -65,7 +65,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
     if next(paths_of(config.task, "num_microbatches", "task"), None):
         yield from _pipelines(config, shape, topology, paths)
         return
-    has_micro = "gradient_accumulation_steps" in _arguments(config.task.learner)
+    has_steps = "gradient_accumulation_steps" in _arguments(config.task.learner)
     for (replica, data, mdl), (preset, splits), policy in itertools.product(
         _meshes(per_slice), _PRESETS.items(), policies
     ):
@@ -78,7 +78,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
         # With all devices in `replica`, fsdp shards nothing.
         if preset == "fsdp" and replica > 1 and replica == per_slice:
             continue
-        for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
+        for steps in _accumulation_steps(shape, replica * data * mdl) if has_steps else (1,):
             layout = Layout(
                 replica=replica * dcn,
                 data=data,
@@ -86,7 +86,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
                 mdl_splits=splits,
                 gathers_weights=preset.startswith("fsdp"),
                 policy=policy,
-                micro_batches=micro,
+                accumulation_steps=steps,
             )
             settings = [
                 f"SHARDING_PRESET={preset}",
@@ -94,8 +94,8 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
                 "mesh.allow_split_physical_axes=true",
                 *(f"{path}={policy}" for path in paths),
             ]
-            if has_micro and micro > 1:
-                settings.append(f"task.learner.gradient_accumulation_steps={micro}")
+            if has_steps and steps > 1:
+                settings.append(f"task.learner.gradient_accumulation_steps={steps}")
             yield Candidate(
                 tuple(settings),
                 layout,
@@ -185,6 +185,6 @@ def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
                 yield replica, devices // (mdl * replica), mdl
 
 
-def _micro_batches(shape: Shape, devices: int) -> list[int]:
+def _accumulation_steps(shape: Shape, devices: int) -> list[int]:
     most = max(1, shape.rows // devices)
     return [number for number in (1, 2, 4, 8) if number <= most and shape.rows % number == 0]

@@ -66,7 +66,7 @@ class Layout:
         "time" (context parallelism).
       gathers_weights: Whether weights are split over `data` and gathered for each layer (FSDP).
       policy: Remat policy, a key of POLICIES.
-      micro_batches: Number of gradient accumulation steps.
+      accumulation_steps: Number of gradient accumulation steps.
     """
 
     replica: int
@@ -75,7 +75,7 @@ class Layout:
     mdl_splits: str = "rows"
     gathers_weights: bool = True
     policy: str = "save_nothing"
-    micro_batches: int = 1
+    accumulation_steps: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -93,7 +93,7 @@ def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
     Weight transfers overlap with matmuls, so only the slower of the two is counted. Activation
     transfers do not overlap, because matmuls wait for them.
     """
-    tokens = _tokens_per_device(shape, layout) * layout.micro_batches
+    tokens = _tokens_per_device(shape, layout) * layout.accumulation_steps
     *_, recomputed = POLICIES[layout.policy]
     # For each parameter and token: 2 flops forwards, 4 backwards, and up to 2 for recomputation.
     flops = (6 + 2 * recomputed) * shape.parameters * tokens
@@ -124,7 +124,7 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
     one_layer = BF16 * shape.parameters / max(shape.num_layers, 1) / features
     block = tokens * BF16 * (8 * shape.model_dims + 4 * shape.hidden_dims / features)
     logits = tokens * (F32 + BF16) * shape.vocab_size / features
-    gradients = (F32 if layout.micro_batches > 1 else BF16) * weights
+    gradients = (F32 if layout.accumulation_steps > 1 else BF16) * weights
     return (
         weights * F32 * (1 + shape.slots)
         + gradients
@@ -137,7 +137,7 @@ def _tokens_per_device(shape: Shape, layout: Layout) -> float:
     """Returns the number of tokens per device in a microbatch, including padding rows."""
     mdl_over_rows = layout.mdl if layout.mdl_splits == "rows" else 1
     devices = layout.replica * layout.data * mdl_over_rows
-    rows = math.ceil(shape.rows / layout.micro_batches / devices)
+    rows = math.ceil(shape.rows / layout.accumulation_steps / devices)
     return rows * shape.tokens_per_row / (layout.mdl // mdl_over_rows)
 
 
@@ -156,7 +156,7 @@ def _bytes_for_weights(shape: Shape, layout: Layout) -> float:
         # An all-reduce sends the weights twice: a reduce-scatter and an all-gather.
         return 2 * weight_bytes * (group - 1) / group
     # For each microbatch, weights are gathered in both passes, and gradients are scattered once.
-    gathered = 3 * weight_bytes * layout.micro_batches * (group - 1) / group
+    gathered = 3 * weight_bytes * layout.accumulation_steps * (group - 1) / group
     return gathered + 2 * F32 * _weights_per_device(shape, layout) * (layout.replica > 1)
 
 
@@ -171,7 +171,7 @@ def _bytes_for_activations(shape: Shape, layout: Layout, recomputed: float) -> f
     # Each block has four transfers in the forward pass, in the backward pass and in the recomputed
     # forward pass. For "features", they are a gather and a scatter around each half of the block.
     # For "time", they reshard queries, keys, values and outputs between time and heads (Ulysses).
-    return 4 * (2 + recomputed) * sent * shape.num_layers * layout.micro_batches
+    return 4 * (2 + recomputed) * sent * shape.num_layers * layout.accumulation_steps
 
 
 def bubble_share(model: Any, rows: int) -> float | None:

@@ -266,7 +266,7 @@ def _formula_inputs(
         mdl=mdl,
         mdl_splits="features" if mdl > 1 else "rows",
         gathers_weights=data > 1,
-        micro_batches=task.learner.gradient_accumulation_steps,
+        accumulation_steps=task.learner.gradient_accumulation_steps,
     )
     return Shape(
         parameters=parameters,

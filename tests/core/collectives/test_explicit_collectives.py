@@ -124,8 +124,8 @@ def bytes_of(shape):
 def test_the_notebooks_collectives(name):
     """Equal but for the learner's gradient norm, and how XLA bundles the sums over all devices.
 
-    The notebook's loop over micro-batches is unrolled and XLA merges the gathers of one weight;
-    ours is a scan, out of which XLA takes them. Scatters are executed once per micro-batch in both.
+    The notebook's loop over microbatches is unrolled and XLA merges the gathers of one weight;
+    ours is a scan, out of which XLA takes them. Scatters are executed once per microbatch in both.
     """
     lines = golden("reference/shard_map_dp_fsdp.json")[name]["collective_lines"]
     expected = sorted((kind, bytes_of(shape)) for kind, shape in lines)
@@ -144,7 +144,7 @@ def test_the_notebooks_collectives(name):
     assert len(actual) - len(no_sums(actual)) <= 2
 
 
-# ---- NumPy by hand: a regression that neither devices nor micro-batches divide.
+# ---- NumPy by hand: a regression that neither devices nor microbatches divide.
 
 ROWS, DIMS = 11, 13
 RNG = np.random.default_rng(0)
@@ -173,7 +173,7 @@ def regression(params, inputs, key):
     return loss, {"draw": (draw, jnp.ones(()))}
 
 
-def regression_partitioner(partitioner=explicit_partitioner, num_micro_batches=2, **learner):
+def regression_partitioner(partitioner=explicit_partitioner, accumulation_steps=2, **learner):
     split = P("data")
     model = FunctionModel(init, specs={"w": split, "bias": None, "kept": split})
     task = LossTask(
@@ -182,7 +182,7 @@ def regression_partitioner(partitioner=explicit_partitioner, num_micro_batches=2
         Learner(
             optax.sgd,
             0.1,
-            gradient_accumulation_steps=num_micro_batches,
+            gradient_accumulation_steps=accumulation_steps,
             bprop_variable_exclusion="kept",
             **learner,
         ),
@@ -222,7 +222,7 @@ def test_a_step_on_rows_that_nothing_divides_is_that_of_one_device():
     np.testing.assert_allclose(evaluated["loss"], (loss, DATA["weights"].sum()), rtol=1e-6)
 
 
-def test_each_device_and_micro_batch_has_a_key_of_its_own():
+def test_each_device_and_microbatch_has_a_key_of_its_own():
     key, draws = jax.random.fold_in(jax.random.key(3), 0), []  # The step's key.
     for row in np.flatnonzero(DATA["weights"]):  # What a device without weight draws is not seen.
         folded = jax.random.fold_in(jax.random.fold_in(key, row // 2), row % 2)
@@ -284,7 +284,7 @@ def test_running_statistics_are_the_mean_of_the_devices():
     batch = partitioner.global_batch({"x": x, "weights": weights})
     state, _ = partitioner.train_step(partitioner.init(key), batch, key)
     actual = jax.device_get(state.mdl_vars["non_trainable"])
-    # A row per device and micro-batch; the last of the eight is padding, its pass no change.
+    # A row per device and microbatch; the last of the eight is padding, its pass no change.
     means, rows = np.full((4, 3), 2.0), np.concatenate([x, np.zeros((1, 3), np.float32)])
     for device, n in np.ndindex(4, 2):
         if 2 * device + n < 7:
@@ -347,14 +347,14 @@ def test_each_layer_gathers_and_scatters_its_own_weights_and_nothing_more():
             continue
         # One of two layers; whole along data's 4 devices, split along mdl's where it was.
         block = weight.bytes_per_device // 2
-        # Forward, and again in the backward pass, of 2 layers, in 2 micro-batches. The last bias
+        # Forward, and again in the backward pass, of 2 layers, in 2 microbatches. The last bias
         # is added, and nothing but its own gradient asks for it.
         num_passes = 1 if "ffn_layer2/bias" in weight.path else 2
         gathered += [("all-gather", 4 * block)] * num_passes * 2 * 2
         scattered += [("reduce-scatter", block)] * 2 * 2
     in_layers = [c for c in actual if "/blocks/" in c.op_name]
     assert gathered and sent(in_layers) == sorted(gathered + scattered)
-    # Sums over devices are of what lies whole: once a step, not once per micro-batch.
+    # Sums over devices are of what lies whole: once a step, not once per microbatch.
     sums = [c for c in actual if c.kind == "all-reduce"]
     whole = [
         x.bytes_per_device
@@ -366,8 +366,8 @@ def test_each_layer_gathers_and_scatters_its_own_weights_and_nothing_more():
     assert sum(c.bytes for c in sums) <= sum(whole) + scalars
 
 
-def test_gradients_of_micro_batches_are_summed_over_devices_once():
-    """The compiler alone sums them once per micro-batch; a ratio of four for four."""
+def test_gradients_of_microbatches_are_summed_over_devices_once():
+    """The compiler alone sums them once per microbatch; a ratio of four for four."""
 
     def wide(key):
         return {"w": jnp.ones((DIMS, 257))}

@@ -20,7 +20,7 @@ from tests.support.job_runs import home, launch, lines_of, succeed
 pytestmark = pytest.mark.slow
 
 SAVED_EVERY, NUM_STEPS = 3, 7
-# 60 rows: four micro-batches of both partitioners; 64 for eight devices.
+# 60 rows: four microbatches of both partitioners; 64 for eight devices.
 SETTINGS = (
     "--exp=explicit.DigitsFsdp",
     "--set",

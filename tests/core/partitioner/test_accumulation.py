@@ -1,4 +1,4 @@
-"""N micro-batches are one batch: against NumPy by hand, one device, and the compiled programs."""
+"""N microbatches are one batch: against NumPy by hand, one device, and the compiled programs."""
 
 import functools
 
@@ -19,7 +19,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_tools.explain import hlo, hlo_matmuls
 from tests.support.lm_runs import on_host, structs, zero_padded
 
-# A weighted regression by hand: what each micro-batch gives is 0 / 0 where it weighs nothing.
+# A weighted regression by hand: what each microbatch gives is 0 / 0 where it weighs nothing.
 ROWS, DIMS = 24, 5
 RNG = np.random.default_rng(0)
 DATA = {
@@ -28,7 +28,7 @@ DATA = {
     "weights": RNG.integers(0, 7, ROWS).astype(np.float32),
     "offset": np.float32(0.3),
 }
-DATA["weights"][3::4] = 0.0  # A micro-batch of 4, and two of 8, without any weight.
+DATA["weights"][3::4] = 0.0  # A microbatch of 4, and two of 8, without any weight.
 W = RNG.normal(size=DIMS).astype(np.float32)
 
 
@@ -44,7 +44,7 @@ def regression(fixed, params, non_trainable, inputs, key):
     return loss, (metrics, seen)
 
 
-def run(num_micro_batches, loss_fn=regression, data=DATA, w=W):
+def run(accumulation_steps, loss_fn=regression, data=DATA, w=W):
     seen = {"mean": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)}
 
     @jax.jit
@@ -56,15 +56,15 @@ def run(num_micro_batches, loss_fn=regression, data=DATA, w=W):
             seen,
             data,
             jax.random.key(5),
-            num_micro_batches=num_micro_batches,
+            accumulation_steps=accumulation_steps,
         )
 
     return jax.device_get(value_and_grad(w, data))
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 8, 24])
-def test_a_weighted_loss_and_its_gradient_are_those_of_the_whole_batch(num_micro_batches):
-    metrics, _, grads = run(num_micro_batches)
+@pytest.mark.parametrize("accumulation_steps", [1, 8, 24])
+def test_a_weighted_loss_and_its_gradient_are_those_of_the_whole_batch(accumulation_steps):
+    metrics, _, grads = run(accumulation_steps)
     x, y, weights = (DATA[name].astype(np.float64) for name in ("x", "y", "weights"))
     errors = x @ W + DATA["offset"] - y
     assert metrics["loss"][1] == weights.sum()
@@ -73,17 +73,17 @@ def test_a_weighted_loss_and_its_gradient_are_those_of_the_whole_batch(num_micro
     np.testing.assert_allclose(grads["w"], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_variables_pass_from_one_micro_batch_to_the_next_and_an_empty_one_leaves_no_trace():
+def test_variables_pass_from_one_microbatch_to_the_next_and_an_empty_one_leaves_no_trace():
     _, seen, _ = run(4)
     mean = 0.0
-    for rows in (slice(n, None, 4) for n in range(3)):  # Row r is in micro-batch r % 4.
+    for rows in (slice(n, None, 4) for n in range(3)):  # Row r is in microbatch r % 4.
         weights = DATA["weights"][rows]
         mean = 0.9 * mean + 0.1 * (DATA["y"][rows] @ weights) / weights.sum()
     np.testing.assert_allclose(seen["mean"], mean, rtol=1e-5)
     assert seen["count"] == 3
 
 
-def test_each_micro_batch_has_a_key_of_its_own():
+def test_each_microbatch_has_a_key_of_its_own():
     key = jax.random.key(5)
     draws = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4)]
     assert run(4)[0]["draw"] == pytest.approx((np.mean(draws), 4.0))
@@ -136,7 +136,7 @@ def test_a_batch_that_does_not_divide_is_refused_while_tracing():
 
 
 def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
-    """3 rows of a micro-batch on four devices: one each. Left to XLA each would compute all 3."""
+    """3 rows of a microbatch on four devices: one each. Left to XLA each would compute all 3."""
     mesh, outputs = mesh_of(1, 4, 2), 37
 
     def loss_fn(fixed, params, non_trainable, inputs, key):
@@ -152,7 +152,7 @@ def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
                 {},
                 {"x": x},
                 jax.random.key(0),
-                num_micro_batches=8,
+                accumulation_steps=8,
                 inputs_split_mapping={"map_2d": ("data", None)},
             )[2]
 
@@ -164,7 +164,7 @@ def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
 
 
 # A language model with all that adds to a loss of tokens; packed rows, empty rows, and with 4 or 8
-# micro-batches some without a token.
+# microbatches some without a token.
 VOCAB = 37
 
 
@@ -190,7 +190,7 @@ def lm_batch(step, num_rows=ROWS, seq_len=7):
     }
 
 
-def lm_partitioner(shape, num_micro_batches, is_zero1=False):
+def lm_partitioner(shape, accumulation_steps, is_zero1=False):
     softmax = fdl.Partial(
         SharedEmbeddingSoftmax, has_bias=False, label_smoothing_prob=0.1, z_loss_weight=1e-2
     )
@@ -211,7 +211,7 @@ def lm_partitioner(shape, num_micro_batches, is_zero1=False):
         1e-3,
         clip_gradient_norm_to_value=0.5,
         auxiliary_optimizers=[AuxiliaryOptimizer("transformer/.*", sgd, 0.1, "blocks")],
-        gradient_accumulation_steps=num_micro_batches,
+        gradient_accumulation_steps=accumulation_steps,
         slot_mesh_axes=("data",) if is_zero1 else (),
     )
     preset = "megatron" if is_zero1 else "fsdp+tensor"
@@ -230,9 +230,9 @@ def initial_state():
 
 
 @functools.cache
-def trained(shape, num_micro_batches, is_zero1=False):
+def trained(shape, accumulation_steps, is_zero1=False):
     """Returns the weights, and the outputs of each of three steps."""
-    partitioner = lm_partitioner(shape, num_micro_batches, is_zero1)
+    partitioner = lm_partitioner(shape, accumulation_steps, is_zero1)
     layout, key, outputs = partitioner.layout, partitioner.key(0), []
     padded = jax.tree.map(zero_padded, initial_state(), layout.padded_shapes)
     state = jax.device_put(padded, layout.shardings(partitioner.mesh))
@@ -246,15 +246,15 @@ def trained(shape, num_micro_batches, is_zero1=False):
 @pytest.mark.slow
 # On (1, 4, 2), 24 rows are 6 a device: cut in 2 evenly, in 4 not (6 rows on four devices).
 @pytest.mark.parametrize(
-    ("shape", "num_micro_batches", "is_zero1"),
+    ("shape", "accumulation_steps", "is_zero1"),
     [((1, 4, 2), 4, False), ((1, 4, 2), 2, True)],
 )
 def test_a_language_model_trains_as_with_one_batch_on_one_device(
-    shape, num_micro_batches, is_zero1
+    shape, accumulation_steps, is_zero1
 ):
     """Label smoothing, z-loss and entropy loss; weights by SGD and, outside the blocks, AdamW."""
     weights, outputs = trained((1, 1, 1), 1)
-    new_weights, new_outputs = trained(shape, num_micro_batches, is_zero1)
+    new_weights, new_outputs = trained(shape, accumulation_steps, is_zero1)
     for expected, output in zip(outputs, new_outputs, strict=True):
         assert {"loss", "accuracy", "aux_loss"} < expected["metrics"].keys()
         assert output["metrics"]["loss"][1] == expected["metrics"]["loss"][1] > 0
@@ -271,8 +271,8 @@ def assert_near(actual, expected, rtol=0):
 
 
 @functools.cache
-def on_the_mesh(num_micro_batches):
-    partitioner = lm_partitioner((1, 4, 2), num_micro_batches)
+def on_the_mesh(accumulation_steps):
+    partitioner = lm_partitioner((1, 4, 2), accumulation_steps)
     return partitioner.train_step.lower(structs(lm_batch(0, 64, 61))).compile()
 
 
@@ -289,6 +289,6 @@ def test_cutting_a_batch_moves_no_row():
 
 
 @pytest.mark.slow
-def test_activations_are_those_of_a_micro_batch():
+def test_activations_are_those_of_a_microbatch():
     whole, cut = (hlo.memory_per_device(on_the_mesh(n)).temp for n in (1, 8))
     assert cut < 0.4 * whole

@@ -1,4 +1,4 @@
-"""The bytes that a TPU's program of micro-batches sums over devices: those of one batch."""
+"""The bytes that a TPU's program of microbatches sums over devices: those of one batch."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from tests.support.on_tpu import needs_libtpu, printed_by
 @pytest.mark.slow
 @needs_libtpu
 def test_gradients_are_summed_over_devices_once_a_step():
-    whole, micro_batches = printed_by("tests.support.accumulation_runs")
-    assert whole.keys() == micro_batches.keys() == {"all-reduce"}
+    whole, microbatches = printed_by("tests.support.accumulation_runs")
+    assert whole.keys() == microbatches.keys() == {"all-reduce"}
     # Of each weight a gradient: two tables, and of three layers 4 projections and 2 of the MLP.
     weights = 2 * 256 * 128 + 3 * (4 * 128 * 128 + 2 * 128 * 512)
     assert 4 * weights <= whole["all-reduce"] <= 1.01 * 4 * weights
-    # But for scalars: the sum of the weights of each micro-batch's tokens.
-    assert 0 <= micro_batches["all-reduce"] - whole["all-reduce"] <= 4 * 4 * 4
+    # But for scalars: the sum of the weights of each microbatch's tokens.
+    assert 0 <= microbatches["all-reduce"] - whole["all-reduce"] <= 4 * 4 * 4

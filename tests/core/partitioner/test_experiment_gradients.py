@@ -60,7 +60,7 @@ def small_job(name: str, *, is_reference: bool = False) -> Job:
     if "corpus" in fdl.ordered_arguments(train) or fdl.get_callable(train) is SyntheticLm:
         train = fdl.Config(SyntheticLm, vocab_size=61, seq_len=16)
     is_pipeline = name.startswith("pipelined.")
-    train.batch_size = 4 * 5 if is_pipeline else 7  # Four micro-batches. 5 and 7: uneven always.
+    train.batch_size = 4 * 5 if is_pipeline else 7  # Four microbatches. 5 and 7: uneven always.
     config.datasets, config.decode_datasets = {"train": train}, {}
     if name.startswith("explicit.") and not name.endswith("PyDocs"):
         # Each device draws a dropout of its own, and rounds to bfloat16 sums of its own.

@@ -30,7 +30,7 @@ BATCH = {
     "labels": RNG.integers(0, CLASSES, ROWS).astype(np.int32),
     "weights": RNG.choice([0.0, 0.5, 1.0, 3.0], ROWS).astype(np.float32),
 }
-BATCH["weights"][5::8] = 0.0  # Micro-batch 5 of 8 has no example.
+BATCH["weights"][5::8] = 0.0  # Microbatch 5 of 8 has no example.
 
 
 class Classifier(BaseLayer):
@@ -140,20 +140,20 @@ def gradients(params, batch=BATCH):
     return loss, {"w": x.T @ errors, "b": errors.sum(0)}
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
-def test_a_classifier_steps_as_by_hand_however_its_batch_is_cut(num_micro_batches):
-    state, outputs = stepped(task_of(gradient_accumulation_steps=num_micro_batches))
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 8])
+def test_a_classifier_steps_as_by_hand_however_its_batch_is_cut(accumulation_steps):
+    state, outputs = stepped(task_of(gradient_accumulation_steps=accumulation_steps))
     params = initial_state().mdl_vars["params"]
     loss, grads = gradients(params)
     np.testing.assert_allclose(outputs["metrics"]["loss"], (loss, BATCH["weights"].sum()), 1e-6)
     for name, grad in grads.items():
         expected = params[name] - RATE * grad
         np.testing.assert_allclose(state.mdl_vars["params"][name], expected, atol=1e-6)
-    num_calls = {1: 1, 2: 2, 8: 7}[num_micro_batches]  # Empty ones leave no trace.
+    num_calls = {1: 1, 2: 2, 8: 7}[accumulation_steps]  # Empty ones leave no trace.
     assert state.mdl_vars["non_trainable"]["num_calls"] == num_calls
 
 
-def test_one_micro_batch_is_the_step_written_out():
+def test_one_microbatch_is_the_step_written_out():
     """No loop, no cast, no other key: the same program, operation by operation."""
     task = task_of(optax.adamw, clip_gradient_norm_to_value=0.5)
     bound = task.learner.bind(task.model.weight_specs()["params"])
@@ -199,17 +199,17 @@ def test_a_frozen_weight_has_no_gradient_and_stays():
     assert np.abs(new.mdl_vars["params"]["b"] - old["b"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_gradients_at_noisy_weights_update_the_clean_ones(num_micro_batches):
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_gradients_at_noisy_weights_update_the_clean_ones(accumulation_steps):
     noise = VariationalNoise(scale=0.5, regex="w")
     state, outputs = stepped(
-        task_of(variational_noise=noise, gradient_accumulation_steps=num_micro_batches)
+        task_of(variational_noise=noise, gradient_accumulation_steps=accumulation_steps)
     )
     clean = initial_state().mdl_vars["params"]
     key = jax.random.fold_in(jax.random.key(3), 0)
     noisy = jax.device_get(noise.apply(clean, key, 0))
     assert np.abs(noisy["w"] - clean["w"]).max() > 0.1
-    loss, grads = gradients(noisy)  # One noise for all micro-batches.
+    loss, grads = gradients(noisy)  # One noise for all microbatches.
     np.testing.assert_allclose(outputs["metrics"]["loss"][0], loss, rtol=1e-5)
     np.testing.assert_allclose(
         state.mdl_vars["params"]["w"], clean["w"] - RATE * grads["w"], atol=1e-5

@@ -1,4 +1,4 @@
-"""The record of a run on a mixture of packed texts, in micro-batches, stopped and moved."""
+"""The record of a run on a mixture of packed texts, in microbatches, stopped and moved."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from praxis_lite.inputs import ByteTokenizer, Documents, Mixture, PackedText, Te
 
 @register
 class Mixed(Tiny):
-    """Two sources of packed documents, dropout, averages, and three micro-batches."""
+    """Two sources of packed documents, dropout, averages, and three microbatches."""
 
     def datasets(self):
         def packed(pattern):
@@ -54,7 +54,7 @@ def digest(*argv):
 
 
 @pytest.mark.nightly
-def test_a_mixture_of_packed_texts_in_micro_batches_is_used_once_over_a_stop_and_a_move(tmp_path):
+def test_a_mixture_of_packed_texts_in_microbatches_is_used_once_over_a_stop_and_a_move(tmp_path):
     (home() / "jobzoo/mixed.py").write_text(MIXED)
     exp, job = "--exp=jobzoo.mixed.Mixed", JobDir(tmp_path / "job")
     moved = ("--set", "mesh.ici_mesh_shape=(1, 2, 1)")

@@ -1,4 +1,4 @@
-"""The bias update of DeepSeek-V3: each token counts once, on any mesh, in any micro-batches."""
+"""The bias update of DeepSeek-V3: each token counts once, on any mesh, in any microbatches."""
 
 import functools
 
@@ -113,13 +113,13 @@ WAYS = {
     "data": {"mesh": (1, 8, 1), "axis_names": AXES, "preset": "fsdp"},
     "tensor": {"mesh": (1, 2, 4), "axis_names": AXES, "preset": "megatron"},
     "context": {"mesh": (1, 2, 4), "axis_names": AXES, "preset": "fsdp+context"},
-    "micro-batches on data": {
+    "microbatches on data": {
         "mesh": (1, 4, 2),
         "axis_names": AXES,
         "preset": "fsdp",
         "accumulation": 2,
     },
-    "by hand, micro-batches": {
+    "by hand, microbatches": {
         "mesh": (1, 4, 1),
         "axis_names": AXES,
         "preset": None,
@@ -141,7 +141,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way",
     nightly_but(
-        {"experts and weights", "micro-batches on data", "by hand, micro-batches", "pipeline"}, WAYS
+        {"experts and weights", "microbatches on data", "by hand, microbatches", "pipeline"}, WAYS
     ),
 )
 def test_a_mesh_counts_each_token_once(way):

@@ -22,7 +22,7 @@ NUM_MATRICES = 6
 SETTINGS = {
     "alone": {},
     "slots too": {"host_slots": ".*", "ema_decay": 0.9},
-    "micro-batches": {"gradient_accumulation_steps": 11},
+    "microbatches": {"gradient_accumulation_steps": 11},
     "feed-forward layers frozen": {"bprop_variable_exclusion": (".*/ff_layer/.*",)},
 }
 
@@ -37,7 +37,7 @@ def run(stack, dims="EVEN", case="alone"):
 
 
 @pytest.mark.parametrize(
-    "case", slow_or_nightly({"alone"}, {"micro-batches", "slots too"}, SETTINGS)
+    "case", slow_or_nightly({"alone"}, {"microbatches", "slots too"}, SETTINGS)
 )
 def test_on_a_mesh_all_numbers_are_the_same_bit_for_bit(case):
     _, expected_losses, expected, _ = run(Repeat, case=case)

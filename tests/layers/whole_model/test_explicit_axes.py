@@ -95,7 +95,7 @@ def lm_task(preset="fsdp+tensor", lm=None, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", nightly_but({"replicated"}, ["replicated", "fsdp+tensor"]))
-def test_gradients_of_micro_batches_are_summed_over_devices_once(preset):
+def test_gradients_of_microbatches_are_summed_over_devices_once(preset):
     partitioners = []
 
     def make(mesh):

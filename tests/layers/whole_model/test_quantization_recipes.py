@@ -97,12 +97,12 @@ def stepped(task, mesh=(1, 1, 1), axes=("replica", "data", "mdl")):
 @pytest.mark.parametrize(
     "recipe", ["int8", pytest.param("int8_per_tensor", marks=pytest.mark.nightly)]
 )
-def test_remat_micro_batches_and_an_unrolled_stack_round_as_a_scanned_one(recipe):
+def test_remat_microbatches_and_an_unrolled_stack_round_as_a_scanned_one(recipe):
     expected = stepped(task_of(recipe))
     kept = fdl.Partial(layers.Repeat, checkpoint_policy="save_everything")
     np.testing.assert_allclose(stepped(task_of(recipe, kept)), expected, rtol=1e-5)
     apart = stepped(task_of(recipe, gradient_accumulation_steps=4))
-    # Each micro-batch has its own scales: of tokens the same, of gradients and tensors finer ones.
+    # Each microbatch has its own scales: of tokens the same, of gradients and tensors finer ones.
     np.testing.assert_allclose(apart, expected, rtol=3e-3)
     assert expected[-1] < expected[0] - 0.05
 

@@ -319,7 +319,7 @@ LEARNERS = {
         "optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True),
         "host_slots": ".*",
     },
-    "adafactor, micro-batches": {
+    "adafactor, microbatches": {
         "optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4),
         "gradient_accumulation_steps": 3,
     },
@@ -366,7 +366,7 @@ LEARNERS = {
 
 
 SLOW_LEARNERS = (
-    "adafactor, micro-batches",
+    "adafactor, microbatches",
     "schedule-free, slots on another axis",
     "two optimizers",
 )

@@ -228,7 +228,7 @@ QUICK_SAMPLE = (
     "loss: a mean of means",
 )
 SLOW_SAMPLE = (
-    "micro-batches: a mean of means",
+    "microbatches: a mean of means",
     "a row's place: decoded outputs grow with its place",
     "remat of a stack, an attribute: another dropout key in the backward pass",
     "cache is written a place further on",

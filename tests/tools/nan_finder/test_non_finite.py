@@ -141,12 +141,12 @@ def planted(state, fault):
 
 
 @functools.cache
-def bench(partitioner=Partitioner, shape=(1, 1, 1), num_micro_batches=1, unroll=False):
-    num_rows = 13 if num_micro_batches == 1 else 14
+def bench(partitioner=Partitioner, shape=(1, 1, 1), accumulation_steps=1, unroll=False):
+    num_rows = 13 if accumulation_steps == 1 else 14
     learner = Learner(
         optax.adam,
         0.1,
-        gradient_accumulation_steps=num_micro_batches,
+        gradient_accumulation_steps=accumulation_steps,
         loss_scale=DynamicLossScale(),
     )
     rows = ("replica", "data")
@@ -168,7 +168,7 @@ BENCHES = [
         id="shard_map",
         marks=pytest.mark.slow,
     ),
-    pytest.param({"num_micro_batches": 2}, id="accumulated", marks=pytest.mark.nightly),
+    pytest.param({"accumulation_steps": 2}, id="accumulated", marks=pytest.mark.nightly),
     pytest.param({"unroll": True}, id="unrolled", marks=pytest.mark.nightly),
 ]
 each_bench = pytest.mark.parametrize("settings", BENCHES)
@@ -202,7 +202,7 @@ def test_the_logarithm_of_a_negative_number_is_found_in_its_layer(settings, laye
         in message
     )
     assert message.count("\n") == 1
-    assert ("micro-batch 0" in message) == ("num_micro_batches" in settings)
+    assert ("microbatch 0" in message) == ("accumulation_steps" in settings)
 
 
 @each_bench

@@ -141,7 +141,7 @@ def test_a_state_that_is_too_large_wants_more_devices_and_split_slots(compiled, 
     assert "a mesh of at least" in message and "slot_mesh_axes, ZeRO-1" in message
 
 
-def test_activations_that_are_too_large_want_remat_and_micro_batches(compiled, plan):
+def test_activations_that_are_too_large_want_remat_and_microbatches(compiled, plan):
     text = too_small(compiled, plan.peak_bytes_per_device - 1).why_not
     assert "checkpoint_policy to 'save_nothing'" in text and "gradient_accumulation_steps" in text
     assert "a mesh of at least" not in text

@@ -38,7 +38,7 @@ def test_every_candidate_fills_the_devices_and_goes_together(found):
         layout = item.layout
         assert layout.num_devices == 8
         assert (layout.mdl == 1) == (layout.mdl_splits == "rows")
-        assert 16 % layout.micro_batches == 0
+        assert 16 % layout.accumulation_steps == 0
         assert math.isfinite(item.seconds) and item.bytes > 0
     assert {one.preset for one in all_found} >= {
         "fsdp",

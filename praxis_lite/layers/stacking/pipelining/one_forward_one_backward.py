@@ -61,7 +61,7 @@ class OneForwardOneBackward:
         return GradientFunctions(
             value_and_grad=functools.partial(_value_and_grad, pipeline),
             check_rows=functools.partial(_num_missing_rows, pipeline),
-            num_micro_batches=functools.partial(_num_microbatches, pipeline),
+            num_microbatches=functools.partial(_num_microbatches, pipeline),
             sums_in_a_loop=True,
         )
 
@@ -91,18 +91,18 @@ def _pipeline_of(task: Task) -> Pipeline:
     return pipelines[0]
 
 
-def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+def _num_microbatches(pipeline: Pipeline, inputs: PyTree, accumulation_steps: int) -> int:
     """Returns the number of microbatches in a batch, summed over the accumulation steps."""
-    num_rows = -(-num_rows_of(inputs) // num_micro_batches)
+    num_rows = -(-num_rows_of(inputs) // accumulation_steps)
     num_microbatches = num_microbatches_of(
         num_rows, pipeline.num_microbatches, pipeline.microbatch_size
     )
-    return num_microbatches * num_micro_batches
+    return num_microbatches * accumulation_steps
 
 
-def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, accumulation_steps: int) -> int:
     """Returns the number of padding rows needed to split a batch into equal microbatches."""
-    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    num_microbatches = _num_microbatches(pipeline, inputs, accumulation_steps)
     num_rows = num_rows_of(inputs)
     if num_rows % num_microbatches and assigned_values(pipeline.blocks):
         raise ConfigError(
@@ -146,13 +146,13 @@ def _grads_in_ticks(
     inputs: accumulation.Batch,
     key: jax.Array,
     *,
-    num_micro_batches: int = 1,
+    accumulation_steps: int = 1,
     inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `_value_and_grad` with Auto axes."""
-    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
-    inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    num_microbatches = _num_microbatches(pipeline, inputs, accumulation_steps)
+    inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, accumulation_steps))
     # Without ticks, microbatches only accumulate gradients.
     if not pipeline.is_in_ticks:
         with in_one_microbatch():
@@ -163,7 +163,7 @@ def _grads_in_ticks(
                 non_trainable,
                 inputs,
                 key,
-                num_micro_batches=num_microbatches,
+                accumulation_steps=num_microbatches,
                 inputs_split_mapping=inputs_split_mapping,
                 lay_out=lay_out,
             )

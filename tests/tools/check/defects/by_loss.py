@@ -6,7 +6,7 @@ import optax
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, num_devices, replaced
 
-PARTS = ("evaluation", "padding rows", "micro-batches")
+PARTS = ("evaluation", "padding rows", "microbatches")
 
 
 def _stats(self, model, inputs, key):

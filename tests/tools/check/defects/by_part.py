@@ -1,4 +1,4 @@
-"""A batch in parts: micro-batches, and the rows of devices with explicit collectives."""
+"""A batch in parts: microbatches, and the rows of devices with explicit collectives."""
 
 import functools
 from unittest import mock
@@ -11,23 +11,23 @@ from praxis_lite.core.partitioner import accumulation
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, replaced
 
-MICRO = ("micro-batches",)
+MICRO = ("microbatches",)
 
 
-def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_batches, how):
+def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, accumulation_steps, how):
     """Returns the result of `value_and_grad`, made part after part, and broken in one place."""
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     grads, weights, metrics = [], [], []
     num_rows = inputs["weights"].shape[0]
-    for i in range(num_micro_batches):
-        rows = slice(i, None, num_micro_batches)
+    for i in range(accumulation_steps):
+        rows = slice(i, None, accumulation_steps)
         if how == "rows come twice":
-            rows = slice(0, num_rows // num_micro_batches)
+            rows = slice(0, num_rows // accumulation_steps)
         if how == "the last row is lost":
-            rows = slice(i, num_rows - num_micro_batches, num_micro_batches)
+            rows = slice(i, num_rows - accumulation_steps, accumulation_steps)
         part = jax.tree.map(lambda x, rows=rows: x[rows], dict(inputs))
         if how == "labels of another part":
-            part["labels"] = inputs["labels"][(i + 1) % num_micro_batches :: num_micro_batches]
+            part["labels"] = inputs["labels"][(i + 1) % accumulation_steps :: accumulation_steps]
         given = key if how == "one key for all" else jax.random.fold_in(key, i)
         (_, (item, non_trainable)), g = grad_fn(fixed, params, non_trainable, part, given)
         grads.append(g)
@@ -70,10 +70,10 @@ def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_bat
 def _planted(how):
     def new(old):
         @functools.wraps(old)
-        def value_and_grad(*args, num_micro_batches=1, **named):
-            if num_micro_batches == 1:
-                return old(*args, num_micro_batches=1, **named)
-            return _broken(*args, num_micro_batches=num_micro_batches, how=how)
+        def value_and_grad(*args, accumulation_steps=1, **named):
+            if accumulation_steps == 1:
+                return old(*args, accumulation_steps=1, **named)
+            return _broken(*args, accumulation_steps=accumulation_steps, how=how)
 
         return value_and_grad
 
@@ -100,9 +100,7 @@ HOW = (
     "metrics without weights",
     "the weight of a part",
 )
-DEFECTS = [
-    Defect(f"micro-batches: {how}", tiny.Points, _planted(how), (2, 1), MICRO) for how in HOW
-]
+DEFECTS = [Defect(f"microbatches: {how}", tiny.Points, _planted(how), (2, 1), MICRO) for how in HOW]
 
 BY_HAND = "praxis_lite.core.collectives.explicit_collectives"
 
@@ -178,7 +176,7 @@ DEFECTS += [
 ]
 
 
-def _filler_counts(inputs, self, given, num_micro_batches):
+def _filler_counts(inputs, self, given, accumulation_steps):
     if inputs is given:
         return inputs
     return {**inputs, "weights": jnp.maximum(inputs["weights"], 0.5)}
