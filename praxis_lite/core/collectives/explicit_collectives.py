@@ -174,27 +174,8 @@ class _OnMesh:
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
             fixed = {**fixed, "frozen": sharded(fixed["frozen"], self._frozen)}
-
-            def local_loss(
-                fixed: Any, blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array
-            ) -> Any:
-                inputs, has_weight = with_nonzero_weights(inputs)
-                params = sharded(blocks, self._trained)
-                loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
-                metrics = {
-                    name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()
-                }
-                weight = jax.lax.stop_gradient(metrics["loss"][1])
-                new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # With a "loss" of weight 1, the weighted mean in `accumulation` becomes a plain
-                # mean.
-                unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
-                metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
-                # The loss must vary over devices, so that every device contributes to the sum.
-                return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
-
             metrics, new, grads = accumulation.value_and_grad(
-                local_loss,
+                self._weighted_loss(loss_fn, size),
                 fixed,
                 blocks,
                 old,
@@ -237,6 +218,29 @@ class _OnMesh:
         )
         specs = jax.tree.map(lambda weight: weight.spec, self._trained)
         return metrics, non_trainable, unpad_tree(grads, trainable, specs)
+
+    def _weighted_loss(self, loss_fn: accumulation.LossFn, size: float) -> accumulation.LossFn:
+        """Returns a function that computes loss x weight / size for a device's rows and blocks.
+
+        Its metrics are those of `loss_fn`, with the prefix "mean/".
+        """
+
+        def weighted_loss(
+            fixed: PyTree, blocks: PyTree, old: PyTree, inputs: accumulation.Batch, key: jax.Array
+        ) -> tuple[jax.Array, tuple[WeightedScalars, PyTree]]:
+            inputs, has_weight = with_nonzero_weights(inputs)
+            params = sharded(blocks, self._trained)
+            loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
+            metrics = {name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()}
+            weight = jax.lax.stop_gradient(metrics["loss"][1])
+            new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
+            # With a "loss" of weight 1, the weighted mean in `accumulation` becomes a plain mean.
+            unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
+            metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
+            # The loss must vary over devices, so that every device contributes to the sum.
+            return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
+
+        return weighted_loss
 
     def evaluate(
         self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
