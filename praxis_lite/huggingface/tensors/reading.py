@@ -39,27 +39,38 @@ def parts_in_files(
     Raises:
       ConfigError: A tensor is missing, has the wrong shape or dtype, or is unknown.
     """
-    prefix = family.optional_prefix
     names: dict[str, str] = {}  # Maps tensor names in the table to names in the files.
     for part in parts:
-        for name in (part.tensor, prefix + part.tensor):
+        for name in (part.tensor, family.optional_prefix + part.tensor):
             if name in files.file_of:
                 names.setdefault(part.tensor, name)
     missing = sorted({part.tensor for part in parts} - names.keys())
-    # Entries for the output head, which a model that ties its weights does not have.
-    heads = {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
     if missing:
         tied = (
             " If the model ties its head to the embedding, set tie_word_embeddings to true in "
             "config.json."
-            if heads & set(missing)
+            if _heads(family) & set(missing)
             else ""
         )
         raise ConfigError(
             f"{files.directory}: the checkpoint lacks {first_few(missing)}, which config.json "
             f"requires.{tied}"
         )
-    # The tensors of the checkpoint must have the shapes and dtypes that config.json implies.
+    _check_shapes_and_dtypes(parts, names, files)
+    _check_other_tensors(family, names, files, skipped_layers)
+    return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
+
+
+def _check_shapes_and_dtypes(
+    parts: Sequence[Part], names: Mapping[str, str], files: TensorFiles
+) -> None:
+    """Checks that tensors have the shapes that config.json implies, and contain floats.
+
+    Args:
+      parts: See `parts_in_files`.
+      names: Names of the tensors in the files, keyed by the names in `parts`.
+      files: Files of the model.
+    """
     parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
         parts_by_tensor[part.tensor].append(part)
@@ -78,13 +89,26 @@ def parts_in_files(
                 "Quantized models are not supported. Convert the weights to bfloat16 with "
                 "transformers."
             )
-    # All other tensors must be skipped by the table, or be copies of a tied embedding.
-    known = set(names.values())
+
+
+def _check_other_tensors(
+    family: Family, names: Mapping[str, str], files: TensorFiles, skipped_layers: Sequence[int]
+) -> None:
+    """Checks that all tensors without parts are skipped, or are copies of a tied embedding.
+
+    Args:
+      family: See `parts_in_files`.
+      names: Names of the tensors with parts in the files, keyed by the names in the table.
+      files: Files of the model.
+      skipped_layers: See `parts_in_files`.
+    """
+    known, heads = set(names.values()), _heads(family)
     skipped = [
         re.escape(x).replace(r"\{layer\}", r"\d+").replace(r"\{any\}", ".*") for x in family.skipped
     ]
     skipped += [rf".*layers\.{number}\..*" for number in skipped_layers]
-    is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
+    prefix = f"({re.escape(family.optional_prefix)})?"
+    is_skipped = re.compile(f"{prefix}({'|'.join(skipped)})").fullmatch
     unknown = [
         x
         for x in files.file_of
@@ -104,7 +128,11 @@ def parts_in_files(
             f"{first_few(sorted(unknown))}, which would be ignored. Add them to the table of "
             f"{family.name}, or remove them from the checkpoint."
         )
-    return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
+
+
+def _heads(family: Family) -> set[str]:
+    """Returns the output head's tensors, which a model that ties its weights does not have."""
+    return {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
 
 
 def _is_embedding(name: str, files: TensorFiles, family: Family, names: Mapping[str, str]) -> bool:
