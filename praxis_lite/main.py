@@ -6,8 +6,9 @@ library or come from installed packages.
 
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import praxis_lite
 from praxis_lite.core.errors import ConfigError, require
@@ -86,24 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         command, mode, options = parse_command_line(arguments, MODES, PROGRAMS)
         selected, command.began = mode, began
         configure_log(verbose=command.verbose, quiet=command.quiet, log_format=command.log_format)
-        if command.elastic:
-            if TOOLS.begin_elastic is None:
-                raise ConfigError(
-                    "--elastic requires praxis_tools, which contains the supervisor of elastic "
-                    "jobs. Install praxis_tools."
-                )
-            status = TOOLS.begin_elastic(command, arguments, options["health_dir"])
-            if status is not None:
-                return status
-        else:
-            start(
-                command.coordinator,
-                command.num_processes,
-                command.process_id,
-                command.start_seconds,
-                command.job_log_dir,
-                TOOLS.beats,
-            )
+        status = _join_processes(command, arguments, options)
+        if status is not None:
+            return status
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of `praxis {command.mode}`",
@@ -127,6 +113,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         traceback_txt=traceback_txt,
         logs_to_stderr=program is not None and program.logs_to_stderr,
     )
+
+
+def _join_processes(
+    command: CommandLine, arguments: Sequence[str], options: Mapping[str, Any]
+) -> int | None:
+    """Connects this process to the other processes of the job, or supervises an elastic job.
+
+    Returns:
+      The exit status of a supervisor, or None in a process that runs the mode.
+    """
+    if command.elastic:
+        if TOOLS.begin_elastic is None:
+            raise ConfigError(
+                "--elastic requires praxis_tools, which contains the supervisor of elastic jobs. "
+                "Install praxis_tools."
+            )
+        return TOOLS.begin_elastic(command, arguments, options["health_dir"])
+    start(
+        command.coordinator,
+        command.num_processes,
+        command.process_id,
+        command.start_seconds,
+        command.job_log_dir,
+        TOOLS.beats,
+    )
+    return None
 
 
 def _help() -> str:
