@@ -84,7 +84,7 @@ def schedule(count):
     return 0.05 / (1.0 + count)
 
 
-def orthogonalised(x):
+def orthogonalized(x):
     """Returns the quintic Newton-Schulz iteration of Keller Jordan, five steps, in float64."""
     x = x / np.linalg.norm(x)
     for _ in range(5):
@@ -106,7 +106,7 @@ def numpy_muon(path, w, grads, consistent_rms):
             scale = np.sqrt(max(1.0, outputs / inputs))
             if consistent_rms:
                 scale = consistent_rms * np.sqrt(max(inputs, outputs))
-            out[...] = scale * orthogonalised(matrix)
+            out[...] = scale * orthogonalized(matrix)
         w = w - schedule(t - 1) * (update + DECAY * w)
     return w
 

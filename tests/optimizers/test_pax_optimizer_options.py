@@ -30,7 +30,7 @@ FAMILIES = {
 }
 
 
-def unravelled(vector: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Flat:
+def unraveled(vector: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Flat:
     ends = np.cumsum([np.prod(shapes[path]) for path in sorted(shapes)])
     parts = np.split(vector, ends[:-1])
     return {
@@ -38,7 +38,7 @@ def unravelled(vector: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Flat:
     }
 
 
-def ravelled(arrays: Flat) -> np.ndarray:
+def raveled(arrays: Flat) -> np.ndarray:
     return np.concatenate([np.ravel(np.float32(arrays[path])) for path in sorted(arrays)])
 
 
@@ -55,8 +55,8 @@ def test_five_steps_equal_pax(family, name):
     shapes = STACKED_SHAPES if family == "stacked" else SHAPES
     actual = run(
         pax_learner(json.loads(expected.pop("hparams").tobytes())),
-        unravelled(inputs["w"], shapes),
-        [unravelled(grads, shapes) for grads in inputs["grads"]],
+        unraveled(inputs["w"], shapes),
+        [unraveled(grads, shapes) for grads in inputs["grads"]],
         stacked=("dense",) if family == "stacked" else (),
         dtype=jnp.bfloat16 if family == "bfloat16" else jnp.float32,
     )
@@ -64,10 +64,10 @@ def test_five_steps_equal_pax(family, name):
     assert actual.counts == {int(expected.pop("count"))}
     if "w" in expected:
         last = {path: weight[-1] for path, weight in actual.weights.items()}
-        assert_within(ravelled(last), expected.pop("w"), "weights", **tolerance)
+        assert_within(raveled(last), expected.pop("w"), "weights", **tolerance)
     assert set(actual.slots) == set(expected)
     for field, slots in expected.items():
-        assert_within(ravelled(actual.slots[field]), slots, field, **tolerance)
+        assert_within(raveled(actual.slots[field]), slots, field, **tolerance)
 
 
 @pytest.mark.parametrize(
