@@ -6,6 +6,7 @@ Each file contains the sorted lines of config.txt, so that the diff shows change
 an experiment or of any class that it uses.
 """
 
+import importlib.util
 import sysconfig
 
 from praxis_lite.config.config_json import config_lines
@@ -24,9 +25,9 @@ def config_texts() -> dict[str, str]:
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
     for name in list_experiments():
-        if not get_experiment(name).__module__.startswith(f"{HOME}."):
-            continue  # Registered by another test.
         module = name.partition(".")[0]
+        if importlib.util.find_spec(f"{HOME}.{module}") is None:
+            continue  # In a package of another test.
         lines = sorted(config_lines(get_experiment(name)().config()))
         section = "".join(f"{line}\n" for line in [f"[{name}]", *lines])
         section = section.replace(stdlib, "STDLIB")
