@@ -40,7 +40,7 @@ def train(folder, job, steps, *settings):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
     actual = set()
     for number in (1, 3):  # A batch of 16 rows does not divide over three.

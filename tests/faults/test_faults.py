@@ -23,6 +23,7 @@ def passes(*rows):
     assert all(row.tried for row in rows)
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_killed_again_and_again_ends_in_the_same_bits(zygote):
     whole, settings = home() / "killed_never", ("run.num_train_steps=24",)
     assert zygote.launch(train_argv(whole, *settings)).code == 0

@@ -5,7 +5,7 @@ import pytest
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_libtpu
 def test_gradients_are_summed_over_devices_once_a_step():
     whole, microbatches = printed_by("tests.support.accumulation_runs")
