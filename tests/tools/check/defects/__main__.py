@@ -1,4 +1,7 @@
-"""Plants each defect, one after the other, and says which a check catches: `make check-defects`."""
+"""Plants each defect and reports which of them a check detects: `make check-defects`.
+
+The results of defects that `-k` leaves out are those of an earlier run.
+"""
 
 import argparse
 import os
@@ -7,28 +10,16 @@ import time
 from pathlib import Path
 
 from praxis_lite.core import simulate_devices
-
-# How `Defect.missed` begins, in capitals.
-MISSED = ("| NOT CAUGHT", "| AXIS ", "| LAYER ")
-
-
-def _with_others(report: Path, rows: list[str]) -> list[str]:
-    """Returns rows of a report: those given, and of other defects those that the file has."""
-    from tests.tools.check.defects.families import FAMILIES
-
-    lines = report.read_text("utf-8").splitlines() if report.exists() else []
-    by_name = {line.split(" | ")[1]: line for line in (*lines, *rows) if line.startswith("| ")}
-    names = [defect.name for defects in FAMILIES.values() for defect in defects]
-    return [by_name[name] for name in names if name in by_name]
+from tests.tools.check.defects.results import Result, page, read_results, write_results
 
 
 def main() -> int:
-    """Returns 1 if a defect was not caught, or at another place than its own."""
+    """Returns 1 if a defect was not detected, or at the wrong layer or axis."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.check.defects")
-    parser.add_argument("--report", type=Path, help="a Markdown file for the table")
-    parser.add_argument("-k", default="", help="only defects with this in their name or family")
+    parser.add_argument("--report", type=Path, help="a Markdown file for the summary")
+    parser.add_argument("-k", default="", help="only defects with this in their name or kind")
     args = parser.parse_args()
-    # They are compiled, run once, and forgotten.
+    # Each program runs only once.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
     simulate_devices(8)
@@ -37,37 +28,38 @@ def main() -> int:
     from praxis_tools.explain.compiler_warnings import explained_warnings
     from tests.tools.check.defects.families import FAMILIES
 
-    rows, num_missed, began = [], 0, time.monotonic()
+    results, began = [], time.monotonic()
     with explained_warnings(lambda warning: None):
-        for family, defects in FAMILIES.items():
+        for kind, defects in FAMILIES.items():
             for defect in defects:
-                if args.k not in f"{family}: {defect.name}":
+                if args.k not in f"{kind}: {defect.name}":
                     continue
-                actual = defect.certificate().first_difference
-                missed = defect.missed(actual)
-                num_missed += bool(missed)
-                message, layer, axis = (
-                    ("", "", "")
-                    if actual is None
-                    else (f"{actual.what}, {actual.leaf}", actual.layer, actual.axis)
+                first = defect.certificate().first_difference
+                result = Result(
+                    kind,
+                    defect.name,
+                    ", ".join(defect.parts),
+                    comparison=first.what if first else "",
+                    leaf=first.leaf if first else "",
+                    layer=first.layer if first else "",
+                    axis=(first.axis or "") if first else "",
+                    missed=defect.missed(first),
+                    date=time.strftime("%Y-%m-%d"),
                 )
-                if missed:
-                    message = f"{missed.upper()} {message}".rstrip()
+                results.append(result)
+                message = f"{result.missed.upper()} {result.comparison}, {result.leaf}".strip()
                 seconds = time.monotonic() - began
                 print(f"[{seconds:5.0f} s] {defect.name}: {message}", flush=True)
-                cells = (family, defect.name, message, layer or "-", axis or "-")
-                rows.append(f"| {' | '.join(cells)} |")
                 jax.clear_caches()
-    seconds = time.monotonic() - began
-    caught = f"{len(rows) - num_missed} of {len(rows)} defects caught"
-    print(f"{caught}, {seconds:.0f} s")
+    num_missed = sum(bool(result.missed) for result in results)
+    detected = f"{len(results) - num_missed} of {len(results)} defects detected"
+    print(f"{detected}, {time.monotonic() - began:.0f} s")
     if args.report:
-        rows = _with_others(args.report, rows)
-        num_missed = sum(any(word in row for word in MISSED) for row in rows)
-        caught = f"{len(rows) - num_missed} of {len(rows)} defects caught"
-        title = [f"# Planted defects: {caught}", "", "Written by `make check-defects`.", ""]
-        head = ["| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
-        args.report.write_text("\n".join([*title, *head, *rows]) + "\n", "utf-8")
+        stored = read_results() | {result.defect: result for result in results}
+        names = [defect.name for defects in FAMILIES.values() for defect in defects]
+        results = [stored[name] for name in names if name in stored]
+        write_results(results)
+        args.report.write_text(page(results), "utf-8")
     return int(num_missed > 0)
 
 

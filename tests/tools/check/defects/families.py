@@ -1,4 +1,4 @@
-"""All planted defects, by what is broken."""
+"""All planted defects, by kind."""
 
 from tests.tools.check.defects import (
     by_collective,
@@ -22,20 +22,20 @@ from tests.tools.check.defects import (
 
 FAMILIES = {
     "collectives": by_collective.DEFECTS,
-    "sums between devices": by_gradient.DEFECTS,
+    "sums over devices": by_gradient.DEFECTS,
     "masks, positions, caches": by_mask.DEFECTS,
     "losses and metrics": by_loss.DEFECTS,
     "padding": by_padding.DEFECTS,
-    "the update": by_learner.DEFECTS,
-    "parts of a batch": by_part.DEFECTS,
-    "time split over devices": by_context.DEFECTS,
-    "stages of a pipeline": by_pipeline.DEFECTS,
+    "optimizer updates": by_learner.DEFECTS,
+    "micro-batches and explicit collectives": by_part.DEFECTS,
+    "sequences split over devices": by_context.DEFECTS,
+    "pipeline stages": by_pipeline.DEFECTS,
     "experts": by_expert.DEFECTS,
-    "the host's memory": by_host.DEFECTS,
-    "saving and data": by_saving.DEFECTS,
-    "precision and programs": by_precision.DEFECTS,
-    "rows and sizes": by_row.DEFECTS,
+    "arrays in host memory": by_host.DEFECTS,
+    "checkpoints and data": by_saving.DEFECTS,
+    "precision, donation and host transfers": by_precision.DEFECTS,
+    "positions and numbers of rows": by_row.DEFECTS,
     "remat": by_remat.DEFECTS,
-    "settings of how": by_setting.DEFECTS,
-    "reported of others": by_tracker.DEFECTS,
+    "settings that must not change results": by_setting.DEFECTS,
+    "bugs reported in other libraries": by_tracker.DEFECTS,
 }
