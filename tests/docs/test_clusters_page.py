@@ -1,26 +1,27 @@
 """The commands and the numbers of docs/clusters.md are those of the recipes and of the program."""
 
 import re
-import shlex
 
 from praxis_lite.main import MODES
 from praxis_lite.modes.on_clusters import Grace
 from praxis_lite.modes.options import parse_command_line
 from praxis_tools.elastic.decisions import MAX_FRUITLESS
 from praxis_tools.elastic.liveness import SILENT_SECONDS
-from tests.clusters.recipes import CLUSTERS, ROOT
+from tests.clusters.recipes import CLUSTERS
 from tests.clusters.test_jobset import CONTAINER, JOB, POD, SPEC
 from tests.clusters.test_slurm import directives
+from tests.support.doc_pages import page
 
-PAGE = (ROOT / "docs/clusters.md").read_text()
+PAGE = page("clusters").text
 TEXT = " ".join(PAGE.split())
-COMMANDS = re.findall(r"^    python main\.py (.*?)(?:  +#.*)?$", PAGE.replace("\\\n", " "), re.M)
+COMMANDS = [words for words in page("clusters").commands("praxis") if words[0] in MODES]
 
 
 def test_the_command_lines_are_read_by_the_program():
     assert len(COMMANDS) >= 3
     for command in COMMANDS:
-        parse_command_line(shlex.split(command.replace("process_id=K", "process_id=3")), MODES)
+        words = [word.replace("process_id=K", "process_id=3") for word in command]
+        parse_command_line(words, MODES)
 
 
 def test_the_recipes_are_all_there_and_named():

@@ -179,9 +179,10 @@ def test_the_blocks_of_the_python_page_run_one_after_the_other(tmp_path):
 def test_the_data_page_runs(folder, capsys):
     (experiment,) = page("data").blocks()
     Path("my_data.py").write_text(experiment.text, "utf-8")
-    (train,) = page("data").commands("python main.py")
+    (train,) = page("data").commands("praxis train")
     train = [item.replace("/tmp/docs_and_code", f"{folder}/job") for item in train]
     finished(
+        "train",
         *train,
         "--set",
         "run.num_train_steps=2",
@@ -205,11 +206,12 @@ def test_the_tokenizers_page_runs(folder):
     training, shown = page("tokenizers").commands("praxis tokenizers")
     words = [item.replace("~/texts/**", "texts").replace("8192", "280") for item in training]
     assert praxis("tokenizers", *words) == 0 and praxis("tokenizers", *shown) == 0
-    (train,) = page("tokenizers").commands("python main.py")
+    (train,) = page("tokenizers").commands("praxis train")
     train = [
         item.replace("~/texts/**", "texts").replace("/tmp/mine", f"{folder}/job") for item in train
     ]
-    succeed(*train, "run.num_train_steps=1", "corpus.heldout_percent=50", "task.model.num_layers=1")
+    train += ["run.num_train_steps=1", "corpus.heldout_percent=50", "task.model.num_layers=1"]
+    succeed("train", *train)
     actual = {}
     for block in page("tokenizers").blocks():
         block.run(actual)
@@ -220,9 +222,10 @@ def test_the_tokenizers_page_runs(folder):
 @pytest.mark.slow
 def test_the_finetuning_page_runs(started, monkeypatch):
     monkeypatch.chdir(started)
-    tuned, decoded, _ = page("finetuning").commands("python main.py")
-    succeed(*tuned, "run.num_train_steps=2")
-    assert "restored the weights of step 2" in succeed(*decoded).out
+    tuned, *_ = page("finetuning").commands("praxis train")
+    (decoded,) = page("finetuning").commands("praxis decode")
+    succeed("train", *tuned, "run.num_train_steps=2")
+    assert "restored the weights of step 2" in succeed("decode", *decoded).out
     (export,) = page("finetuning").commands("praxis hf")
     assert praxis("hf", *export) == 0
     assert (started / "merged" / "model.safetensors").is_file()
@@ -235,10 +238,10 @@ def test_the_finetuning_page_runs(started, monkeypatch):
 def test_so_does_its_command_of_four_bits(started, monkeypatch):
     pytest.importorskip("qwix")
     monkeypatch.chdir(started)
-    *_, of_four_bits = page("finetuning").commands("python main.py")
+    _, of_four_bits, _ = page("finetuning").commands("praxis train")
     of_four_bits = [item.replace("jobs/chat", "jobs/four_bits") for item in of_four_bits]
     succeed(
-        *of_four_bits, "SEQ_LEN=64", "BATCH_SIZE=8", "run.num_train_steps=2",
+        "train", *of_four_bits, "SEQ_LEN=64", "BATCH_SIZE=8", "run.num_train_steps=2",
         "CHAT_FILES=chat.jsonl",
     )  # fmt: skip
 
@@ -251,14 +254,14 @@ def test_the_page_of_hugging_face_runs(folder):
     assert [len(row) for row in actual["tokens"]] == [16, 16]
     assert Path("path/of/copy/model.safetensors").is_file()
     with_vocabulary(GOLDENS / "hf" / "llama", Path("DIR"))
-    command, _ = page("huggingface").commands("python main.py")
-    assert "step 1" in succeed(*command, "run.num_train_steps=1").out
+    command, _ = page("huggingface").commands("praxis train")
+    assert "step 1" in succeed("train", *command, "run.num_train_steps=1").out
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # In huggingface_hub.
 def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, monkeypatch):
-    _, tuned = page("huggingface").commands("python main.py")
+    _, tuned = page("huggingface").commands("praxis train")
     (export,) = page("huggingface").commands("praxis hf")
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats/train.jsonl").write_text((started / "chat.jsonl").read_text())
@@ -267,7 +270,7 @@ def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, 
         hub.add("org/model", started / "llama")
         hub.add("org/chats", tmp_path / "chats", "datasets")
         sizes = ("SEQ_LEN=64", "BATCH_SIZE=8", "mesh.ici_mesh_shape=1,4,2")
-        assert "step 1" in succeed(*tuned, "run.num_train_steps=1", *sizes).out
+        assert "step 1" in succeed("train", *tuned, "run.num_train_steps=1", *sizes).out
         assert praxis("hf", *export) == 0
         adapters = hub.repos["models", "me/model-lora"]
         files = adapters.commits[adapters.branches["main"]]
@@ -285,18 +288,18 @@ def test_the_serving_page_runs_and_the_exported_model_answers_as_the_job(folder,
     model_directory(Path("HF_DIR"), "llama")
     imported, exported = page("serving").commands("praxis hf")
     assert praxis("hf", *imported) == 0
-    commands = page("serving").commands("python main.py")
-    (trained,) = [words for words in commands if words[0].startswith("--exp=")]
-    succeed(*trained, "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1")
+    (trained,) = page("serving").commands("praxis train")
+    succeed("train", *trained, "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1")
     assert exported[-1] == "--dtype=bfloat16"  # The test compares tokens, and wants all bits.
     assert praxis("hf", *exported[:-1], "--dtype=float32") == 0
     capsys.readouterr()
     (client,) = page("serving").blocks()
+    commands = page("serving").commands("praxis serve")
     (of_export,) = [words for words in commands if "--hf=OUT" in words]
     # A job as such is served in tools/serve/test_serve_mode.py.
     (record,) = praxis_lite.load("JOB").generate("the sun", max_decode_steps=8, temperature=0.0)
     assert record["continuation"]
-    with server(*of_export[1:], "--max_length=64") as (_, url, _):
+    with server(*of_export, "--max_length=64") as (_, url, _):
         actual = client.run({}, {"http://127.0.0.1:8000": url})
         assert isinstance(actual["client"], openai.OpenAI)
         actual["client"].close()
@@ -318,11 +321,11 @@ SMALL_PLAN = [
 
 @pytest.mark.slow
 def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
-    experiment, _, mesh_for, budgets = page("plan").blocks()
+    experiment, _, budgets = page("plan").blocks()
     Path("my_pods.py").write_text(experiment.text, "utf-8")
     plan, of_7b, search, again, measured, corrected = (
         [re.sub(r"v5e:\w+", "cpu:8", item).replace("minutes=8", "minutes=0.02") for item in words]
-        for words in page("plan").commands("python main.py")
+        for words in page("plan").commands("praxis")
         if "--steps=decode" not in words
     )
     assert "--topology=cpu:8" in plan
@@ -337,12 +340,15 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
     finished(*measured, *SMALL_PLAN, "mesh.ici_mesh_shape=(1,8,1)")
     done = finished(*corrected, *SMALL_PLAN)
     assert "times the planned time (median of 1 in residuals.jsonl)" in done.out
-    names = mesh_for.run(
-        {"Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig}
-    )
-    assert names["Llama7B"]().mesh_for(7) is None
-    assert names["Llama7B"]().mesh_for(16).ici_mesh_shape == (1, 2, 8)
-    budgets.run(names)["test_what_my_step_sends"]()
+    budgets.run()["test_what_my_step_sends"]()
+
+
+def test_the_experiment_of_the_elastic_page_chooses_a_mesh():
+    (block,) = page("elastic").blocks()
+    names = {"Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig}
+    experiment = block.run(names)["Llama7B"]()
+    assert experiment.mesh_for(7) is None
+    assert experiment.mesh_for(16).ici_mesh_shape == (1, 2, 8)
 
 
 @pytest.fixture

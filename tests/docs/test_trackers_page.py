@@ -51,7 +51,7 @@ def test_the_experiments_run_has_both_trackers():
 
 
 def test_the_settings_of_the_command_line_are_taken():
-    words, sampled = page("trackers").commands("python main.py")
+    words, sampled = page("trackers").commands("praxis train")
     settings = [word for word in words if word.startswith("run.trackers.")]
     config = fdl.Config(RunConfig, num_train_steps=7)
     assert len(apply_overrides(fdl.Config(dict, run=config), settings)) == 5

@@ -145,7 +145,8 @@ def _bring_up_to_date(report: Path, name: str, rows: list[Row], seconds: float, 
         _TITLE,
         "",
         "Written by `python -m tests.faults --report docs/faults_report.md` (`make faults`). The",
-        "tables list, for each fault, the number of trials and the number of trials that passed.",
+        "tables list, for each fault, the number of trials and the number of trials that passed. A",
+        "damaged file passes if it is read, or rejected with a clear error.",
         "",
     ]
     order = [part.capitalize() for part in PARTS]

@@ -64,7 +64,7 @@ def run(
 
 
 def _row(reader: Reader, home: Path, count: int, chance: random.Random) -> Row:
-    row = Row(f"{reader.name}: read, or rejected with a clear error")
+    row = Row(f"damaged {reader.name}")
     whole = home / "whole"
     whole.mkdir()
     outcome, _, words = _tried(lambda: reader.make(whole), 120.0, home)

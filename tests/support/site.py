@@ -174,8 +174,8 @@ def write_gallery() -> None:
     """Runs the commands of docs/gallery.md, whose pages the gallery shows."""
     folder = PAGES / "gallery"
     folder.mkdir(parents=True)
-    for command in page("gallery").commands("python main.py"):
-        run(sys.executable, ROOT / "main.py", *command, cwd=folder)
+    for command in page("gallery").commands("praxis"):
+        run(sys.executable, "-m", "praxis_lite", *command, cwd=folder)
     for job in folder.glob("*/"):
         shutil.rmtree(job)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results.tsv")
 _INTRODUCTION = """\
 `make check-defects` plants defects in models, learners, data and saved jobs, one at a time and in
-memory, and runs `--mode=check` ([check.md](check.md)) on a small experiment with each of them. This
+memory, and runs `praxis check` ([check.md](check.md)) on a small experiment with each of them. This
 page summarizes the results, which the command writes to `tests/tools/check/defects/results.tsv`;
 the latest are from {date}.
 
