@@ -42,7 +42,6 @@ ELSEWHERE = {
     "docs/exporting.md": "tools/export/test_export_command.py",
     "docs/how_to_add.md": "docs/test_how_to_add.py",
     "docs/trackers.md": "docs/test_trackers_page.py",
-    "docs/versions.md": "core/sharding/test_jax_canaries.py",
 }
 # Its block is a test of the reader's own experiment; the function is tested in tools/check.
 NOT_RUN = {"docs/check.md"}

@@ -258,7 +258,7 @@ def test_an_array_that_is_traced_is_told_from_others():
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this jax has one form of remat")
 @pytest.mark.parametrize("is_next", [False, True], ids=["today", "jax_remat3"])
 def test_a_shard_map_computed_again_inside_another_in_a_scan(is_next):
-    """The program of docs/versions.md, on which layers/stacking/tensor_parallel.py rests.
+    """A program as in layers/stacking/tensor_parallel.py; docs/versions.md describes the limit.
 
     Where the second case compiles, take REMAT3_CANNOT out of tests/layers/stacking.
     """
