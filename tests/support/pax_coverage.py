@@ -309,13 +309,11 @@ HEAD = """# Coverage of Pax's layers
 
 Look up a layer class of praxis 1.4.0 or one of its options here to find its name in this library,
 or the reason why it is not supported. **Options not listed in the first table or in the row of
-their class have the same name here.** Defaults are also the same, unless this page states
-otherwise. `tests/layers` compares the results with those of the real Pax (`tests/goldens`).
+their class have the same name here**, and defaults are the same unless this page states otherwise.
+[coming_from_pax.md](coming_from_pax.md) describes the fields that all of Pax's layers share.
 
-[coming_from_pax.md](coming_from_pax.md) describes the fields that all of Pax's layers share:
-`name`, `dtype`, `fprop_dtype`, `params_init`, `weight_split_dims_mapping.wt`,
-`activation_split_dims_mapping.out` and mesh shapes. `python -m tests.support.pax_coverage`
-generates this page from the code, and a test checks that it is up to date.
+`python -m tests.support.pax_coverage` generates this page from the code. `tests/layers` compares
+the results with those of Pax.
 
 """
 
@@ -432,9 +430,11 @@ def sections() -> Iterator[str]:
     yield "| --- | --- | --- | --- |\n"
     yield from rows
     yield "\n## Activations\n\n"
-    names = [f'`{name}` is `"{ours}"`' for name, ours in sorted(ACTIVATION_NAMES.items())]
-    gelu = '`GELU` with `approximate=False` is `"gelu_exact"`.'
-    yield wrapped(f"`activation` accepts a function or a name. {', '.join(names)}. {gelu}")
+    names = ", ".join(f"`{name}`" for name in sorted(ACTIVATION_NAMES))
+    yield wrapped(
+        "`activation` accepts a function or the name of one of these classes in snake case, such "
+        f'as `"squared_relu"`: {names}. `GELU` with `approximate=False` is `"gelu_exact"`.'
+    )
     yield "\n## Classes that are not covered\n\n| Pax | why |\n| --- | --- |\n"
     for names, reason in sorted(grouped(ABSENT)):
         yield f"| {names} | {reason} |\n"
