@@ -27,7 +27,7 @@ FAMILIES = {
     "losses and metrics": by_loss.DEFECTS,
     "padding": by_padding.DEFECTS,
     "optimizer updates": by_learner.DEFECTS,
-    "micro-batches and explicit collectives": by_part.DEFECTS,
+    "microbatches and explicit collectives": by_part.DEFECTS,
     "sequences split over devices": by_context.DEFECTS,
     "pipeline stages": by_pipeline.DEFECTS,
     "experts": by_expert.DEFECTS,
