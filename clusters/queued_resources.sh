@@ -19,8 +19,9 @@ POLL_SECONDS="${POLL_SECONDS:-60}"
 
 # Prints the script that each host runs when it starts. A container that failed is restarted up to
 # 100 times, except after status 2 (an error that the user has to fix), 3 (the job has trained, but
-# its last step was skipped), 4 (a certificate found a fault), 126 or 127 (the program is missing in
-# the image). Docker forwards SIGTERM to the container. A host that is taken away has 30 s to end.
+# its last step was skipped), 4 (the restored state differs from the saved state), 126 or 127 (the
+# program is missing in the image). Docker forwards SIGTERM to the container. A host that is taken
+# away has 30 s to end.
 startup_script() {
   cat <<EOS
 #!/bin/bash

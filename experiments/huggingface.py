@@ -170,7 +170,8 @@ def with_adapters(task, rank, alpha, use_dora=False):
             base = getattr(block, name)
             if fdl.get_callable(base) is not TransformerFeedForwardMoe:
                 setattr(block, name, fdl.Partial(adapted, base_tpl=base, **settings))
-    task.learner.bprop_variable_inclusion = LORA
+    # This freezes all other weights, so patterns of weights to freeze would be a contradiction.
+    task.learner.bprop_variable_inclusion, task.learner.bprop_variable_exclusion = LORA, ()
     return task
 
 
@@ -229,6 +230,5 @@ class ChatDpoLora(ChatDpo):
     def task(self):
         task = super().task()
         task.model = task.model.base_tpl
-        task.learner.bprop_variable_exclusion = ()
         task.learner.learning_rate = 1e-4
         return with_adapters(task, self.RANK, self.ALPHA, self.USE_DORA)

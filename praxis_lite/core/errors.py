@@ -48,6 +48,8 @@ class OutOfMemory(Error):
 class PeerLost(Error):
     """Another process in the job failed or is not responding, so this process cannot continue."""
 
+    exit_status = 1  # Unlike after status 2, clusters restart the job.
+
 
 class FailedSave(Error):
     """A checkpoint could not be written; the message contains the step, the reason and a fix."""

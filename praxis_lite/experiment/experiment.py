@@ -232,9 +232,11 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
     set_sharding_params(task.model, preset)
     batch = SHARDING_PRESETS[preset]["batch"]
     mapping = getattr(task, "inputs_split_mapping", None) or {}
-    # The preset only changes how rows are split.
+    # The preset only changes how rows are split. None leaves arrays of a rank as they are.
     if mapping:
-        task.inputs_split_mapping = {rank: (batch, *dims[1:]) for rank, dims in mapping.items()}
+        task.inputs_split_mapping = {
+            rank: dims and (batch, *dims[1:]) for rank, dims in mapping.items()
+        }
     if preset in COMPILER_OPTIONS:
         config.mesh.compiler_options = merged_options(
             getattr(config.mesh, "compiler_options", None), COMPILER_OPTIONS[preset]

@@ -252,7 +252,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     expected = "a list with one name, such as ['LlamaForCausalLM']"
     require(is_single, "config.json: architectures", architectures, expected)
     (architecture,) = config["architectures"]
-    require_choice("config.json: architectures", architecture, sorted(families()))
+    known = sorted(families())
+    # Similar names are not suggested, because the names of unrelated architectures are similar.
+    require(
+        architecture in known,
+        "config.json: architectures",
+        architectures,
+        f"one of {', '.join(known)}",
+        "Use a model with one of these architectures, or add a family: see docs/how_to_add.md.",
+    )
     return families()[architecture]
 
 

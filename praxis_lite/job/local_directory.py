@@ -30,8 +30,7 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         advice = (
             "Remove file://"
             if scheme[1].lower() == "file"
-            else "Mount it, or use a directory of this machine or of a file system that all hosts "
-            "share"
+            else "Use a directory of this machine, or of a file system that all hosts share"
         )
         raise ConfigError(
             f"{shortened(given)} is a URL ({scheme[1]}), but jobs and checkpoints must be in local "

@@ -173,8 +173,8 @@ def predicted_fields(
             f"and without fused attention kernels), and speeds are those of {chip.name}. The lower "
             "end of the range assumes that all collectives overlap, the upper end that none do. To "
             "compile for the GPU, install the "
-            "version of JAX's CUDA plugin that matches jax: pip install jax-cuda12-plugin "
-            "jax-cuda12-pjrt"
+            "version of JAX's CUDA plugin that matches jax: pip install jax-cuda13-plugin "
+            "jax-cuda13-pjrt"
         )
     notes += chip.narrow_type_notes(timeline.flops_by_type)
     if timeline.unknown_kernels:

@@ -55,6 +55,13 @@ def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
     check_frozen_base(groups, base - other, may_be_new=False)
 
 
+def test_adapters_alone_are_trained_where_the_model_has_a_frozen_weight_of_its_router():
+    groups = groups_of("huggingface.ChatLora", f"HF_DIR={GOLDENS / 'hf/deepseek_v3'}")
+    trained = {path[-1] for group in groups.by_name.values() for path in group.paths}
+    assert trained == {"lora_a", "lora_b"}
+    assert any(path.endswith("gate_correction") for path in paths_of(groups))
+
+
 @pytest.mark.parametrize(
     "settings, is_refused",
     [

@@ -76,6 +76,18 @@ def test_a_preset_is_set_by_its_word_with_the_batchs_split():
         configured(Sized, ["SHARDING_PRESET=megatorn"])
 
 
+def test_a_preset_keeps_the_ranks_that_are_left_as_they_are():
+    class Unsplit(Sized):
+        def task(self):
+            task = super().task()
+            task.inputs_split_mapping = {"map_1d": None, "map_2d": (None, None)}
+            return task
+
+    mapping = configured(Unsplit, ["SHARDING_PRESET=fsdp"]).task.inputs_split_mapping
+    batch = SHARDING_PRESETS["fsdp"]["batch"]
+    assert mapping == {"map_1d": None, "map_2d": (batch, None)}
+
+
 def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
     class WithOptions(Sized):
         def mesh(self):

@@ -47,7 +47,7 @@ REFUSED = {
     "WeightPerRow": rf"a tuple of \(float32\[\], float32\[13\]\) as 'loss'; {PAIRS}",
     "Count": r"returns int32\[\] as the loss, which has no gradient; expected a float",
     "LossOfTwo": r"called with \(model, inputs, key\), but .*has the signature \(model, inputs\)",
-    "BuiltOptimizer": r"is already built.* Write fdl.Partial\(optax.adamw, .* instead of optax.ad",
+    "BuiltOptimizer": r"is already built.* Write fdl.Partial\(optax.adamw, .*function of learning",
     "NoDecayMethod": r"'decay_method'. Set it .*: fdl.Partial\(adafactor, decay_method=...\)",
     "NoRate": "scale_by_adam cannot be called with only learning_rate: got an unexpected keyword",
     "NamedOptimizer": r"is 'adamw'; expected a function .* such as fdl.Partial\(optax.adamw",

@@ -247,7 +247,7 @@ def copy_of(tmp_path, family="llama", **fields):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'"),
+        ({"architectures": ["FalconForCausalLM"]}, r"'FalconForCausalLM'.*Qwen3Moe.*add a family"),
         ({"archs": 1}, "'archs'.*=.*1"),
         ({"head_dim": 16, "num_attention_heads": 4}, r"self_attn\.q_proj\.weight"),
         ({"hidden_size": None}, "hidden_size"),

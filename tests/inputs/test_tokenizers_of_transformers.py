@@ -400,5 +400,7 @@ def test_a_command_shows_special_tokens_and_ends(tmp_path, capsys):
     assert praxis("tokenizers", "show", str(write(tmp_path, **KINDS["Qwen"]()))) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "eos_token '<|im_end|>'" in shown and "before a text: none" in shown
-    assert "end of an answer: 3 '<|im_end|>', 2 '</s>'" in shown
+    assert "end of an answer: 3 '<|im_end|>', 2 '</s>' chat template: none" in shown
+    assert praxis("tokenizers", "show", str(write(tmp_path / "chat", **KINDS["chat"]()))) == 0
+    assert "chat template: yes" in capsys.readouterr().out
     assert praxis("tokenizers", "show", tmp_path / "absent") == 2

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, PeerLost
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.job import processes
+from praxis_lite.job.command import run
 from praxis_lite.job.processes.logs import PrefixedStream
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.job.processes.start import find_others
@@ -24,6 +25,15 @@ from praxis_lite.job.processes.stop_consensus import SlowHosts, StopConsensus
 def test_one_process_exchanges_with_itself_and_asks_no_device():
     assert processes.exchange("word", "text") == ["text"]
     assert (processes.index(), processes.count(), processes.is_first()) == (0, 1, True)
+
+
+def test_a_command_that_lost_a_peer_exits_with_a_status_after_which_clusters_retry():
+    def command():
+        raise PeerLost("process 1 (host) did not reach 'the end' within 300 s")
+
+    with pytest.raises(SystemExit) as exited:
+        run(command, continues_without_output=True)
+    assert exited.value.code == 1
 
 
 def test_one_process_agrees_with_itself_at_once(mesh_of):

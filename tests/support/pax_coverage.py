@@ -287,7 +287,7 @@ ABSENT = {
         ("LocalSelfAttentionAlibi", "LocalSelfAttentionRelativeBias"),
         "`DotProductAttention` with `window` and `relative_bias_tpl` uses T5's buckets instead",
     ),
-    "BertModel": "no masked language modeling",
+    "BertModel": '`TransformerLm` with `model_type="bidirectional"`',
     "BiTemperedLoss": "not implemented",
     "CausalDepthwiseConv1D":
         "no convolution of queries, keys and values; `RgLruBlock` contains one",
@@ -295,7 +295,7 @@ ABSENT = {
     "Conv3D": "convolutions have at most two spatial dims",
     "GShardSharedEmbeddingSoftmax": "`NClassMajorSharedEmbeddingSoftmax` has a [V, D] weight too",
     "LanguageModelContinuousBatching": "`LanguageModelTask` supports continuous batching",
-    "MaskedLmDataAugmenter": "no masked language modeling",
+    "MaskedLmDataAugmenter": "tokens are not masked here; the data contains the masked ids",
     "PositionalEmbedding2D":
         "positions of image patches are learned, or counted from the first to the last",
     "Sequential": "write a class that contains the layers",

@@ -42,7 +42,8 @@ def build_optimizer(
         raise ConfigError(
             f"{setting} is an optimizer that is already built; expected a function that builds it. "
             f"Write {example} instead of optax.adamw(1e-3, b2=0.98), and set "
-            f"{owner}.learning_rate=1e-3."
+            f"{owner}.learning_rate=1e-3. Instead of an optax.chain, pass a function of "
+            "learning_rate that returns the chain."
         )
     expected = "a function that builds an optimizer"
     require(callable(optimizer), setting, optimizer, f"{expected}, such as {example}")

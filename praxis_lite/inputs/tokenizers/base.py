@@ -174,8 +174,9 @@ class Tokenizer(abc.ABC):
 def no_chat_template(tokenizer: Tokenizer) -> ConfigError:
     """Returns the error for a conversation passed to a tokenizer without a chat template."""
     return ConfigError(
-        f"{tokenizer} has no chat template. Add chat_template.jinja or a chat_template entry in "
-        "tokenizer_config.json to its directory, or pass strings instead of messages."
+        f"{tokenizer} has no chat template, which formats conversations. Use the tokenizer of an "
+        "instruction-tuned version of the model, add chat_template.jinja to a copy of the "
+        "tokenizer's directory (see docs/tokenizers.md), or pass strings instead of messages."
     )
 
 

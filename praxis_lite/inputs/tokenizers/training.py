@@ -133,7 +133,7 @@ def _train_and_write(
 
 
 def description(tokenizer: JsonTokenizer) -> str:
-    """Returns a description of a tokenizer: its vocabulary size, special tokens and end tokens."""
+    """Describes a tokenizer's vocabulary size, special tokens, end tokens and chat template."""
     return "\n".join(_lines(tokenizer))
 
 
@@ -149,6 +149,7 @@ def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
     yield f"  after a text: {described(tokenizer.end_ids)}"
     yield f"  end of a document: {described(tokenizer.document_end)}"
     yield f"  end of an answer: {described(tokenizer.eos_ids)}"
+    yield f"  chat template: {'none' if tokenizer.chat is None else 'yes'}"
     yield f"{len(tokenizer.special_ids)} special tokens: {described(sorted(tokenizer.special_ids))}"
 
 
