@@ -52,10 +52,10 @@ def test_what_computes_may_be_named_and_called(symbol):
 def test_a_name_in_other_letters_is_the_first_that_may_be_meant():
     from praxis_lite.config.named_values import suggestion
 
-    assert suggestion("adamW", None, None).startswith(" Did you mean adamw,")
+    assert suggestion("adamW", None, None).startswith(" Did you mean adamw")
     # Names of ours are known before they are loaded.
-    assert suggestion("LayerNrm", None, None).startswith(" Did you mean LayerNorm,")
-    assert suggestion("JsonLine", None, None).startswith(" Did you mean JsonLines,")
+    assert suggestion("LayerNrm", None, None).startswith(" Did you mean LayerNorm")
+    assert suggestion("JsonLine", None, None).startswith(" Did you mean JsonLines")
 
 
 @pytest.mark.parametrize(

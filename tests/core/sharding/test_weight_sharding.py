@@ -263,7 +263,7 @@ def test_a_name_without_a_rule_may_be_left_whole():
             "blocks/up.*'embed'",
         ),
         ({}, dict(), r"embedding.*\('vocab', AXES\)"),
-        ({}, dict(logical_axis_rules=(*RULES[:2], ("embad", None))), r"embedding.*embad, mdl\?"),
+        ({}, dict(logical_axis_rules=(*RULES[:2], ("embad", None))), r"embedding.*embad\?"),
         ({}, dict(logical_axis_rules=[("mlp", "model")]), r"\('mlp', 'model'\).*'model'"),
         (
             dict(head=dict(logical_axes=("embed", None, "mlp"))),
