@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import fiddle as fdl
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -54,6 +56,15 @@ PLACES = (
     explicit_collectives, mapped_weights, rules, weight_sharding, trained_model, metrics, models,
     numpy_data, loss,
 )  # fmt: skip
+
+
+def test_the_rewritten_layer_runs():
+    names: dict = {}
+    exec(block_of("layer"), names)
+    layer = names["Scaled"](3, rngs=nnx.Rngs(0))
+    x = np.ones((2, 3), np.float32)
+    with jax.numpy_rank_promotion("allow"):  # As it is for whoever reads the page.
+        np.testing.assert_allclose(layer(x), layer.linear(x))
 
 
 def block_of(name: str) -> str:

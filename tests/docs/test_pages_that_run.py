@@ -20,6 +20,7 @@ from praxis_lite import ConfigError, optimizers
 from praxis_lite.core import AuxiliaryOptimizer, Partitioner, make_mesh
 from praxis_lite.experiments import lm
 from praxis_lite.host.optional_packages import is_installed
+from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.layers import QuantizationRule, quantized
 from praxis_lite.optimizers import DynamicLossScale, VariationalNoise, schedules
 from tests.huggingface.test_finetuning import adapters_are_right, with_vocabulary
@@ -216,6 +217,12 @@ def test_the_tokenizers_page_runs(folder):
         block.run(actual)
     assert actual["text"] == "né 😀" and actual["vocab_size"] == 280
     assert actual["tokenizer"].decode(actual["prompt"]).endswith("assistant\n")
+    (template,) = page("tokenizers").blocks("jinja")
+    Path("my_bpe/chat_template.jinja").write_text(template.text, "utf-8")
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    text, spans = load_tokenizer("my_bpe").chat.answers(said)
+    assert text.startswith("user:\nHi\nassistant:\n")
+    assert [text[slice(*span)] for span in spans] == ["Hello<|end_of_text|>"]
 
 
 @pytest.mark.slow
