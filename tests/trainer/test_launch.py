@@ -234,7 +234,7 @@ def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("run.stopping.early.metric=heldout/los",), " heldout/loss, "),
+        (("run.stopping.early.metric=heldout/los",), " heldout/loss"),
         (("run.evaluation.every_steps=None",), "Set run.evaluation.every_steps"),
         (
             ("run.checkpoints.every_steps=3", "run.evaluation.every_steps=2"),
