@@ -29,6 +29,7 @@ import numpy as np
 from published_runs import Run, batch_of, compiler_options, mesh_of, partitioner_of, why_not
 from scipy.optimize import least_squares
 
+from praxis_lite.host.text_table import table_lines
 from praxis_lite.trainer.layout_table import layout_warnings
 from praxis_tools.explain import hlo
 from praxis_tools.plan.costs import FITTED, Efficiencies
@@ -197,6 +198,18 @@ def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:
     return float(np.expm1(np.quantile(misses, 0.8)))
 
 
+COLUMNS = (
+    "run",
+    "set",
+    "published seconds",
+    "predicted seconds",
+    "error",
+    "peak GiB",
+    "fits",
+    "range",
+)
+
+
 def main() -> None:
     """Prints the table and the runs that are missing from it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -204,6 +217,11 @@ def main() -> None:
     parser.add_argument("--id", nargs="+", help="only these runs")
     parser.add_argument("--cache", default="~/.cache/praxis_lite/published")
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help="write the table to this file, such as benchmarks/plan_published.tsv",
+    )
     options = parser.parse_args()
     cache = Path(options.cache).expanduser()
     cache.mkdir(parents=True, exist_ok=True)
@@ -231,27 +249,33 @@ def main() -> None:
         efficiencies = fit([row for row in rows if row.is_fitted])
         efficiencies = dataclasses.replace(efficiencies, spread=spread(rows, efficiencies))
         print(efficiencies)
-    table(rows, efficiencies)
+    lines = [COLUMNS, *(cells(row, efficiencies) for row in rows)]
+    if options.table:
+        options.table.write_text("".join("\t".join(line) + "\n" for line in lines))
+    print(*table_lines(lines, right=range(2, len(COLUMNS))), sep="\n")
+    print_errors(rows, efficiencies)
     print("\nNot predicted:")
     for name, reason in left_out:
         print(f"  {name}: {reason}")
 
 
-def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
-    """Prints a line for each run and a summary of the errors in each half."""
-    print(
-        f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
-        f"{'peak GiB':>10}{'fits':>6}"
+def cells(row: Row, efficiencies: Efficiencies) -> tuple[str, ...]:
+    """Returns a run's line of the table."""
+    peak = row.record["peak"]
+    return (
+        row.run["id"],
+        "fitted" if row.is_fitted else "held out",
+        f"{row.published:.2f}",
+        f"{row.plan['step_seconds']:.2f}",
+        f"{row.predict(efficiencies) - 1:.1%}",
+        f"{peak / 2**30:.1f}",
+        "yes" if peak <= row.devices.chip.hbm_bytes else "no",
+        f"{row.plan['step_seconds_low']:.2f}-{row.plan['step_seconds_high']:.2f}",
     )
-    for row in rows:
-        error = row.predict(efficiencies) - 1
-        plan, peak = row.plan, row.record["peak"]
-        between = f"{plan['step_seconds_low']:.2f}-{plan['step_seconds_high']:.2f}"
-        print(
-            f"{row.run['id']:<44}{'fit' if row.is_fitted else 'held':>6}{row.published:>11.3f}"
-            f"{plan['step_seconds']:>11.3f}{between:>17}{error:>8.1%}{peak / 2**30:>10.1f}"
-            f"{'yes' if peak <= row.devices.chip.hbm_bytes else 'NO':>6}"
-        )
+
+
+def print_errors(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
+    """Prints a summary of the errors in each half."""
     for name, halves in (("fitted on", (True,)), ("held out", (False,)), ("all", (True, False))):
         errors = [abs(r.predict(efficiencies) - 1) for r in rows if r.is_fitted in halves]
         if errors:
