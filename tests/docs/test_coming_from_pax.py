@@ -63,7 +63,7 @@ def test_the_rewritten_layer_runs():
     exec(block_of("layer"), names)
     layer = names["Scaled"](3, rngs=nnx.Rngs(0))
     x = np.ones((2, 3), np.float32)
-    with jax.numpy_rank_promotion("allow"):  # As it is for whoever reads the page.
+    with jax.numpy_rank_promotion("allow"):  # JAX's default, which readers have.
         np.testing.assert_allclose(layer(x), layer.linear(x))
 
 

@@ -72,7 +72,7 @@ def test_the_blocks_of_a_section_of_the_pages_on_sharding_run(title, monkeypatch
     monkeypatch.setattr("praxis_lite.core.simulate_devices", lambda num_devices: None)
     names = {"__name__": "sharding_page"}
     for block in SECTIONS[title]:
-        with jax.numpy_rank_promotion("allow"):  # As it is for whoever reads the page.
+        with jax.numpy_rank_promotion("allow"):  # JAX's default, which readers have.
             block.run(names)
 
 

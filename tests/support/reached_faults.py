@@ -1,10 +1,12 @@
-"""Records which tests reach the statements that faults (tests.support.mutants) change.
+"""Records which tests reach the statements that planted faults change.
 
     python -m tests.support.reached_faults FOLDER [--num 300] [-m MARKS] [TEST_FILE ...]
 
-Runs the tests once in a copy of the checkout. When a file with faults is imported there, a call
-that records the current test is inserted before each statement that a fault changes. Line numbers
-stay the same, and the tests are about as fast as usual. FOLDER then contains
+tests.support.mutants plants the faults. This command runs the tests once in a copy of the checkout,
+without faults. When a file is imported there, a call that records the current test is inserted
+before each statement that a fault changes. Line numbers stay the same, and the tests are about as
+fast as usual. Tests of imports fail in the copy, because it has one more module, and are left out
+by tests.support.mutants. FOLDER then contains
 
     faults.json   the names of the faults, in order; written at the end
     reached/      a file for each process, with lines of a fault's number and a test and its phase

@@ -1,4 +1,4 @@
-"""Computes gradients and metrics for a batch, optionally in microbatches (accumulation)."""
+"""Computes gradients and metrics for a batch, optionally accumulated over microbatches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
