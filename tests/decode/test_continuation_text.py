@@ -202,6 +202,18 @@ def test_the_tokens_of_log_probs_are_the_text_and_their_bytes_too(kind):
         assert all(token.likeliest[0].text == token.text for token in tokens)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+@pytest.mark.parametrize("stop", ["id hel", "d"])
+def test_the_tokens_of_log_probs_end_before_a_stop_string(kind, stop):
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode(TEXTS[0], False).tolist()
+    choice = ChoiceText(tokenizer, ids[:1], (stop,), (), has_logprobs=True)
+    choice.add(Piece(ids[1:], [-1.0] * len(ids[1:]), None))
+    said, tokens = choice.take()
+    assert said and said == continuation_text(tokenizer, ids[:1], ids[1:], (stop,)).text
+    assert "".join(token.text for token in tokens) == said
+
+
 def test_a_token_with_a_space_and_one_without_are_two_entries():
     tokenizer = tokenizer_of("metaspace, first")
     ids = library("metaspace, first").get_vocab()

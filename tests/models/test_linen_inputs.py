@@ -92,3 +92,14 @@ def test_a_call_with_other_shapes_is_refused_while_it_is_traced():
     with pytest.raises(ConfigError, match="Two.*layer: embed") as refused:
         model.module(mdl_vars)(jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4)))
     assert "(11, 5)" in str(refused.value) and "(11, 6)" in str(refused.value)
+
+
+def test_an_error_of_a_layer_that_already_says_what_to_change_keeps_its_message():
+    class Invalid(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            raise ConfigError("Set heads to 8.")
+
+    with pytest.raises(ConfigError) as refused:
+        LinenModel(Invalid(), [(1, 4)]).weight_specs()
+    assert str(refused.value) == "Set heads to 8."

@@ -178,6 +178,11 @@ class ReachedFaults:
                 # A fixture's result may be used by all tests of the file.
                 found = {test} if phase == "call)" else self._tests_of([test.partition("::")[0]])
                 self._tests[names[int(number)]] |= found & self._passing
+        self._num_faults = collections.Counter(
+            file
+            for tests in self._tests.values()
+            for file in {test.partition("::")[0] for test in tests}
+        )
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
         """Returns the tests to run for a fault, in stages; running stops after a detection.
@@ -206,16 +211,20 @@ class ReachedFaults:
         return seconds_of(self.measures[test])
 
     def _by_file(self, tests: Iterable[str]) -> list[str]:
-        """Groups tests by file: quick tests before slow tests, then the fastest files first.
+        """Groups tests by file: quick tests before slow tests, then the likeliest files first.
 
-        The tests of a file stay in order, because some need the setup of previous tests.
+        A file whose tests reach few of the faults is about this code, so it is likely to detect the
+        fault. The tests of a file stay in order, because some need the setup of previous tests.
         """
         order = {test: number for number, test in enumerate(self.measures)}
         groups: dict[tuple[bool, str], list[str]] = {}
         for test in sorted(tests, key=order.__getitem__):
             group = (self.measures[test]["slow"], test.partition("::")[0])
             groups.setdefault(group, []).append(test)
-        costs = {group: sum(map(self.seconds, tests)) for group, tests in groups.items()}
+        costs = {
+            group: (1 + sum(map(self.seconds, tests))) * self._num_faults[group[1]]
+            for group, tests in groups.items()
+        }
         in_turn = sorted(groups, key=lambda group: (group[0], costs[group], group[1]))
         return [test for group in in_turn for test in groups[group]]
 

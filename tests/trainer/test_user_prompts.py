@@ -11,7 +11,7 @@ from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.trainer.decoding.streaming import ContinuationPrinter
-from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts, title
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 
 PROMPTS = ("The ", "né")
@@ -39,6 +39,20 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
     )
     assert shown in done.out
     assert "decoded 2 records of command_line with the weights of step 7" in done.out
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "now",
+        np.frombuffer(b"now", np.uint8).astype(np.int32),
+        [{"role": "user", "content": text} for text in ("first", "then", "now")],
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "now"}]}]},
+    ],
+    ids=["text", "ids", "conversation", "row"],
+)
+def test_a_title_is_the_last_message(prompt):
+    assert title(prompt, ByteTokenizer()) == "now"
 
 
 def test_prompts_of_other_lengths_have_few_shapes(job):

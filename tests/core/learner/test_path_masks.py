@@ -10,7 +10,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, WeightSpec
-from praxis_lite.optimizers import collected_patterns, path_mask, regularized
+from praxis_lite.optimizers import adafactor, collected_patterns, path_mask, regularized
 
 WEIGHTS = {
     "dense": {"b": np.ones(3, np.float32), "w": np.ones((2, 3), np.float32)},
@@ -69,7 +69,9 @@ def test_patterns_are_collected_from_the_masks_that_are_used():
         jax.eval_shape(used(0.1).init, WEIGHTS)
         jax.eval_shape(optax.adamw(0.1, mask=mask).init, WEIGHTS)
         path_mask(exclude="of no optimizer")
-    assert patterns == {"norn", "dense", ".*/b"}
+        decayed = functools.partial(adafactor, decay_method="pow", decay_pow=0.8)
+        jax.eval_shape(decayed(0.1, weight_decay={".*/w": 0.1}).init, WEIGHTS)
+    assert patterns == {"norn", "dense", ".*/b", ".*/w"}
     optax.adamw(0.1, mask=path_mask(exclude="later")).init(WEIGHTS)
     assert "later" not in patterns
 

@@ -317,6 +317,14 @@ def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):
     assert next_start(tmp_path) == 4 and read_record(tmp_path).last_start == 3
 
 
+def test_starts_are_read_in_their_order_from_the_files_of_all_processes(tmp_path):
+    record = starts(0, 4, processes=2, rows=(((0, 3),), ((4, 7),)))
+    for process in (0, 1):
+        lines = [line_of(start) for start in record if start.process == process]
+        (tmp_path / f"{process}.jsonl").write_text("".join(lines))
+    assert read_record(tmp_path).starts == record
+
+
 def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
     (tmp_path / "0.jsonl").write_text('{"start": 1}\n[]\n{"digest": 1}\nnull\n\x00\n{"sta')
     record = read_record(tmp_path)

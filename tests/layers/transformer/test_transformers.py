@@ -253,6 +253,19 @@ def test_what_is_encoded_may_be_left_out_where_the_block_allows_it():
     assert shape_of(allow_skip_cross_attention=True) == x.shape
 
 
+def test_a_layer_with_a_cache_that_returns_none_is_named():
+    class Cached(layers.TransformerFeedForward):
+        def init_cache(self, *args, **kwargs):
+            return {}
+
+        def __call__(self, x, *, cache=None, **inputs):
+            return super().__call__(x, **inputs)
+
+    block = layers.Transformer(4, 6, 2, tr_fflayer_tpl=Cached, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"Cached has an init_cache.*Return \(outputs, cache\)"):
+        jax.eval_shape(block, jnp.ones((1, 3, 4)))
+
+
 def test_a_mask_of_the_callers_alone_says_what_a_block_sees():
     x = jnp.asarray(np.random.default_rng(6).normal(size=(1, 5, 4)), jnp.float32)
     sees_all = jnp.zeros((1, 1, 5, 5))

@@ -56,13 +56,15 @@ def test_the_text_of_a_conversation_is_that_of_the_adapter_of_transformers(name)
     assert chat_text(tokenizer, *CHATS[name]) == golden("lm_eval/goldens.json")["chats"][name]
 
 
-def test_a_template_that_refuses_what_is_no_system_message_is_an_error():
+def test_a_template_that_refuses_what_is_no_system_message_is_an_error(caplog):
     class Refusing(ByteTokenizer):
         chat = ChatTemplate("{{ raise_exception('no ' + messages[0].role) }}")
 
     for name, role in (("question", "user"), ("system", "user")):
         with pytest.raises(RefusedConversation, match=f"no {role}"):
             chat_text(Refusing(), *CHATS[name])
+    # Only the second conversation has a system message.
+    assert [x.getMessage()[-32:] for x in caplog.records] == ["The system messages are omitted."]
 
 
 def test_a_template_that_leaves_out_the_end_of_a_begun_answer_is_an_error():

@@ -97,6 +97,11 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(tmp_p
     again = capsys.readouterr().out
     table = out[out.index("   trial") :]
     assert again.endswith(table) and "starts" not in again and "resumes" not in again
+    # The columns after the settings: the metric, its step and the status.
+    rows = [line.split() for line in table.splitlines()[1 : 1 + len(records)]]
+    assert [row[-3:] for row in rows] == [
+        [f"{record.value:.6g}", str(record.step), record.status] for record in records
+    ]
     sweep(
         CommandLine(mode="sweep"),
         str(tmp_path / "s"),

@@ -63,6 +63,18 @@ def test_labels_and_tokens_of_plain_functions(name):
         check_ids(batch, num_ids_of(task, SPEC), "datasets.train, batch 0")
 
 
+def test_a_task_can_declare_another_size_than_its_loss_shows():
+    class Smaller(LossTask):
+        def num_ids(self):
+            return {"target": 3}
+
+    def loss(params, inputs, key):
+        return LOSSES["optax"](logits_of(params, inputs), inputs["target"])
+
+    task = Smaller(FunctionModel(init), loss, Learner(optax.sgd, 0.1))
+    assert num_ids_of(task, SPEC) == {"tokens": VOCAB, "target": 3}
+
+
 @pytest.mark.parametrize(
     "safe",
     [
