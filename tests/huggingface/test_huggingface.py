@@ -293,6 +293,12 @@ def test_an_export_overwrites_nothing(tmp_path):
         loaded("llama").export(copy_of(tmp_path))
 
 
+def test_an_unknown_dtype_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="export: dtype is 'float61'.*bfloat16"):
+        loaded("llama").export(tmp_path / "out", "float61")
+    assert not list(tmp_path.iterdir())
+
+
 def settings_of(family, **changed):
     config = json.loads((GOLDENS / "hf" / family / "config.json").read_text()) | changed
     return family_of(config), family_of(config).decoder_settings(config), config

@@ -32,6 +32,7 @@ def test_bash_completes_subcommands_experiments_options_and_settings(tmp_path):
         "praxis eval job --set run.s": "run.seed",
         "praxis train lm.Synthetic --set run.see": "run.seed",
         "praxis checkpoints ver": "verify",
+        "praxis checkpoints verify jo": "job",
     }
     script = COMPLETE.format(python=sys.executable, lines=" ".join(map(repr, lines)))
     path = os.pathsep.join([str(CHECKOUT), *sys.path])
