@@ -51,6 +51,12 @@ def test_patches_are_cut_row_by_row():
     np.testing.assert_array_equal(actual, np.stack(expected, axis=1))
 
 
+def test_the_built_transformer_takes_images_of_several_channels():
+    build = fdl.build(layers.build_vision_transformer((2, 3), 2, 3, 4, 6, 1, 2))
+    outputs = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))(jnp.ones((5, 4, 6, 3))))
+    assert outputs.shape == (5, 4)
+
+
 def test_the_class_token_is_what_the_pooling_takes():
     tokens = jnp.asarray(np.random.default_rng(2).normal(size=(2, 5, 4)), jnp.float32)
     exits = partial(EXIT, pre_ln=False, output_fc_tanh=False)
