@@ -35,7 +35,6 @@ def settings_in_file(file: Path) -> list[SettingInFile]:
       ConfigError: The file cannot be read, or a line does not have this form. The message contains
         the number of the line.
     """
-    file = file.expanduser()
     if file.suffix == ".json":
         raise ConfigError(
             f"--config={file} is JSON; expected lines path=value or FILE.yaml. A job's config.txt, "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
 
 __all__ = (
     "content_of",
@@ -58,8 +59,10 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
 
 
-def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the content of a regular file. Raises OSError like `opened`."""
+def content_of(path: str | os.PathLike[str] | StorePath) -> bytes:
+    """Returns the content of a regular file or an object. Raises OSError like `opened`."""
+    if isinstance(path, StorePath):
+        return path.read_bytes()
     with opened(path) as file:
         return file.read()
 
@@ -153,7 +156,7 @@ def descriptor(path: str | os.PathLike[str], flags: int) -> int:
     return fd
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | StorePath) -> Any:
     """Reads a strict JSON file.
 
     Raises:

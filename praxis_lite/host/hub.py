@@ -47,18 +47,15 @@ def repo_name(url: str | os.PathLike[str]) -> str:
     return _parsed(os.fspath(url), "model").name
 
 
-def local_folder(
-    path: str | os.PathLike[str],
-    patterns: tuple[str, ...] | None,
-    repo_type: RepoType = "model",
+def downloaded_folder(
+    url: str | os.PathLike[str], patterns: tuple[str, ...] | None, repo_type: RepoType
 ) -> Path:
-    """Returns the local folder for a path, after downloading the repository of an hf:// URL.
+    """Downloads a repository into the cache of huggingface_hub, once per process.
 
-    The files are downloaded into the cache of huggingface_hub, once per process. If the Hub cannot
-    be reached, the latest files in the cache are used. In any other path, "~" is expanded.
+    If the Hub cannot be reached, the latest files in the cache are used.
 
     Args:
-      path: Path of a folder, or hf://org/name[@revision].
+      url: hf://org/name[@revision].
       patterns: Globs of the files to download, or None for all files.
       repo_type: Type of the repository. The URL of a dataset may also be hf://datasets/org/name.
 
@@ -66,9 +63,7 @@ def local_folder(
       ConfigError: The URL is invalid; the repository or revision does not exist or may not be read;
         or the Hub cannot be reached, and the files are not in the cache.
     """
-    if not is_hub_url(path):
-        return Path(os.path.expanduser(os.fspath(path)))
-    url = os.fspath(path)
+    url = os.fspath(url)
     location = _parsed(url, repo_type)
     if location.path is not None:
         raise ConfigError(
@@ -78,14 +73,14 @@ def local_folder(
     return _downloaded(url, location, patterns)
 
 
-def local_files(url: str) -> str:
+def downloaded_files(url: str) -> str:
     """Downloads the files of a dataset that match a URL, and returns the glob of the local files.
 
     Args:
       url: hf://datasets/org/name[@revision]/glob.
 
     Raises:
-      ConfigError: The URL contains no path; or see `local_folder`.
+      ConfigError: The URL contains no path; or see `downloaded_folder`.
     """
     location = _parsed(url, "model")
     if location.path is None:

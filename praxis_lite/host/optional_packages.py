@@ -39,6 +39,8 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),
     "shtab": ("shtab", "completion"),
+    "obstore": ("obstore", "gcs"),
+    "boto3": ("boto3", "s3"),
 }
 
 

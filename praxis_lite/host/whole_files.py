@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, first_few
+from praxis_lite.host.object_stores import StorePath
 
 __all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_whole")
 
@@ -26,14 +27,19 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "praxis_lite"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path | StorePath, content: bytes) -> None:
     """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
+
+    In an object store, every write is atomic.
 
     A killed process may leave the temporary file behind.
 
     Raises:
       ConfigError: The file cannot be written. An existing file is unchanged.
     """
+    if isinstance(path, StorePath):
+        path.write_bytes(content)
+        return
     # Use a random name, because several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:

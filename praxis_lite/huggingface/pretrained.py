@@ -16,9 +16,8 @@ from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, w
 from praxis_lite.core.errors import ConfigError, first_few, require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
-from praxis_lite.host.hub import is_hub_url, repo_name, uploaded
+from praxis_lite.host.hub import is_hub_url, repo_name
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.host.whole_files import new_directory
 from praxis_lite.huggingface.adapters import Layers, write_peft
 from praxis_lite.huggingface.exported_text import copy_files, write_text_files
 from praxis_lite.huggingface.family import family_of, read_config
@@ -33,7 +32,7 @@ from praxis_lite.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensor
 from praxis_lite.huggingface.weights import map_tensors, weights_of
 from praxis_lite.inputs.tokenizers.files import names_of_tokenizer
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.local_directory import output_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 
 # File in the job directory that contains the path of the model that the job started from, or its
@@ -284,12 +283,7 @@ def _check_dtype(dtype: str | None) -> None:
 def _new_directory(
     directory: str | os.PathLike[str], last: str
 ) -> contextlib.AbstractContextManager[Path]:
-    """Returns a context manager that creates a directory, which is complete once `last` exists.
-
-    For a hf:// URL, the directory is temporary, and is uploaded at exit.
-    """
+    """Returns a context manager that creates a directory, which is complete once `last` exists."""
     if jax.process_index() != 0:  # Only the first process writes.
         return contextlib.nullcontext(Path())
-    if is_hub_url(directory):
-        return uploaded(os.fspath(directory))
-    return new_directory(local_directory(directory), last)
+    return output_directory(directory, last)

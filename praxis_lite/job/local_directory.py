@@ -1,12 +1,43 @@
-"""Converts a directory path given by a user to an absolute local path."""
+"""Converts a directory that a user specified to an absolute path."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.places import is_url, local_folder, uploaded
+from praxis_lite.host.whole_files import new_directory
 
-__all__ = ("local_directory",)
+__all__ = ("directory", "local_directory", "output_directory")
+
+
+def directory(path: str | os.PathLike[str] | StorePath) -> Path | StorePath:
+    """Returns the absolute path of a local directory, or a path in an object store.
+
+    A hf:// repository is downloaded.
+
+    Raises:
+      ConfigError: See `local_directory`, `StorePath.opened` and `local_folder`.
+    """
+    if isinstance(path, StorePath) or is_store_url(path):
+        return StorePath.opened(path)
+    return local_directory(local_folder(path) if is_url(path) else path)
+
+
+def output_directory(
+    path: str | os.PathLike[str], last: str
+) -> contextlib.AbstractContextManager[Path]:
+    """Returns a context manager for writing a new directory, which is complete once `last` exists.
+
+    For a URL, the directory is temporary, and is uploaded at exit.
+
+    Args:
+      path: The directory, or a URL.
+      last: Name of the file to write last.
+    """
+    return uploaded(path, last) if is_url(path) else new_directory(local_directory(path), last)
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
@@ -27,14 +58,13 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"The path {shortened(given)!r} {problem}. Pass the path of a directory.")
     # Match a single slash, because pathlib merges consecutive slashes.
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
-        advice = (
-            "Remove file://"
-            if scheme[1].lower() == "file"
-            else "Use a directory of this machine, or of a file system that all hosts share"
-        )
+        advice = "Use a directory of this machine, or of a file system that all hosts share"
+        if scheme[1].lower() == "file":
+            advice = "Remove file://"
+        elif not given.startswith(f"{scheme[1]}://") and is_store_url(f"{scheme[1]}://"):
+            advice = "Pass the URL as a str, because pathlib merges slashes"
         raise ConfigError(
-            f"{shortened(given)} is a URL ({scheme[1]}), but jobs and checkpoints must be in local "
-            f"directories; object stores (gs, s3) are not supported. {advice}."
+            f"{shortened(given)} is a URL ({scheme[1]}); expected a local directory. {advice}."
         )
     directory = _absolute(os.path.expanduser(given))
     if "\\" in str(directory):

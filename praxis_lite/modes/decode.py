@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
@@ -43,7 +42,6 @@ class Decode(Mode):
         options.add_argument(
             "--prompts",
             metavar="FILE",
-            type=Path,
             help='file of prompts: one text per line, or in FILE.jsonl one {"prompt": TEXT} or '
             '{"messages": [...]} per line',
         )
@@ -62,7 +60,7 @@ class Decode(Mode):
         follow: bool,
         follow_seconds: int,
         prompt: Sequence[str] | None,
-        prompts: Path | None,
+        prompts: str | None,
         chat: bool,
     ) -> None:
         """Decodes the prompts. Raises ConfigError like `decode.decode`."""
@@ -88,13 +86,14 @@ class Decode(Mode):
                 checkpoints(lambda step: decode.decode(job, step, texts or None, batchings))
 
 
-def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
+def _prompts(texts: Sequence[str], file: str | None, *, chat: bool) -> "list[Prompt]":
     """Returns the prompts from --prompt and --prompts. With --chat, strings are user messages."""
     if not texts and file is None:
         return []
+    from praxis_lite.host.places import local_file
     from praxis_lite.trainer.decoding.user_prompts import read_prompts
 
-    prompts = [*texts, *(read_prompts(file.expanduser()) if file is not None else ())]
+    prompts = [*texts, *(read_prompts(local_file(file)) if file is not None else ())]
     return [
         [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
         for prompt in prompts

@@ -10,6 +10,8 @@ from praxis_lite.config.settings_file import SettingInFile, settings_in_file
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.experiment.registry import allowed_packages
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.places import is_url, local_file, output_file
 from praxis_lite.job.command import Parser
 from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -144,11 +146,23 @@ def names(words: str) -> list[str]:
     return [word.strip() for word in words.split(",")]
 
 
-def file_to_write(example: str) -> Callable[[str], Path]:
-    """Returns an argparse type for an option that specifies a file to write."""
+def file_to_write(example: str, *, appends: bool = False) -> Callable[[str], Path | StorePath]:
+    """Returns an argparse type for an option that specifies a file to write.
 
-    def parse_path(text: str) -> Path:
-        path = Path(text)
+    Args:
+      example: Name of such a file, for error messages.
+      appends: Whether lines are appended to the file, which is not possible in an object store.
+    """
+
+    def parse_path(text: str) -> Path | StorePath:
+        if appends and is_url(text):
+            raise argparse.ArgumentTypeError(f"{text} is a URL; expected a local file")
+        try:
+            path = output_file(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+        if isinstance(path, StorePath):
+            return path
         if path.is_dir() or not path.name:
             raise argparse.ArgumentTypeError(
                 f"{text} is a directory; expected a file, such as {path / example}"
@@ -253,7 +267,7 @@ class _ReadSettings(argparse.Action):
     ) -> None:
         settings = [*namespace.settings]
         position = sum(isinstance(setting, SettingInFile) for setting in settings)
-        settings[position:position] = settings_in_file(Path(values))
+        settings[position:position] = settings_in_file(local_file(values))
         namespace.settings = settings
 
 

@@ -1,9 +1,11 @@
 """`praxis tokenizers`: trains a tokenizer on text, or describes a tokenizer."""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.places import is_url, local_file, uploaded
 from praxis_lite.job.command import Parser
 from praxis_lite.programs.program import Program
 
@@ -60,12 +62,17 @@ def _show(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     from praxis_lite.inputs.sources.files.paths import matching_files
     from praxis_lite.inputs.text.corpus import read_documents
+    from praxis_lite.inputs.tokenizers.files import TOKENIZER_JSON
     from praxis_lite.inputs.tokenizers.training import CHAT, train_tokenizer
     from praxis_lite.job.local_directory import local_directory
 
-    template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
-    directory = local_directory(args.directory)
-    result = train_tokenizer(args.files, directory, args.vocab_size, args.special, template)
+    template = CHAT if args.chat_template is None else _template(local_file(args.chat_template))
+    with contextlib.ExitStack() as stack:
+        if is_url(args.directory):
+            directory = stack.enter_context(uploaded(args.directory, TOKENIZER_JSON))
+        else:
+            directory = local_directory(args.directory)
+        result = train_tokenizer(args.files, directory, args.vocab_size, args.special, template)
     texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
     num_bytes = sum(map(len, texts))
     num_tokens = sum(map(len, result.encode_documents(texts)))

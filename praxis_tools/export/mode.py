@@ -81,16 +81,15 @@ class Export(Mode):
         """Exports the program; raises ConfigError if the model does not have the step."""
         require_package("flatbuffers", "praxis export")
         from praxis_lite.host.hub import is_hub_url
-        from praxis_lite.host.whole_files import new_directory
-        from praxis_lite.job.local_directory import local_directory
+        from praxis_lite.job.local_directory import directory, output_directory
         from praxis_tools.export.artifact import MANIFEST, write_artifact
         from praxis_tools.export.inputs import inputs_of
         from praxis_tools.export.program import exported_program
 
-        job, directory = job_log_dir(command), local_directory(out)
-        with new_directory(directory, MANIFEST) as target:
+        job = job_log_dir(command)
+        with output_directory(out, MANIFEST) as target:
             # Hugging Face directories contain safetensors files; job directories never do.
-            if is_hub_url(job) or any(local_directory(job).glob("*.safetensors")):
+            if is_hub_url(job) or any(directory(job).glob("*.safetensors")):
                 if step is not None:
                     raise ConfigError(
                         "--step cannot be combined with a Hugging Face directory, which has no "
@@ -110,7 +109,7 @@ class Export(Mode):
                 weights = partitioner.for_decoding(weights, donates=True)
             sizes = write_artifact(target, program, partitioner, weights, about)
         files = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-        print(f"wrote {directory}: {files}")
+        print(f"wrote {out}: {files}")
 
 
 class _Model(NamedTuple):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError, printable
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.places import local_file
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
 
@@ -49,7 +51,6 @@ class Certify(Mode):
         options.add_argument(
             "--verify",
             metavar="FILE",
-            type=Path,
             help="verify this certificate against the jobs; default: the jobs at the paths in the "
             "certificate",
         )
@@ -65,9 +66,9 @@ class Certify(Mode):
         command: CommandLine,
         *,
         jobs: Sequence[str],
-        json: Path | None,
-        html: Path | None,
-        verify: Path | None,
+        json: Path | StorePath | None,
+        html: Path | StorePath | None,
+        verify: str | None,
         recorded_only: bool,
     ) -> int:
         """Certifies or verifies the jobs.
@@ -94,12 +95,15 @@ class Certify(Mode):
         reading = Reading(command.packages, command.settings, recorded_only, _Progress())
         paths = [*jobs, *([command.job_log_dir] if command.job_log_dir is not None else [])]
         if verify is not None:
-            return _verify(verify, paths, reading)
+            return _verify(local_file(verify), paths, reading)
         return _certify(paths, reading, json, html)
 
 
 def _certify(
-    paths: Sequence[str], reading: "Reading", json_file: Path | None, html: Path | None
+    paths: Sequence[str],
+    reading: "Reading",
+    json_file: Path | StorePath | None,
+    html: Path | StorePath | None,
 ) -> int:
     from praxis_lite.host.whole_files import write_whole
     from praxis_tools.report.certified.certificate import certify_jobs

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -57,7 +58,7 @@ class Check(Mode):
         meshes: str | None,
         steps: int,
         shrink: bool,
-        json: Path | None,
+        json: Path | StorePath | None,
     ) -> int:
         """Prints the certificate; returns 1 if any results differ, otherwise 0."""
         certificate = check_experiment(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -29,7 +30,7 @@ class Explain(Mode):
             help="write the explanation as an HTML page",
         )
 
-    def run(self, command: CommandLine, *, html: Path | None) -> None:
+    def run(self, command: CommandLine, *, html: Path | StorePath | None) -> None:
         """Prints the explanation; raises ConfigError if the experiment is invalid."""
         explanation = explain_experiment(command, print)
         if html is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import open_for_reading
 from praxis_lite.modes.job_from_command import experiment_of
@@ -86,7 +87,7 @@ class Plan(Mode):
         options.add_argument(
             "--residuals",
             metavar="FILE",
-            type=file_to_write("residuals.jsonl"),
+            type=file_to_write("residuals.jsonl", appends=True),
             help="file with measured and predicted seconds, to which --measure appends and which "
             "corrects plans; default: JOB/residuals.jsonl if --job_log_dir=JOB is set",
         )
@@ -116,8 +117,8 @@ class Plan(Mode):
         measure: bool,
         expert_load: float,
         residuals: Path | None,
-        html: Path | None,
-        json: Path | None,
+        html: Path | StorePath | None,
+        json: Path | StorePath | None,
     ) -> None:
         """Plans an experiment, searches for a layout or measures steps, depending on the options.
 
@@ -140,8 +141,10 @@ class Plan(Mode):
                 "`praxis plan` requires the devices to plan for: --topology=CHIP:SHAPE, such as "
                 "--topology=v5e:16x16."
             )
+        job_dir = None
         if residuals is None and command.job_log_dir is not None:
-            residuals = open_for_reading(command.job_log_dir, writes=measure).residuals_jsonl
+            job_dir = open_for_reading(command.job_log_dir, writes=measure)
+            residuals = job_dir.residuals_jsonl
         if measure:
             launched = experiment_of(command)
 
@@ -149,6 +152,8 @@ class Plan(Mode):
             from praxis_tools.plan.attached import measure as measure_steps
 
             measure_steps(build(launched.config), file=json, residuals=residuals)
+            if job_dir is not None:
+                job_dir.upload()
             return
         assert topology is not None  # Checked above.
         if search:

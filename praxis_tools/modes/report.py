@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
 
@@ -49,7 +50,7 @@ class Report(Mode):
         command: CommandLine,
         *,
         jobs: Sequence[str],
-        html: Path | None,
+        html: Path | StorePath | None,
         follow: bool,
         every: float | None,
     ) -> None:

@@ -13,6 +13,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.job_on_mesh import partitioner_of
@@ -52,7 +54,7 @@ def figures_on_attached_devices(
 
 
 def measure(
-    job: Job, *, file: Path | None = None, residuals: Path | None = None
+    job: Job, *, file: Path | StorePath | None = None, residuals: Path | None = None
 ) -> tuple[StepPlan, list[float]]:
     """Trains ten steps on the attached devices and prints the predicted and measured step time.
 
@@ -124,5 +126,5 @@ def measure(
         print(f"residual  {residual.ratio:.3g}, saved to {residuals} for later plans")
     if file is not None:
         record = plan.to_json() | {"measured_seconds": seconds}
-        file.write_text(json.dumps(record, indent=1), "utf-8")
+        write_whole(file, json.dumps(record, indent=1).encode())
     return plan, seconds

@@ -9,6 +9,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.shown_model import html_of
@@ -85,7 +86,7 @@ class ReportReader:
 def print_reports(
     reader: ReportReader,
     *,
-    html: Path | None,
+    html: Path | StorePath | None,
     follow_seconds: float | None,
     write_line: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,

@@ -14,7 +14,7 @@ from praxis_lite import ConfigError
 from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiment import registry
 from praxis_lite.host import hub as hub_module
-from praxis_lite.host.hub import check_upload, local_folder, uploaded
+from praxis_lite.host.places import check_upload, local_folder, uploaded
 from praxis_lite.inputs import HuggingFaceDataset
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.tokenizers import load_tokenizer
@@ -78,7 +78,7 @@ def test_a_model_is_imported_from_the_hub_and_uploaded_bitwise_equal(hub, tmp_pa
 def test_an_upload_is_one_commit_that_replaces_the_weights(hub, tmp_path, monkeypatch):
     with client_of(hub, monkeypatch, tmp_path / "home", WRITER):
         for names in (("model.safetensors",), ("model-1-of-2.safetensors", "config.json")):
-            with uploaded("hf://me/new@trained") as folder:
+            with uploaded("hf://me/new@trained", "config.json") as folder:
                 for name in names:
                     (folder / name).write_bytes(name.encode())
     repo = hub.repos["models", "me/new"]

@@ -76,7 +76,7 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("gs://bucket/x", r"\(gs\)"),
+        ("hdfs://bucket/x", r"\(hdfs\)"),
         ("s3:/b", r"\(s3\)"),
         ("", "''"),
         ("a\0b", "NUL"),

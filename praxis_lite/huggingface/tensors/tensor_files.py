@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shortened
-from praxis_lite.host.hub import is_hub_url, local_folder
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.places import is_url, local_folder
 from praxis_lite.inputs.tokenizers.files import CONFIG, PATTERNS
 from praxis_lite.job.local_directory import local_directory
 
@@ -35,16 +35,16 @@ FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPE
 
 
 def model_folder(path: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """Returns the folder of a model, after downloading it if the path is a hf:// URL.
+    """Returns the folder of a model, after downloading it if the path is a URL.
 
     Args:
-      path: Directory of the model, or hf://org/name[@revision].
+      path: Directory of the model, hf://org/name[@revision], or the URL of a folder in a store.
       with_weights: Whether to download safetensors files as well as config.json and the tokenizer.
 
     Raises:
       ConfigError: See `local_folder` and `local_directory`.
     """
-    if not is_hub_url(path):
+    if not is_url(path):
         return local_directory(path)
     weights = (INDEX, "model*.safetensors") if with_weights else ()
     return local_folder(path, (CONFIG, *PATTERNS, *weights))

@@ -16,6 +16,7 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.host.optional_packages import NeedsPackage
+from praxis_lite.host.places import is_url
 from praxis_lite.inputs.sources.cache import locked
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_files
@@ -264,7 +265,7 @@ class RowsOfFiles(GlobSource):
         try:
             return matching_files(self.files, type(self).__name__)
         except ConfigError:
-            if self.make is None:
+            if self.make is None or is_url(self.files):
                 raise
         folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip())) or "."
         with locked(os.path.join(folder, ".praxis_lite")):

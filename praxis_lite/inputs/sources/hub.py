@@ -11,8 +11,9 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
-from praxis_lite.host.hub import is_hub_url, local_folder
+from praxis_lite.host.hub import is_hub_url
 from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.places import local_folder
 from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state, ranges_of_parts
 from praxis_lite.inputs.sources.columnar import without_nulls

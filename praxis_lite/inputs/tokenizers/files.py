@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
-from praxis_lite.host.hub import local_folder
+from praxis_lite.host.places import local_folder
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -43,7 +43,7 @@ PATTERNS = (
 
 
 def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the folder of a tokenizer, after downloading it if the path is a hf:// URL.
+    """Returns the folder of a tokenizer, after downloading it if the path is a URL.
 
     Raises:
       ConfigError: See `local_folder`.
@@ -52,7 +52,7 @@ def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a directory or hf:// repository contains a tokenizer's vocabulary."""
+    """Returns whether a directory or URL contains a tokenizer's vocabulary."""
     directory = tokenizer_folder(path)
     return any(path.is_file() for name in _VOCABULARIES for path in directory.glob(name))
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.host.hub import is_hub_url, local_files
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.places import local_files
 from praxis_lite.host.whole_files import not_written
 
 # A user's function that writes files into the given folder or returns the examples for a file.
@@ -22,8 +22,8 @@ def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
     """Returns the files that match comma-separated globs, sorted and without duplicates.
 
     Args:
-        patterns: Comma-separated globs; `**` and `~` are expanded. A glob of files on the Hugging
-            Face Hub is hf://datasets/org/name[@revision]/GLOB.
+        patterns: Comma-separated globs; `**` and `~` are expanded. A glob may be a URL:
+            gs://bucket/GLOB, s3://bucket/GLOB or hf://datasets/org/name[@revision]/GLOB.
         owner: Name of the class with the `files` setting, for error messages.
 
     Raises:
@@ -37,7 +37,7 @@ def matching_files(patterns: str, owner: str = "TextCorpus") -> list[str]:
 
 
 def _matches(pattern: str, owner: str) -> list[str]:
-    expanded = local_files(pattern) if is_hub_url(pattern) else os.path.expanduser(pattern)
+    expanded = local_files(pattern)
     if os.path.isfile(expanded):  # A file's name may contain the special characters of globs.
         return [expanded]
     matches = glob.glob(expanded, recursive=True)

@@ -1,0 +1,376 @@
+"""Paths in object stores: gs:// and s3:// URLs, and memory:// in tests.
+
+obstore sends the requests. Unlike fsspec and etils.epath, it supports conditional writes, has
+time-outs and adds a single package without dependencies. Credentials, regions and endpoints come
+from the variables and files of each store's own tools, such as AWS_PROFILE, AWS_ENDPOINT_URL and
+GOOGLE_APPLICATION_CREDENTIALS.
+
+A write of an object is atomic: readers see the old or the new content. There are no folders, so a
+folder exists if an object is in it, and nothing can be renamed.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fnmatch
+import functools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.optional_packages import optional_module, require_package
+
+__all__ = (
+    "ObjectChanged",
+    "StorePath",
+    "is_store_url",
+    "kvstore_context",
+    "kvstore_of",
+    "remove_folder",
+)
+
+_SCHEMES = ("gs", "s3", "memory")
+_URL = re.compile(
+    rf"(?P<scheme>{'|'.join(_SCHEMES)})://(?P<bucket>[^/]+)(/(?P<key>.*))?", re.DOTALL
+)
+# Time to wait for a store before a job starts. Later requests are retried for minutes.
+_FIRST_SECONDS = 9.0
+_QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 1, timedelta(seconds=8)
+_PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(minutes=3)
+_CREDENTIALS = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an identity that "
+    "can {action} it",
+    "gs": "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS, "
+    "with an identity that can {action} it",
+}
+# What identifies the version of an object in a conditional write.
+_TAGS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
+_ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
+
+
+class ObjectChanged(Exception):
+    """A conditional write failed, because the object exists or has changed."""
+
+
+class _Status(NamedTuple):
+    """The fields of os.stat_result that exist for an object.
+
+    Attributes:
+      st_ino: A number that differs between versions.
+      tag: The e_tag, or the generation in Google Cloud Storage. It identifies the version.
+    """
+
+    st_size: int
+    st_mtime: float
+    st_mtime_ns: int
+    st_ino: int
+    tag: str
+
+
+def is_store_url(path: object) -> bool:
+    """Returns whether a path is a URL of an object store."""
+    return isinstance(path, StorePath) or str(path).partition("://")[0] in _SCHEMES
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StorePath:
+    """A path in an object store, with the methods of pathlib.Path that jobs and checkpoints need.
+
+    A missing object raises FileNotFoundError. All other errors are ConfigErrors.
+
+    Attributes:
+      scheme: "gs", "s3" or "memory".
+      bucket: Name of the bucket.
+      key: The path in the bucket, without a slash at either end.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def opened(
+        cls, url: "str | os.PathLike[str] | StorePath", *, writes: bool = False
+    ) -> "StorePath":
+        """Parses a URL, and checks within 10 seconds that the bucket can be used.
+
+        Args:
+          url: The URL.
+          writes: Whether to check that objects can be written.
+
+        Raises:
+          ConfigError: The URL is invalid, a package is missing, the store cannot be reached, or the
+            bucket does not exist or cannot be read or written.
+        """
+        if isinstance(url, StorePath):
+            return url
+        match = _URL.fullmatch(os.fspath(url))
+        if match is None:
+            raise ConfigError(
+                f"{shortened(str(url))} is not a valid URL; expected gs://BUCKET/PATH or "
+                "s3://BUCKET/PATH."
+            )
+        parts = [part for part in (match["key"] or "").split("/") if part]
+        path = cls(match["scheme"], match["bucket"], "/".join(parts))
+        if path.scheme != "memory":
+            path._check(writes)
+        return path
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return dataclasses.replace(self, key=f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2] or self.bucket
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> "StorePath":
+        return dataclasses.replace(self, key=self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "StorePath":
+        return self.parent / name
+
+    def absolute(self) -> "StorePath":
+        return self
+
+    def relative_to(self, folder: "StorePath") -> str:
+        return self.key.removeprefix(folder.key).lstrip("/")
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing, because there are no folders."""
+
+    def read_bytes(self) -> bytes:
+        with self._errors("read"):
+            return bytes(self._store.get(self.key).bytes())
+
+    def write_bytes(self, content: bytes, mode: "Literal['create'] | str | None" = None) -> str:
+        """Writes the object atomically, and returns the tag of its version.
+
+        Args:
+          content: The content.
+          mode: None to replace the object, "create" to write only if there is no object, or a
+            tag to replace only this version.
+
+        Raises:
+          ObjectChanged: The object exists, or is of a different version.
+        """
+        put_mode: Any = "overwrite" if mode is None else mode
+        if mode not in (None, "create"):
+            put_mode = {_TAGS[self.scheme]: mode}
+        with self._errors("write"):
+            return self._store.put(self.key, content, mode=put_mode)[_TAGS[self.scheme]]
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        with self._errors("delete"), contextlib.suppress(FileNotFoundError):
+            self._store.delete(self.key)
+
+    def stat(self) -> _Status:
+        with self._errors("read"):
+            return _status(self.scheme, self._store.head(self.key))
+
+    def is_file(self) -> bool:
+        try:
+            self.stat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        with self._errors("list"):
+            return any(batch for batch in self._store.list(self.key or None, chunk_size=1))
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def folders(self) -> list[str]:
+        """Returns the sorted names of the folders in this folder."""
+        with self._errors("list"):
+            prefixes = self._store.list_with_delimiter(self.key or None)["common_prefixes"]
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes)
+
+    def files(self) -> dict[str, _Status]:
+        """Returns all objects below this folder, keyed and sorted by relative path."""
+        with self._errors("list"):
+            found = [meta for batch in self._store.list(self.key or None) for meta in batch]
+        start = len(self.key) + 1 if self.key else 0
+        found.sort(key=lambda meta: meta["path"])
+        return {meta["path"][start:]: _status(self.scheme, meta) for meta in found}
+
+    def iterdir(self) -> "list[StorePath]":
+        """Returns the objects and folders in this folder."""
+        with self._errors("list"):
+            found = self._store.list_with_delimiter(self.key or None)
+        keys = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return [dataclasses.replace(self, key=key.rstrip("/")) for key in sorted(keys)]
+
+    def glob(self, pattern: str) -> "list[StorePath]":
+        """Returns the objects and folders in this folder whose names match a pattern."""
+        return [path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern)]
+
+    def remove_folder(self) -> None:
+        """Deletes all objects below this folder."""
+        keys = [f"{self.key}/{name}" for name in self.files()]
+        with self._errors("delete"):
+            for start in range(0, len(keys), 1000):
+                self._store.delete(keys[start : start + 1000])
+
+    def download(self, file: Path) -> None:
+        """Copies the object to a local file, without keeping its content in memory."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors("read"), file.open("wb") as out:
+            for chunk in self._store.get(self.key).stream(min_chunk_size=1 << 23):
+                out.write(chunk)
+
+    def upload(self, file: Path) -> None:
+        """Copies a local file to the object, in several parts if it is large."""
+        with self._errors("write"):
+            self._store.put(self.key, file)
+
+    @property
+    def _store(self) -> Any:
+        return _bucket(self.scheme, self.bucket)
+
+    def _errors(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return _store_errors(self, action)
+
+    def _check(self, writes: bool) -> None:
+        """Lists the folder, and writes and deletes an object if needed; see `opened`."""
+        _bucket(self.scheme, self.bucket)  # Imports obstore outside the thread.
+        quick = _new_store(self.scheme, self.bucket, *_QUICK)
+        raised: list[BaseException] = []
+        done = threading.Event()
+
+        def check() -> None:
+            try:
+                with _store_errors(self, "list"):
+                    next(iter(quick.list(self.key or None, chunk_size=1)), None)
+                if writes:
+                    key = (self / ".writable").key
+                    with _store_errors(self, "write"):
+                        quick.put(key, b"")
+                        quick.delete(key)
+            except BaseException as error:
+                raised.append(error)
+            done.set()
+
+        threading.Thread(target=check, daemon=True).start()
+        if not done.wait(_FIRST_SECONDS):
+            raise _unreachable(self, f"no answer within {_FIRST_SECONDS:.0f} s")
+        if raised:
+            raise raised[0]
+
+
+def remove_folder(folder: Path | StorePath) -> None:
+    """Deletes a folder and everything in it. Ignores errors."""
+    if isinstance(folder, StorePath):
+        with contextlib.suppress(ConfigError):
+            folder.remove_folder()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
+    """Returns the TensorStore spec of the key-value store in a folder."""
+    if isinstance(folder, Path):
+        return {"driver": "file", "path": f"{folder}/"}
+    spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
+    if folder.scheme == "gs":
+        return {"driver": "gcs", **spec}
+    if folder.scheme == "memory":
+        raise ConfigError(f"{folder}: checkpoints cannot be in memory://. Use s3:// or gs://.")
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        spec |= {"endpoint": endpoint}
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        spec |= {"aws_region": region}
+    return {"driver": "s3", **spec}
+
+
+def kvstore_context() -> dict[str, Any]:
+    """Returns the TensorStore context with which stores of `kvstore_of` are opened."""
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        # By default, the AWS SDK also reads ~/.aws, and prints an error if it does not exist.
+        return {"aws_credentials": {"type": "environment"}}
+    return {}
+
+
+@functools.cache
+def _bucket(scheme: str, bucket: str) -> Any:
+    return _new_store(scheme, bucket, *_PATIENT)
+
+
+def _new_store(
+    scheme: str, bucket: str, client: dict[str, Any], max_retries: int, retry_timeout: timedelta
+) -> Any:
+    if scheme == "s3":
+        require_package("boto3", f"s3://{bucket}")
+    stores = optional_module("obstore.store", f"{scheme}://{bucket}")
+    if scheme == "memory":
+        return stores.MemoryStore()
+    options: dict[str, Any] = {
+        "client_options": {**client, "allow_http": True},
+        "retry_config": {"max_retries": max_retries, "retry_timeout": retry_timeout},
+    }
+    if scheme == "gs":
+        return stores.GCSStore(bucket, **options)
+    if "AWS_ACCESS_KEY_ID" not in os.environ:
+        # Unlike obstore, boto3 reads profiles and the logins of `aws sso`.
+        auth = optional_module("obstore.auth.boto3", f"s3://{bucket} without AWS_ACCESS_KEY_ID")
+        try:
+            options["credential_provider"] = auth.Boto3CredentialProvider()
+        except ValueError:
+            fix = _CREDENTIALS["s3"].format(action="read")
+            raise ConfigError(f"s3://{bucket}: found no credentials. {fix}.") from None
+    return stores.S3Store(bucket, **options)
+
+
+def _status(scheme: str, meta: Any) -> _Status:
+    modified, tag = meta["last_modified"].timestamp(), meta[_TAGS[scheme]] or ""
+    return _Status(meta["size"], modified, int(modified * 1e9), hash(tag), tag)
+
+
+@contextlib.contextmanager
+def _store_errors(path: StorePath, action: str) -> Iterator[None]:
+    """Converts the exceptions of obstore."""
+    exceptions = optional_module("obstore.exceptions", str(path))
+    try:
+        yield
+        return
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        raise ObjectChanged(str(path)) from None
+    except FileNotFoundError as error:  # obstore raises it instead of its NotFoundError.
+        if "NoSuchBucket" not in str(error):
+            raise FileNotFoundError(errno.ENOENT, "There is no such object", str(path)) from None
+        text = str(error)
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        text = " 403 "
+    except exceptions.BaseError as error:
+        text = str(error).partition("\n\nDebug source")[0]
+    bucket = f"{path.scheme}://{path.bucket}"
+    if "NoSuchBucket" in text or (action == "list" and " 404 " in text):
+        raise ConfigError(
+            f"{path}: the bucket {bucket} does not exist. Correct the URL, or create the bucket."
+        ) from None
+    if re.search(r" 40[13] |InvalidAccessKeyId|SignatureDoesNotMatch", text):
+        fix = _CREDENTIALS[path.scheme].format(action=action)
+        raise ConfigError(f"{path}: {bucket} refuses permission to {action} it. {fix}.") from None
+    raise _unreachable(path, shortened(" ".join(text.split()), 300)) from None
+
+
+def _unreachable(path: StorePath, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: the store cannot be reached ({reason}). Check the network and "
+        f"{_ENDPOINTS.get(path.scheme, 'the URL')}."
+    )

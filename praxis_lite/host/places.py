@@ -1,0 +1,184 @@
+"""Reads and writes the places that users name: local paths, hf:// URLs, gs:// and s3:// URLs.
+
+Code that reads a user's path calls `local_file`, `local_folder` or `local_files`, and code that
+writes one calls `output_file` or `uploaded`. All of them return local paths, because datasets,
+safetensors and memory maps need files. Job directories (`praxis_lite.job.stored_job_dir`) and
+checkpoints use object stores directly.
+"""
+
+import contextlib
+import fnmatch
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import xxhash
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host import hub
+from praxis_lite.host.hub import RepoType, is_hub_url
+from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.whole_files import user_cache
+
+__all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file", "uploaded")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is a hf://, gs:// or s3:// URL."""
+    return is_hub_url(path) or is_store_url(path)
+
+
+def local_folder(
+    path: str | os.PathLike[str],
+    patterns: tuple[str, ...] | None = None,
+    repo_type: RepoType = "model",
+) -> Path:
+    """Returns the local folder for a path, after downloading the files of a URL.
+
+    Files of object stores are downloaded again only if one of them has changed. In a local path,
+    "~" is expanded.
+
+    Args:
+      path: Path of a folder, hf://org/name[@revision], or the URL of a folder in a store.
+      patterns: Globs of the names of files to download, or None for all files.
+      repo_type: Type of the repository for a hf:// URL.
+
+    Raises:
+      ConfigError: The URL is invalid or cannot be read, or the folder in the store has no files.
+    """
+    if is_hub_url(path):
+        return hub.downloaded_folder(path, patterns, repo_type)
+    if not is_store_url(path):
+        return Path(os.path.expanduser(os.fspath(path)))
+    folder = StorePath.opened(path)
+    names = folder.files()
+    if patterns is not None:
+        names = {n: s for n, s in names.items() if any(fnmatch.fnmatch(n, p) for p in patterns)}
+    if not names:
+        kind = "" if patterns is None else f" that match {', '.join(patterns)}"
+        raise ConfigError(f"{path} has no files{kind}. Correct the URL, or upload the files.")
+    return _downloaded(folder, {name: status.tag for name, status in names.items()})
+
+
+def local_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the local path of a file, after downloading the file of a URL.
+
+    Raises:
+      ConfigError: The URL is invalid or cannot be read.
+      FileNotFoundError: There is no such file in the store.
+    """
+    if is_hub_url(path):
+        return Path(hub.downloaded_files(os.fspath(path)))
+    if not is_store_url(path):
+        return Path(os.path.expanduser(os.fspath(path)))
+    file = StorePath.opened(path)
+    return _downloaded(file.parent, {file.name: file.stat().tag}) / file.name
+
+
+def local_files(pattern: str) -> str:
+    """Returns the glob of local files for a glob, after downloading the matching files of a URL.
+
+    Raises:
+      ConfigError: The URL is invalid or cannot be read.
+    """
+    if is_hub_url(pattern):
+        return hub.downloaded_files(pattern)
+    if not is_store_url(pattern):
+        return os.path.expanduser(pattern)
+    # List only the folder before the first wildcard.
+    parts = pattern.split("/")
+    num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    folder = StorePath.opened("/".join(parts[:num_fixed]))
+    wildcards = "/".join(parts[num_fixed:])
+    matches = re.compile(_glob_regex(wildcards)).fullmatch
+    tags = {name: status.tag for name, status in folder.files().items() if matches(name)}
+    if not tags:
+        return pattern  # The caller reports that nothing matches.
+    return os.path.join(glob.escape(str(_downloaded(folder, tags))), wildcards)
+
+
+def output_file(path: str | os.PathLike[str]) -> Path | StorePath:
+    """Returns the path of a file to write with `write_whole`.
+
+    Raises:
+      ConfigError: The URL cannot be written.
+    """
+    if is_hub_url(path):
+        raise ConfigError(
+            f"{path} is on the Hugging Face Hub; expected a local path, gs:// or s3://."
+        )
+    return StorePath.opened(path, writes=True) if is_store_url(path) else Path(path)
+
+
+def check_upload(url: str | os.PathLike[str]) -> None:
+    """Checks that a URL can be written, and that a folder in a store is empty.
+
+    Raises:
+      ConfigError: The URL is invalid, cannot be reached or may not be written, or has files.
+    """
+    if is_hub_url(url):
+        hub.check_upload(os.fspath(url))
+    elif next(iter(StorePath.opened(url, writes=True).files()), None) is not None:
+        raise ConfigError(f"{url} already has files. Choose a new or an empty folder.")
+
+
+@contextlib.contextmanager
+def uploaded(url: str | os.PathLike[str], last: str) -> Iterator[Path]:
+    """Yields an empty temporary folder, whose files are uploaded at exit.
+
+    Args:
+      url: hf://org/name[@branch], or the URL of an empty folder in a store.
+      last: Name of the file to upload last. Readers ignore a folder without this file.
+
+    Raises:
+      ConfigError: See `check_upload`; or the upload fails.
+    """
+    if is_hub_url(url):
+        with hub.uploaded(os.fspath(url)) as folder:
+            yield folder
+        return
+    check_upload(url)
+    target = StorePath.opened(url)
+    with tempfile.TemporaryDirectory(prefix="praxis_lite_upload") as temporary:
+        yield Path(temporary)
+        files = [path for path in Path(temporary).rglob("*") if path.is_file()]
+        for file in sorted(files, key=lambda file: (file.name == last, file)):
+            (target / str(file.relative_to(temporary))).upload(file)
+
+
+def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
+    """Downloads files into the user's cache.
+
+    Args:
+      folder: The folder in the store.
+      tags: The tags of the versions to download, keyed by path relative to the folder.
+
+    Returns:
+      A local folder that contains exactly these versions of the files.
+    """
+    versions = "\n".join([str(folder), *(f"{name} {tag}" for name, tag in sorted(tags.items()))])
+    target = user_cache() / "stores" / xxhash.xxh3_128_hexdigest(versions.encode())
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+        for name in tags:
+            (folder / name).download(Path(temporary, "new", name))
+        with contextlib.suppress(OSError):  # Another process has downloaded the same files.
+            os.rename(Path(temporary, "new"), target)
+    return target
+
+
+def _glob_regex(pattern: str) -> str:
+    """Translates a glob, in which `**/` matches any number of folders, to a regular expression."""
+    regex = ""
+    for part in re.split(r"(\*\*/|\*|\?|\[[^]]*\])", pattern):
+        special = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+        if part.startswith("[") and len(part) > 1:
+            regex += part.replace("[!", "[^")
+        else:
+            regex += special.get(part) or re.escape(part)
+    return regex

@@ -1,0 +1,182 @@
+"""URLs of object stores: what they name is read and written as if it were local, or refused."""
+
+import http.server
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.host import object_stores, optional_packages
+from praxis_lite.host.object_stores import ObjectChanged, StorePath
+from praxis_lite.host.places import local_file, local_folder, output_file, uploaded
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.inputs.sources.files.paths import matching_files
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    object_stores._bucket.cache_clear()
+    return StorePath.opened("memory://bucket/folder")
+
+
+def write(store, *names):
+    for name in names:
+        (store / name).write_bytes(name.encode())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.txt", ["a.txt", "b[1].txt"]),
+        ("**/*.txt", ["a.txt", "b[1].txt", "sub/c.txt", "sub/deep/d.txt"]),
+        ("sub/?.txt", ["sub/c.txt"]),
+        ("[!b]*.txt", ["a.txt"]),
+        ("a.txt", ["a.txt"]),
+    ],
+)
+def test_a_glob_yields_the_files_that_it_matches_on_disk(store, pattern, names):
+    write(store, "a.txt", "b[1].txt", "c.jsonl", "sub/c.txt", "sub/deep/d.txt")
+    files = matching_files(f"memory://bucket/folder/{pattern}")
+    assert [Path(file).read_text() for file in files] == names
+
+
+def test_a_glob_without_matches_names_the_url(store):
+    write(store, "a.txt")
+    with pytest.raises(ConfigError, match=r"memory://bucket/folder/\*.npz.*nothing"):
+        matching_files("memory://bucket/folder/*.npz")
+
+
+def test_a_folder_is_downloaded_again_only_after_a_change(store, monkeypatch):
+    write(store, "config.json", "model.bin", "sub/vocab.json")
+    downloads = []
+    download = StorePath.download
+    monkeypatch.setattr(
+        StorePath,
+        "download",
+        lambda self, file: (downloads.append(self.name), download(self, file)),
+    )
+    folder = local_folder(str(store), ("*.json",))
+    assert sorted(path.name for path in folder.rglob("*.json")) == ["config.json", "vocab.json"]
+    assert not list(folder.rglob("model.bin"))
+    assert local_folder(str(store), ("*.json",)) == folder and len(downloads) == 2
+    (store / "config.json").write_bytes(b"new")
+    assert (local_folder(str(store), ("*.json",)) / "config.json").read_text() == "new"
+    assert (folder / "config.json").read_text() == "config.json"
+
+
+def test_files_are_read_and_written(store):
+    file = output_file("memory://bucket/folder/report.html")
+    write_whole(file, b"page")
+    assert local_file(str(file)).read_bytes() == b"page"
+    with pytest.raises(FileNotFoundError, match="absent"):
+        local_file("memory://bucket/folder/absent")
+
+
+def test_an_export_is_uploaded_with_its_last_file_last(store, monkeypatch):
+    written = []
+    upload = StorePath.upload
+    monkeypatch.setattr(
+        StorePath, "upload", lambda self, file: (written.append(self.name), upload(self, file))
+    )
+    with uploaded(str(store), "config.json") as folder:
+        (folder / "config.json").write_text("{}")
+        (folder / "z.bin").write_bytes(b"z")
+    assert written == ["z.bin", "config.json"]
+    with pytest.raises(ConfigError, match="already has files"), uploaded(str(store), "x"):
+        pass
+
+
+def test_conditional_writes_fail_if_the_object_has_changed(store):
+    file = store / "lease"
+    tag = file.write_bytes(b"1", "create")
+    with pytest.raises(ObjectChanged):
+        file.write_bytes(b"2", "create")
+    newer = file.write_bytes(b"2", tag)
+    with pytest.raises(ObjectChanged):
+        file.write_bytes(b"3", tag)
+    file.write_bytes(b"3", newer)
+    assert file.read_bytes() == b"3"
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name=name.partition(".")[0])
+
+    monkeypatch.setattr(optional_packages.importlib, "import_module", missing)
+    object_stores._bucket.cache_clear()
+    with pytest.raises(ConfigError, match=r"gs://bucket needs obstore.*praxis_lite\[gcs\]"):
+        StorePath.opened("gs://bucket/x")
+    monkeypatch.setattr(optional_packages, "is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match=r"s3://bucket needs boto3.*praxis_lite\[s3\]"):
+        StorePath.opened("s3://bucket/x")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///key", "gs://"])
+def test_a_url_without_a_bucket_is_refused(url):
+    with pytest.raises(ConfigError, match="BUCKET"):
+        StorePath.opened(url)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the server's status and body."""
+
+    def do_GET(self):
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.body)))
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    object_stores._bucket.cache_clear()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield lambda url: monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    object_stores._bucket.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (403, b"<Error><Code>AccessDenied</Code></Error>", "refuses permission.*AWS_PROFILE"),
+        (404, b"<Error><Code>NoSuchBucket</Code></Error>", "bucket s3://bucket does not exist"),
+        (301, b"<Error><Code>PermanentRedirect</Code></Error>", "AWS_REGION"),
+    ],
+)
+def test_a_store_that_refuses_is_one_clear_error(endpoint, status, body, words):
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.status, server.body = status, body
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint(f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(ConfigError, match=words):
+            StorePath.opened("s3://bucket/job")
+        server.shutdown()
+
+
+def test_a_store_that_cannot_be_reached_is_one_clear_error(endpoint):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoint(f"http://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="cannot be reached.*AWS_ENDPOINT_URL"):
+        StorePath.opened("s3://bucket/job")
+
+
+@pytest.mark.slow
+def test_a_store_that_never_answers_is_an_error_within_ten_seconds(endpoint):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            StorePath.opened("s3://bucket/job")
+        assert time.monotonic() - began < 10
