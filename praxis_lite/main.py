@@ -101,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def traceback_txt() -> Path | None:
         job_dir = command.job_dir if processes.is_first() else None
-        return None if job_dir is None else job_dir.traceback_txt
+        # The local copy of a job in an object store is deleted at exit.
+        if job_dir is None or job_dir.location != job_dir.path:
+            return None
+        return job_dir.traceback_txt
 
     def continues_without_output() -> bool:
         return selected is not None and selected.continues_without_output

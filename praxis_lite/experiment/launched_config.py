@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.experiment import registry
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job.job_dir import JobDir
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class LaunchedConfig:
     settings: Sequence[str] = ()
     packages: Sequence[str] = ()
     mesh_for: "Callable[[int], fdl.Config | None] | None" = None
-    recorded: Path | None = None
+    recorded: Path | StorePath | None = None
 
 
 def config_of_experiment(
@@ -90,11 +91,15 @@ def config_of_job(
         given = callable_name(registry.get_experiment(name, packages))
         if given != loaded.experiment:
             raise ConfigError(
-                f"{job_dir.path} contains a job of {loaded.experiment}, but --exp is {given}. "
+                f"{job_dir.location} contains a job of {loaded.experiment}, but --exp is {given}. "
                 "Remove --exp, or use the directory of a job of that experiment."
             )
     with naming_settings(loaded.config, job_dir.config_json):
         apply_overrides(loaded.config, settings, allowed)
     return LaunchedConfig(
-        loaded.config, loaded.experiment, settings, allowed, recorded=job_dir.config_json
+        loaded.config,
+        loaded.experiment,
+        settings,
+        allowed,
+        recorded=job_dir.shown(job_dir.config_json),
     )

@@ -96,8 +96,8 @@ def proof_of_examples(
     record = read_record(job_dir.examples)
     if not record.starts and not record.spans:
         raise ConfigError(
-            f"{job_dir.path} has no record of its examples ({job_dir.examples.name}/*.jsonl). A "
-            "job writes this record while it trains, and cannot be verified without it."
+            f"{job_dir.location} has no record of its examples ({job_dir.examples.name}/*.jsonl). "
+            "A job writes this record while it trains, and cannot be verified without it."
         )
     if last_step is None and job_dir.checkpoints.is_dir():
         last_step = max(committed_steps(job_dir.checkpoints), default=None)
@@ -135,7 +135,7 @@ def train_pipeline(
     from praxis_lite.config.build import build, naming_settings
 
     if TRAIN not in config.datasets:
-        raise ConfigError(f"The config of {job_dir.path} has no dataset {TRAIN!r}.")
+        raise ConfigError(f"The config of {job_dir.location} has no dataset {TRAIN!r}.")
     with naming_settings(config):
         return build(config.datasets[TRAIN])
 

@@ -10,7 +10,7 @@ from praxis_lite.checkpoints.init.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.core.errors import ConfigError, first_few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.host.hub import check_upload, is_hub_url
+from praxis_lite.host.places import check_upload, is_url
 from praxis_lite.huggingface.adapters import merged_weights
 from praxis_lite.huggingface.model import EXPERIMENT
 from praxis_lite.huggingface.pretrained import (
@@ -102,11 +102,11 @@ def export_job(
     require(
         job_dir.huggingface.is_dir(),
         "export: the job",
-        str(job_dir.path),
+        str(job_dir.location),
         "a job that started from a Hugging Face model (import, or run.init_from_huggingface)",
     )
-    if is_hub_url(directory):
-        check_upload(os.fspath(directory))  # Before the weights are read.
+    if is_url(directory):
+        check_upload(directory)  # Before the weights are read.
     model = load(job_log_dir, step)
     stored_layout = model.partitioner.layout.select("mdl_vars")
     layout, mesh, task = whole_layout(stored_layout), model.partitioner.mesh, model.partitioner.task

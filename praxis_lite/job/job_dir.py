@@ -11,8 +11,13 @@ from typing import NoReturn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
 from praxis_lite.host.file_reading import read_json
+from praxis_lite.host.hub import is_hub_url
+from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.places import local_folder
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.mirror import Mirror
+from praxis_lite.job.processes.exits import temporary_folder
 
 __all__ = ("JobDir", "open_for_supervisors", "open_for_reading", "recorded_experiment")
 
@@ -90,7 +95,15 @@ class JobDir:
     profiles = _child("profiles")
     profile_request = _child("profile.request")
     trackers = _child("trackers")
-    checkpoints = _child("checkpoints")
+
+    @property
+    def checkpoints(self) -> Path | StorePath:
+        return self.path / "checkpoints"
+
+    @property
+    def location(self) -> Path | StorePath:
+        """The directory that the user specified: `path`, or a folder in an object store."""
+        return self.path
 
     def log_txt(self, process: int) -> Path:
         """Returns the file of a process's log: log.txt for the first process, then log.1.txt."""
@@ -104,12 +117,92 @@ class JobDir:
         """Returns the file of a dataset's per-example eval outputs at the checkpoint of `step`."""
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
+    def shown(self, file: Path | StorePath) -> Path | StorePath:
+        """Returns the path of one of the job's files for messages, below `location`."""
+        return file
+
+    def names(self) -> list[str]:
+        """Returns the names of the files and folders in the directory."""
+        return sorted(os.listdir(self.path))
+
+    def upload(self) -> None:
+        """Uploads files that have changed. Does nothing for a local directory."""
+
+    def refresh(self) -> None:
+        """Downloads files that have changed. Does nothing for a local directory."""
+
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager during which changed files are uploaded; see `Mirror`."""
+        return contextlib.nullcontext()
+
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`, each atomically."""
         # Write config.json first, because it marks the directory as a job directory. If writing
         # config.txt fails, the next launch still accepts the directory.
         write_whole(self.config_json, json_text.encode())
         write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredJobDir(JobDir):
+    """A job directory in an object store. Its files are local copies, except the checkpoints.
+
+    Attributes:
+      mirror: The local copy, in `path`.
+    """
+
+    mirror: Mirror
+
+    @property
+    def checkpoints(self) -> StorePath:
+        return self.mirror.store / "checkpoints"
+
+    @property
+    def location(self) -> StorePath:
+        return self.mirror.store
+
+    def shown(self, file: Path | StorePath) -> StorePath:
+        if isinstance(file, StorePath):  # A checkpoint.
+            return file
+        return self.location / str(file.relative_to(self.path))
+
+    def names(self) -> list[str]:
+        return self.mirror.names()
+
+    def upload(self) -> None:
+        self.mirror.upload()
+
+    def refresh(self) -> None:
+        self.mirror.download()
+
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
+        return self.mirror.uploading()
+
+
+def job_dir_at(path: str | os.PathLike[str], *, writes: bool = False) -> JobDir:
+    """Returns a job directory without checking that it contains a job.
+
+    Args:
+      path: The directory, or the URL of a folder in an object store.
+      writes: Whether the job is written, which is not possible on the Hugging Face Hub.
+
+    Raises:
+      ConfigError: The path is invalid, or the store cannot be used.
+    """
+    if is_hub_url(path) and writes:
+        raise ConfigError(
+            f"{os.fspath(path)} is on the Hugging Face Hub, from which jobs are only read; "
+            "expected a local directory, gs:// or s3://. Copy the job (`hf download`)."
+        )
+    if not is_store_url(path):
+        return JobDir(local_directory(local_folder(path) if is_hub_url(path) else path))
+    store = StorePath.opened(path, writes=writes)
+    folder = temporary_folder() / store.name
+    folder.mkdir()
+    job = StoredJobDir(folder, Mirror(store, folder))
+    if (store / job.config_json.name).is_file():  # Otherwise, the files do not belong to a job.
+        job.refresh()
+    return job
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
@@ -120,7 +213,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
       experiment: Full name of the experiment, "module.Class".
 
     Raises:
-      ConfigError: The path is a URL or a file, cannot be created or written to, or contains
+      ConfigError: The path is a file, cannot be created or written to, or contains
         anything other than a job of this experiment.
     """
     job = open_for_supervisors(path)
@@ -146,7 +239,7 @@ def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
       ConfigError: The directory is invalid, as in `open_for_training`. The experiment is not
         checked.
     """
-    job = JobDir(local_directory(path))
+    job = job_dir_at(path, writes=True)
     if job.path.exists():
         _check_may_be_jobs(job)
     else:
@@ -164,7 +257,7 @@ def _check_may_be_jobs(job: JobDir) -> None:
     ignored = (job.traceback_txt.name, job.elastic.name, job.elastic_jsonl.name)
     visible = sorted(
         name
-        for name in os.listdir(job.path)
+        for name in job.names()
         if not (name.startswith(".") or name in ignored or fnmatch.fnmatch(name, "log.*.txt"))
     )
     if visible and not job.config_json.is_file():
@@ -183,10 +276,10 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
       writes: Whether results will be written to the directory.
 
     Raises:
-      ConfigError: The path is a URL, is a file, does not exist or contains no job, or `writes` is
+      ConfigError: The path is a file, does not exist or contains no job, or `writes` is
         True and the directory cannot be written to.
     """
-    job = JobDir(local_directory(path))
+    job = job_dir_at(path, writes=writes)
     if not job.path.exists():
         nearest = next(parent for parent in job.path.parents if parent.exists())
         _refuse(
@@ -234,10 +327,10 @@ def _near_jobs(job: JobDir) -> str:
     return f". {near}, in {job.path.parent}" if near else ""
 
 
-def _jobs_in(directory: Path) -> list[str]:
+def _jobs_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(
-            name for name in os.listdir(directory) if JobDir(directory / name).config_json.is_file()
+            name for name in os.listdir(folder) if JobDir(folder / name).config_json.is_file()
         )
     return []
 
@@ -272,4 +365,4 @@ def _check_writable(job: JobDir) -> None:
 
 
 def _refuse(job: JobDir, reason: str) -> NoReturn:
-    raise ConfigError(f"job_log_dir={job.path} {reason}.") from None
+    raise ConfigError(f"job_log_dir={job.location} {reason}.") from None

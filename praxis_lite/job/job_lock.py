@@ -1,21 +1,46 @@
-"""Locks a job directory, so that two training runs cannot delete each other's checkpoints."""
+"""Locks a job directory, so that two training runs cannot delete each other's checkpoints.
+
+A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
+its holder replaces every few seconds, by a conditional write. Clocks of hosts are not compared:
+another process may take the lease after it has seen the same version for LEASE_SECONDS.
+"""
 
 import contextlib
 import errno
 import fcntl
+import itertools
+import json
+import logging
 import os
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import ObjectChanged, StorePath
+from praxis_lite.job.processes.exits import end_now
 
-__all__ = ("JobLock", "is_training")
+__all__ = ("JobLock", "is_training", "job_lock")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
 # Retry, because `is_training` in another process holds the lock for a moment.
 _TRIES, _RETRY_SECONDS = 5, 0.02
+_NAME = ".training"
+LEASE_SECONDS = 30.0
+_RENEW_SECONDS = 5.0
+
+
+def job_lock(
+    directory: Path | StorePath, note: Callable[[str], None], *, is_shared: bool = False
+) -> "JobLock | Lease":
+    """Returns a context manager that locks a directory for training; see `JobLock` and `Lease`."""
+    if isinstance(directory, StorePath):
+        return Lease(directory)
+    return JobLock(directory, note, is_shared=is_shared)
 
 
 class JobLock(contextlib.AbstractContextManager):
@@ -35,7 +60,7 @@ class JobLock(contextlib.AbstractContextManager):
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None], *, is_shared: bool = False):
-        self._path, self._note = directory / ".training", note
+        self._path, self._note = directory / _NAME, note
         self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._file = -1
 
@@ -68,6 +93,9 @@ class JobLock(contextlib.AbstractContextManager):
         _entered_locks.discard(self)
         self._close()
 
+    def check(self) -> None:
+        """Does nothing, because a living process cannot lose this lock; see `Lease.check`."""
+
     def _lock(self) -> None:
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -83,10 +111,124 @@ class JobLock(contextlib.AbstractContextManager):
             self._file = -1
 
 
-def is_training(directory: Path) -> bool:
-    """Returns whether a process is training in a directory; False if locks are unsupported."""
+class Lease(contextlib.AbstractContextManager):
+    """Context manager that holds a lease on a folder in an object store.
+
+    A thread renews the lease. If another process has taken it, for example because this process was
+    suspended, this process ends at once, without saving. A process that is killed leaves the lease
+    behind; on the same host, the next launch takes it immediately.
+
+    Args:
+      folder: The job's folder.
+    """
+
+    def __init__(self, folder: StorePath):
+        self._folder, self._object = folder, folder / _NAME
+        self._number = itertools.count()
+        self._token = secrets.token_hex(8)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_stopped, daemon=True, name="lease")
+
+    def __enter__(self) -> "Lease":
+        """Raises ConfigError, with the host and PID, if another process is training there."""
+        try:
+            self._tag = self._object.write_bytes(self._content(), "create")
+        except ObjectChanged:
+            self._take()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(FileNotFoundError):
+            if self._object.stat().tag == self._tag:
+                self._object.unlink()
+
+    def check(self) -> None:
+        """Raises ConfigError if another process has taken the lease."""
+        try:
+            holder = json.loads(self._object.read_bytes())
+        except FileNotFoundError:
+            holder = {}
+        if holder.get("token") != self._token:
+            raise self._in_use(holder)
+
+    def _content(self) -> bytes:
+        # The number makes each version different, because S3 derives the tag from the content.
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token}
+        return json.dumps({**holder, "renewal": next(self._number)}).encode()
+
+    def _take(self) -> None:
+        """Waits until the lease is not renewed for LEASE_SECONDS, and takes it."""
+        deadline, seen = time.monotonic() + LEASE_SECONDS, None
+        while True:
+            try:
+                tag, holder = self._object.stat().tag, json.loads(self._object.read_bytes())
+            except FileNotFoundError:
+                tag, holder = "create", {}
+            if seen not in (None, tag) and holder:
+                raise self._in_use(holder)
+            seen = tag
+            if not holder or _has_ended(holder) or time.monotonic() > deadline:
+                try:
+                    self._tag = self._object.write_bytes(self._content(), tag)
+                except ObjectChanged:
+                    raise self._in_use(holder) from None
+                return
+            time.sleep(_RENEW_SECONDS / 5)
+
+    def _in_use(self, holder: Mapping[str, Any]) -> ConfigError:
+        return ConfigError(
+            f"job_log_dir={self._folder} is in use by another process that trains or creates a "
+            f"job: process {holder.get('pid')} on {holder.get('host')}. Wait until it ends, stop "
+            "it (kill PID saves its step), or choose a different directory."
+        )
+
+    def _renew_until_stopped(self) -> None:
+        while not self._stopped.wait(_RENEW_SECONDS):
+            content = self._content()
+            try:
+                self._tag = self._object.write_bytes(content, self._tag)
+            except ObjectChanged:
+                # A retried request may find its own first attempt.
+                with contextlib.suppress(FileNotFoundError):
+                    if self._object.read_bytes() == content:
+                        self._tag = self._object.stat().tag
+                        continue
+                _log.error(
+                    "job_log_dir=%s was taken over by another process, because this process did "
+                    "not renew its lease. It ends without saving.",
+                    self._folder,
+                )
+                end_now(1, "lost its lease on job_log_dir")
+            except (ConfigError, OSError) as error:
+                _log.warning("the lease could not be renewed; retrying: %s", error)
+
+
+def _has_ended(holder: Mapping[str, Any]) -> bool:
+    """Returns whether a holder was a process of this host, and does not exist any more."""
+    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
+        return False
     try:
-        file = os.open(directory / ".training", os.O_RDONLY)
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, TypeError):
+        pass
+    return False
+
+
+def is_training(directory: Path | StorePath) -> bool:
+    """Returns whether a process is training in a directory; False if locks are unsupported."""
+    if isinstance(directory, StorePath):
+        try:
+            renewed = (directory / _NAME).stat().st_mtime
+        except FileNotFoundError:
+            return False
+        return time.time() - renewed < LEASE_SECONDS
+    try:
+        file = os.open(directory / _NAME, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -109,3 +251,5 @@ def _release_in_child() -> None:
 
 # A forked process inherits the lock, and might outlive the training.
 os.register_at_fork(after_in_child=_release_in_child)
+
+_log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Opens a shared job directory, in which all processes but the first only write checkpoints."""
 
+import contextlib
 import dataclasses
 import secrets
 import shutil
@@ -8,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import processes
-from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.job_dir import JobDir, job_dir_at
 from praxis_lite.job.processes.exits import temporary_folder
 
 # Maximum time until a network file system shows a new file on other hosts.
@@ -28,13 +29,22 @@ class OtherJobDir(JobDir):
       shared: The job's shared directory.
     """
 
-    shared: Path
-    checkpoints = property(lambda self: JobDir(self.shared).checkpoints)
-    examples = property(lambda self: JobDir(self.shared).examples)
-    profiles = property(lambda self: JobDir(self.shared).profiles)
+    shared: JobDir
+    examples = property(lambda self: self.shared.examples)
+    profiles = property(lambda self: self.shared.profiles)
+
+    @property
+    def checkpoints(self) -> Path | StorePath:
+        return self.shared.checkpoints
 
     def log_txt(self, process: int) -> Path:
-        return JobDir(self.shared).log_txt(process)
+        return self.shared.log_txt(process)
+
+    def upload(self) -> None:
+        self.shared.upload()
+
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
+        return self.shared.uploading()
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
@@ -51,21 +61,22 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
       ConfigError: `open_dir` raised this error, or a process cannot see the first process's
         directory.
     """
-    shared = local_directory(path)
     if processes.count() == 1:
         return open_dir()
     if processes.is_first():
         job = open_dir()
         # Use a hidden file, so that the directory is still treated as empty.
-        marker = job.path / f".shared-{secrets.token_hex(8)}"
-        marker.touch()
+        marker = job.location / f".shared-{secrets.token_hex(8)}"
+        marker.write_bytes(b"")
         try:
             processes.exchange("job_log_dir", marker.name)
             answers = processes.exchange("job_log_dir is seen", "yes")
         finally:
             marker.unlink(missing_ok=True)
     else:
-        marker = shared / processes.exchange("job_log_dir", "")[0]
+        name = processes.exchange("job_log_dir", "")[0]
+        shared = job_dir_at(path)
+        marker = shared.location / name
         answers = processes.exchange("job_log_dir is seen", "yes" if _appears(marker) else "no")
     without_access = [processes.name(k) for k, answer in enumerate(answers) if answer == "no"]
     if without_access:
@@ -77,7 +88,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
     if not processes.is_first():
         job = OtherJobDir(temporary_folder(), shared)
         # Copy the files that are read when a job resumes.
-        for source in (JobDir(shared).config_json, JobDir(shared).eval_metrics_jsonl):
+        for source in (shared.config_json, shared.eval_metrics_jsonl):
             if source.is_file():
                 shutil.copy(source, job.path / source.name)
     # The first process must not change these files before all processes have copied them.
@@ -85,7 +96,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
     return job
 
 
-def _appears(path: Path) -> bool:
+def _appears(path: Path | StorePath) -> bool:
     """Waits for a file to become visible, and returns whether it did."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists():

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.checkpoints.steps.new_steps import NewSteps
 from praxis_lite.core.errors import ConfigError, StepLost, require
 from praxis_lite.job import processes
-from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.job_dir import JobDir, job_dir_at
 from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 
@@ -67,7 +66,7 @@ def each_checkpoint(
             f"--follow runs in a single process, but {processes.count()} were started. Start it "
             "once, without --coordinator."
         )
-    job_dir = JobDir(local_directory(job_log_dir(command)))
+    job_dir = job_dir_at(job_log_dir(command))
     steps = NewSteps(job_dir, silent_seconds, _log.info)
     steps.wait_for_first()
     return lambda process: _follow(job_dir, command.packages, steps, process)

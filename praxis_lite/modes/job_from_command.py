@@ -127,7 +127,8 @@ def job_on_mesh(
         with explaining_out_of_memory(partitioner.layout):
             # Only modes without a directory pass None, and these modes do not read `files`.
             files = command.job_dir
-            yield JobOnMesh(partitioner, job, files)  # type: ignore[arg-type]  # See above.
+            with contextlib.nullcontext() if files is None else files.uploading():
+                yield JobOnMesh(partitioner, job, files)  # type: ignore[arg-type]  # See above.
 
 
 def experiment_name(command: CommandLine) -> str:
@@ -154,7 +155,7 @@ def job_log_dir(command: CommandLine) -> str:
 
 
 def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
-    location = f", in {command.job_dir.path}" if command.job_dir else ""
+    location = f", in {command.job_dir.location}" if command.job_dir else ""
     _log.info("%s, %s%s", launched.experiment, command.mode, location)
 
 

@@ -19,9 +19,10 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.experiment.launched_config import config_of_experiment
+from praxis_lite.host.object_stores import remove_folder
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir, open_for_training
-from praxis_lite.job.job_lock import JobLock
+from praxis_lite.job.job_lock import job_lock
 from praxis_lite.trainer.checks.memory import check_fits
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 
@@ -41,14 +42,14 @@ def new_job_dir(
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    with JobLock(job_dir.path, print):
+    with job_lock(job_dir.location, print), job_dir.uploading():
         if job_dir.config_json.exists():
-            raise ConfigError(f"{job_dir.path} already has a job. Use a new directory.")
+            raise ConfigError(f"{job_dir.location} already has a job. Use a new directory.")
         try:
             yield job_dir
         except BaseException:
-            for folder in (job_dir.huggingface, job_dir.checkpoints):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(job_dir.huggingface, ignore_errors=True)
+            remove_folder(job_dir.checkpoints)
             for file in (job_dir.config_json, job_dir.config_txt):
                 file.unlink(missing_ok=True)
             raise
@@ -102,7 +103,7 @@ def next_command(
     job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> str:
     """Returns a message with the command that trains the new job."""
-    command = ["praxis", "train", experiment, f"--job_log_dir={job_dir.path}"]
+    command = ["praxis", "train", experiment, f"--job_log_dir={job_dir.location}"]
     command += [f"--packages={','.join(packages)}"] if packages else []
     command += ["--set", *settings] if settings else []
-    return f"created {job_dir.path}: continue with {shlex.join(command)}"
+    return f"created {job_dir.location}: continue with {shlex.join(command)}"

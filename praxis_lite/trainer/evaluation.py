@@ -179,7 +179,9 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
         path = job.files.eval_jsonl(name, step)
         write_records(path, records, _log.info)
         count = "1 example" if len(records) == 1 else f"{len(records)} examples"
-        print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
+        print(
+            f"evaluated {count} of {name} with the weights of step {step}: {job.files.shown(path)}"
+        )
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

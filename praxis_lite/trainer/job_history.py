@@ -168,7 +168,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
       eval_sets: Names of the evaluation datasets.
     """
     debug_nans = (
-        f"look at {job.non_finite_txt}, which identifies the layer or the data"
+        f"look at {job.shown(job.non_finite_txt)}, which identifies the layer or the data"
         if job.non_finite_txt.exists()
         else "run with --set run.debug_nans=true, which identifies the layer or the data"
     )
@@ -185,7 +185,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
         )
         return (
             f"{skipped}, because the loss, gradient or learning rate was not finite or the "
-            f"gradient was too large. The weights in {job.path} are those of step "
+            f"gradient was too large. The weights in {job.location} are those of step "
             f"{step - num_skipped}. {advice}"
         )
     losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
@@ -193,7 +193,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
         if not math.isfinite(loss):
             return (
                 f"{dataset}/loss is {loss} in the evaluation of step {step}: the weights saved in "
-                f"{job.path} or the evaluation data are not usable. {advice}"
+                f"{job.location} or the evaluation data are not usable. {advice}"
             )
     return None
 

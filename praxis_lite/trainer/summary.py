@@ -151,10 +151,10 @@ def _files(job: JobDir) -> str:
         "decoded": job.path / "decode",
         "evaluated, row by row": job.path / "eval",
     }
-    lines = [f"  {name:<22}{file}" for name, file in files.items() if file.exists()]
+    lines = [f"  {name:<22}{job.shown(file)}" for name, file in files.items() if file.exists()]
     if job.tensorboard.exists():
         lines.append(
-            f"  {'TensorBoard logs':<22}tensorboard --logdir={job.tensorboard} "
+            f"  {'TensorBoard logs':<22}tensorboard --logdir={job.shown(job.tensorboard)} "
             "(after: pip install tensorboard)"
         )
     return "\n".join(["Files", *lines])

@@ -292,11 +292,11 @@ class Certificates(Hook):
         if self._error is not None:
             with self._loop.watchdog.during("saving"):
                 self._loop.checkpoints.wait()
+            file = self._job.files.shown(self._job.files.certificates_jsonl)
             raise NotCertified(
-                f"{self._error} The state is saved, and training has ended. See "
-                f"{self._job.files.certificates_jsonl}. Remove the faulty device, or fix the model "
-                "code (`praxis check` shows details). To continue despite differences, set "
-                "run.certify_action=report."
+                f"{self._error} The state is saved, and training has ended. See {file}. Remove the "
+                "faulty device, or fix the model code (`praxis check` shows details). To continue "
+                "despite differences, set run.certify_action=report."
             )
 
     def __exit__(self, *exc_info: object) -> None:

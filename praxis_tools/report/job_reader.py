@@ -143,7 +143,8 @@ class JobReader:
                 return default
 
         # Check this before reading: if training has ended, the files below are complete.
-        training = is_training(files.path)
+        training = is_training(files.location)
+        files.refresh()
         self._columns.read()
         if number := self._columns.num_unreadable:
             lines = "1 line that is not" if number == 1 else f"{number} lines that are not"
@@ -159,7 +160,7 @@ class JobReader:
         no_layout: tuple[list[LayoutArray], str] = ([], "")
         return JobState(
             name=self._name,
-            path=str(files.path),
+            path=str(files.location),
             experiment=recorded_experiment(files),
             is_training=training,
             columns=columns,
@@ -190,8 +191,9 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
     jobs: dict[str, JobDir] = {}
     for path in paths:
         job = open_for_reading(path, writes=False)
-        jobs.setdefault(os.path.realpath(job.path), job)
-    names = unique_ends([job.path.parts for job in jobs.values()])
+        is_local = job.location == job.path
+        jobs.setdefault(os.path.realpath(job.path) if is_local else str(job.location), job)
+    names = unique_ends([Path(str(job.location)).parts for job in jobs.values()])
     return {str(Path(*name)): job for name, job in zip(names, jobs.values(), strict=True)}
 
 

@@ -34,7 +34,7 @@ PLACES = [
     (training_loop, "check_ids"),
     (starting_point, "compile_init"),
     (launching, "write_layout"),
-    (launching, "JobLock"),
+    (launching, "job_lock"),
     (launching, "unsound_end"),
 ]
 QUICK = [(deleted, PLACES[0])]
@@ -64,6 +64,6 @@ def test_a_job_whose_directory_is_gone_ends_with_a_paragraph(how, place, tmp_pat
     done = launch(LINE, f"--job_log_dir={path}", "--set", "run.num_train_steps=3")
     assert "Traceback" not in done.err
     if done.code == 0:  # An empty directory is a new job's; and at the end all was saved.
-        assert name in ("JobLock", "unsound_end")
+        assert name in ("job_lock", "unsound_end")
     else:
         assert done.code in (1, 2) and done.err.startswith("error: ") and str(path) in done.err

@@ -14,7 +14,6 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.sources import located
 from praxis_lite.checkpoints.tools import steps_directory
 from praxis_lite.job.job_dir import open_for_reading, open_for_training
-from praxis_lite.job.shared_job_dir import open_shared
 from praxis_lite.pax.checkpoints import read_pax_checkpoint
 
 CONFIG = json.dumps({"experiment": "praxis_lite.experiments.lm.PyDocs"})
@@ -123,7 +122,7 @@ def test_a_users_own_package_of_experiments_is_not_the_librarys(tmp_path):
         open_for_training(tmp_path, "praxis_lite.experiments.mine.MyLm")
 
 
-ADDRESSES = ["gs://bucket/job", "s3://bucket/job", "hdfs://host/job", "file:///tmp/job", "gs:/b/j"]
+ADDRESSES = ["hdfs://host/job", "file:///tmp/job", "gs:/b/j"]
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -135,16 +134,14 @@ def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
         lambda: open_for_training(address, "zoo.MyLm"),
         lambda: open_for_training(Path(address), "zoo.MyLm"),
         lambda: open_for_reading(address),
-        lambda: open_shared(address, lambda: None),
         lambda: steps_directory(address),
         lambda: Checkpoints(address),
         lambda: read_pax_checkpoint(address),
         lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"\(gs, s3\)") as refused:
+        with pytest.raises(ConfigError, match=rf"URL \({address.partition(':')[0]}\).*local dir"):
             call()
-        assert address.partition(":")[0] in str(refused.value)
     assert os.listdir(tmp_path) == []
 
 

@@ -63,7 +63,10 @@ def decode(
             records = _decode_and_print(decoder, pipeline, prompts)
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"
-        print(f"decoded {count} of {name} with the weights of step {decoder.step}: {path}")
+        print(
+            f"decoded {count} of {name} with the weights of step {decoder.step}: "
+            f"{job.files.shown(path)}"
+        )
 
 
 def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:

@@ -37,7 +37,7 @@ class FollowedEvaluations(Hook):
         if self._job.run.evaluation.by_follower and loop.is_first:
             loop.note(
                 "a follower must run the evaluations (run.evaluation.by_follower): praxis eval "
-                f"{self._job.files.path} --follow"
+                f"{self._job.files.location} --follow"
             )
             self._known = {(step, name) for step, name, _ in evaluations(self._job.files)}
 

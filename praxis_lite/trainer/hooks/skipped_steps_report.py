@@ -77,7 +77,8 @@ class SkippedSteps(Hook):
         if data_fault:
             advice = f"{data_fault}: fix the data"
         elif self._job.run.debug_nans:
-            advice = f"{self._job.files.non_finite_txt} identifies the layer (run.debug_nans)"
+            file = self._job.files.shown(self._job.files.non_finite_txt)
+            advice = f"{file} identifies the layer (run.debug_nans)"
         else:
             advice = (
                 "Look at grad_norm and learning_rate in metrics.jsonl, and find the layer with "

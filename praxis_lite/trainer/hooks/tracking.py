@@ -193,7 +193,7 @@ def tracked_run(
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
     facts = {
-        "job_log_dir": str(job.files.path),
+        "job_log_dir": str(job.files.location),
         "host": socket.gethostname(),
         "processes": str(processes.count()),
         "mesh": ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),

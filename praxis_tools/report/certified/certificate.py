@@ -89,7 +89,7 @@ def certify_jobs(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
     for name, job_dir in jobs.items():
         scope = scope_of(job_dir)
         facts = facts_of(job_dir, scope, reading)
-        certified_jobs.append(CertifiedJob(name, str(job_dir.path), scope, facts))
+        certified_jobs.append(CertifiedJob(name, str(job_dir.location), scope, facts))
     now = datetime.datetime.now(datetime.UTC)
     return Certificate(now.isoformat(timespec="seconds"), certified_jobs)
 

@@ -101,7 +101,7 @@ def scope_of(job_dir: JobDir) -> Scope:
     steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
     if not steps:
         raise ConfigError(
-            f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
+            f"{job_dir.location} has no checkpoint to certify. Train until a step is saved."
         )
     # Unlike `steps`, this includes damaged checkpoints.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])

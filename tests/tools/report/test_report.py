@@ -84,7 +84,7 @@ def _umask():
         (["{jobs}/warm", "--html={jobs}"], "{jobs} is a directory"),
         (["{jobs}/warm", "--exp=lm.PyDocs"], "--exp"),
         (["{jobs}/warm", "--htlm=x"], "Did you mean --html?"),
-        (["gs://bucket/job"], "gs://bucket/job is a URL"),
+        (["hdfs://host/job"], "hdfs://host/job is a URL"),
     ],
 )
 def test_errors_say_what_to_change(jobs, argv, words):

@@ -1,0 +1,164 @@
+"""A local copy of a job's files in an object store, without the checkpoints.
+
+Jobs append to metrics.jsonl and logs, which object stores do not support. They therefore write
+local files, and a thread uploads the files that have changed. A file is stored in parts of 4 MiB:
+`metrics.jsonl`, `metrics.jsonl.part1`, ... Only the last part of a growing file is uploaded again,
+and concatenating the parts yields the file.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
+
+_PART_BYTES = 1 << 22
+_UPLOAD_SECONDS = 10.0
+# Checkpoints are read directly, and nothing reads TensorBoard's summaries.
+_NOT_DOWNLOADED = ("checkpoints/", "tensorboard/")
+_PART = re.compile(r"(.+)\.part([1-9][0-9]*)")
+
+
+class Mirror:
+    """Downloads and uploads the files of a job. The methods may be called from any thread.
+
+    Args:
+      store: The job's folder in the store.
+      folder: The local folder, which exists.
+    """
+
+    def __init__(self, store: StorePath, folder: Path):
+        self.store, self.folder = store, folder
+        self._lock = threading.Lock()
+        # By file: its size and time when it was last uploaded, and the digest of each stored part.
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._digests: dict[str, list[str]] = {}
+        self._tags: dict[str, str] = {}  # The versions of the downloaded objects.
+
+    def names(self) -> list[str]:
+        """Returns the sorted names of the files and folders in the store."""
+        return sorted({name.partition("/")[0] for name in self.store.files()})
+
+    def download(self) -> None:
+        """Downloads the parts of files that have changed in the store since the last download."""
+        with self._lock:
+            parts: dict[str, dict[int, tuple[str, int]]] = {}
+            for name, status in self.store.files().items():
+                if not _is_local(name) and not name.startswith(_NOT_DOWNLOADED):
+                    match = _PART.fullmatch(name)
+                    file, number = (match[1], int(match[2])) if match else (name, 0)
+                    parts.setdefault(file, {})[number] = status.tag, status.st_size
+            for file, by_number in parts.items():
+                self._download(file, by_number)
+
+    def _download(self, file: str, parts: dict[int, tuple[str, int]]) -> None:
+        path = self.folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digests = self._digests.setdefault(file, [])
+        with open(path, "r+b" if path.exists() else "w+b") as out:
+            for number in range(len(parts)):  # A part after a missing one is being written.
+                if number not in parts:
+                    break
+                part, (tag, size) = _part_name(file, number), parts[number]
+                end = number * _PART_BYTES + size
+                if self._tags.get(part) != tag:
+                    with contextlib.suppress(FileNotFoundError):
+                        content = (self.store / part).read_bytes()
+                        out.seek(number * _PART_BYTES)
+                        out.write(content)
+                        end = number * _PART_BYTES + len(content)
+                        digests[number : number + 1] = [_digest(content)]
+                        self._tags[part] = tag
+            out.truncate(end)
+        self._seen[file] = _state(path)
+
+    def upload(self) -> None:
+        """Uploads the parts of files that have changed locally."""
+        with self._lock:
+            existing = set()
+            for path in sorted(self.folder.rglob("*")):
+                name = str(path.relative_to(self.folder))
+                if not _is_local(name) and path.is_file():
+                    existing.add(name)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._upload(name, path)
+            for name in self._digests.keys() - existing:
+                self._delete_parts(name, 0)
+                del self._digests[name]
+                self._seen.pop(name, None)
+
+    def _upload(self, name: str, path: Path) -> None:
+        state = _state(path)
+        if self._seen.get(name) == state:
+            return
+        # After a file became shorter, delete the last parts first, so that the remaining parts are
+        # always a prefix of a version of the file.
+        self._delete_parts(name, max(1, -(-state[0] // _PART_BYTES)))
+        digests = self._digests.setdefault(name, [])
+        with open(path, "rb") as file:
+            for number in range(max(1, -(-state[0] // _PART_BYTES))):
+                content = file.read(_PART_BYTES)
+                digest = _digest(content)
+                if digests[number : number + 1] != [digest]:
+                    (self.store / _part_name(name, number)).write_bytes(content)
+                    digests[number : number + 1] = [digest]
+        self._seen[name] = state
+
+    def _delete_parts(self, name: str, num_kept: int) -> None:
+        digests = self._digests.get(name, [])
+        while len(digests) > num_kept:
+            (self.store / _part_name(name, len(digests) - 1)).unlink()
+            digests.pop()
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Context manager that uploads changed files every few seconds, and at exit.
+
+        Raises:
+          ConfigError: The last upload failed. Earlier failures are logged and retried.
+        """
+        stopped = threading.Event()
+
+        def upload_until_stopped() -> None:
+            while not stopped.wait(_UPLOAD_SECONDS):
+                try:
+                    self.upload()
+                except (ConfigError, OSError) as error:
+                    _log.warning("the job's files could not be uploaded; retrying: %s", error)
+
+        thread = threading.Thread(target=upload_until_stopped, name="uploads", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+            self.upload()
+
+
+def _is_local(name: str) -> bool:
+    """Returns whether a file is hidden, such as the lock and incomplete files."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _part_name(file: str, number: int) -> str:
+    return f"{file}.part{number}" if number else file
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+_log = logging.getLogger(__name__)

@@ -1,0 +1,145 @@
+"""Job directories in object stores: files are uploaded in parts, and a lease is the lock."""
+
+import json
+import threading
+
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.host import object_stores
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.job import job_lock, mirror
+from praxis_lite.job.job_dir import open_for_reading, open_for_training
+from praxis_lite.job.job_lock import Lease, is_training
+from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.mirror import Mirror
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def store():
+    object_stores._bucket.cache_clear()
+    return StorePath.opened("memory://bucket/jobs/one")
+
+
+@pytest.fixture
+def mirrors(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "_PART_BYTES", 7)
+    (tmp_path / "writer").mkdir()
+    (tmp_path / "reader").mkdir()
+    return Mirror(store, tmp_path / "writer"), Mirror(store, tmp_path / "reader")
+
+
+def requests_of(monkeypatch):
+    written, write = [], StorePath.write_bytes
+
+    def write_bytes(self, content, mode=None):
+        written.append(self.name)
+        return write(self, content, mode)
+
+    monkeypatch.setattr(StorePath, "write_bytes", write_bytes)
+    return written
+
+
+def test_a_growing_file_is_uploaded_and_downloaded_by_parts(mirrors, monkeypatch):
+    writer, reader = mirrors
+    file, copy = writer.folder / "metrics.jsonl", reader.folder / "metrics.jsonl"
+    written = requests_of(monkeypatch)
+    for text, parts in [
+        ("", ["metrics.jsonl"]),
+        ("a" * 5, ["metrics.jsonl"]),
+        ("a" * 5 + "b" * 11, ["metrics.jsonl", "metrics.jsonl.part1", "metrics.jsonl.part2"]),
+        ("a" * 5 + "b" * 12, ["metrics.jsonl.part2"]),
+        ("a" * 5 + "c", ["metrics.jsonl"]),  # Shorter, after a roll-back.
+        ("a" * 5 + "c", []),
+    ]:
+        file.write_text(text)
+        written.clear()
+        writer.upload()
+        assert written == parts
+        reader.download()
+        assert copy.read_text() == text
+
+
+def test_a_second_writer_uploads_only_what_it_changed(mirrors, monkeypatch):
+    writer, reader = mirrors
+    (writer.folder / "config.json").write_text("{}")
+    (writer.folder / ".hidden").write_text("x")
+    writer.upload()
+    reader.download()
+    (reader.folder / "decode").mkdir()
+    (reader.folder / "decode" / "7.jsonl").write_text("x")
+    written = requests_of(monkeypatch)
+    reader.upload()
+    assert written == ["7.jsonl"] and reader.names() == ["config.json", "decode"]
+
+
+def test_a_deleted_file_is_deleted_in_the_store(mirrors):
+    writer, _ = mirrors
+    (writer.folder / "a").write_text("x" * 15)
+    writer.upload()
+    (writer.folder / "a").unlink()
+    writer.upload()
+    assert writer.names() == []
+
+
+def test_a_new_job_is_created_and_found(store):
+    job = open_for_training(str(store), "lm.Synthetic")
+    with job.uploading():
+        job.write_config(json.dumps({"experiment": "lm.Synthetic"}), ["a=1"])
+    again = open_for_training(str(store), "lm.Synthetic")
+    assert again.config_txt.read_text() == "a=1\n" and again.path != job.path
+    assert open_for_reading(str(store)).location == store
+    with pytest.raises(ConfigError, match="memory://bucket/jobs/one contains a job.*lm.Synthetic"):
+        open_for_training(str(store), "lm.Other")
+
+
+def test_a_folder_with_other_files_or_without_a_job_is_refused(store):
+    (store / "data.txt").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="contains data.txt but no config.json"):
+        open_for_training(str(store), "lm.Synthetic")
+    with pytest.raises(ConfigError, match="memory://bucket/none has no config.json"):
+        open_for_reading("memory://bucket/none")
+
+
+def test_a_directory_that_must_be_local_is_refused_as_a_url():
+    with pytest.raises(ConfigError, match=r"URL \(s3\).*local directory"):
+        local_directory("s3://bucket/x")
+
+
+def test_a_lease_is_held_by_one_process_and_released(store, monkeypatch):
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    assert not is_training(store)
+    with Lease(store):
+        assert is_training(store)
+        with pytest.raises(ConfigError, match="one is in use by another process.*process"):
+            Lease(store).__enter__()
+    assert not is_training(store)
+    with Lease(store):
+        pass
+
+
+@pytest.mark.parametrize("host", ["this", "other"])
+def test_the_lease_of_a_dead_process_is_taken(store, monkeypatch, host):
+    """At once on the same host, and after the lease has expired on another."""
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 1e9 if host == "this" else 0.3)
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    name = job_lock.socket.gethostname() if host == "this" else "other"
+    holder = {"host": name, "pid": 2**22 + 1, "token": "x", "renewal": 3}
+    (store / ".training").write_bytes(json.dumps(holder).encode())
+    with Lease(store):
+        assert json.loads((store / ".training").read_bytes())["pid"] != holder["pid"]
+
+
+def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(job_lock, "end_now", lambda status, why: ended.set())
+    with Lease(store) as lease:
+        lease.check()
+        (store / ".training").write_bytes(b'{"host": "thief", "pid": 1}')
+        with pytest.raises(ConfigError, match="in use.*process 1 on thief"):
+            lease.check()
+        assert ended.wait(5)
+    assert b"thief" in (store / ".training").read_bytes()
