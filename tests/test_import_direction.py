@@ -89,6 +89,7 @@ ORDERS = {
     "praxis_lite/checkpoints": (
         {"steps", "stored_arrays"},
         {"orbax_write", "save_checks", "sharded_reading", "tools"},
+        {"tensorstore_write"},
         {"background_save"},
         {"save_queue"},
         {"checkpoints", "digest", "step_differences"},

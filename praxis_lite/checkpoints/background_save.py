@@ -18,8 +18,10 @@ from typing import Any
 from praxis_lite.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
+from praxis_lite.checkpoints.tensorstore_write import TensorStoreWrite
 from praxis_lite.core.errors import Error
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import processes
 
 _BARRIER_SECONDS = 3600.0
@@ -36,6 +38,8 @@ class BackgroundSave:
       directory: The folder of all steps.
       manifest: The manifest of the state, to which entries for the files are added.
       name: Name of this save, which is unique in the job and the same in all processes.
+      before_commit: Called in every process before its arrays are complete, and in the first
+        process again before the commit.
       published: Called in every process after the step's folder is renamed to its number.
 
     Attributes:
@@ -47,19 +51,23 @@ class BackgroundSave:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | StorePath,
         manifest: dict[str, Any],
         name: str,
+        before_commit: Callable[[], None],
         published: Callable[[int], None],
     ):
         self.step: int = manifest["step"]
         self.error: Exception | None = None
         self.failed_alone = False
         self._directory, self._manifest, self._published = directory, manifest, published
-        self._folder = directory / f"{self.step}.saving"
+        self._before_commit = before_commit
+        # In an object store, nothing can be renamed: commit.json, written last, completes a step.
+        self._is_local = isinstance(directory, Path)
+        self._folder = directory / (f"{self.step}.saving" if self._is_local else str(self.step))
         self._barriers = _Barriers(name)
         self.opened: OpenFolder | None = None
-        self._writing: OrbaxWrite | None = None
+        self._writing: OrbaxWrite | TensorStoreWrite | None = None
         # Wait for this event instead of the thread: up to Python 3.12, a thread is treated as
         # finished if its `join` was interrupted by a signal, although it is still running.
         self._ended = threading.Event()
@@ -75,6 +83,10 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
+            if isinstance(self._directory, StorePath):
+                self._writing = TensorStoreWrite(self._barriers.wait)
+                self._writing.begin(self._directory / self._folder.name, state)
+                return self._thread.start()
             # Keep the folder open, because `why` looks up its path for messages.
             self.opened = OpenFolder(self._directory)
             self._writing = OrbaxWrite(self._barriers.wait)
@@ -118,11 +130,13 @@ class BackgroundSave:
         writing = self._writing
         assert writing is not None, "`begin` has set it."
         try:
+            self._before_commit()
             writing.wait()
             if processes.is_first():
                 # Check that all arrays were written, because Orbax may omit some without an error.
                 stored_arrays(self._folder, self._manifest)
                 self._manifest["files"] = step_files.synced_digests(self._folder)
+                self._before_commit()
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
             self._barriers.wait()
@@ -142,12 +156,15 @@ class BackgroundSave:
             self._barriers.report_error(why(error), seconds)
         if processes.is_first():
             try:
-                self._clear()
+                if self._is_local or not step_dirs.is_committed(self._folder):
+                    self._clear()
             except OSError as second:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes incomplete files left by a save of this step."""
+        """Removes files left by a save of this step; in a store, also the step itself."""
+        if not self._is_local:
+            return step_dirs.remove_leftover(self._folder)
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)

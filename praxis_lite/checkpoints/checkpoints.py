@@ -32,7 +32,8 @@ from praxis_lite.checkpoints.steps.verified_steps import Metrics, Step, Verified
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, FailedSave, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.job.local_directory import directory as directory_at
 from praxis_lite.job.processes.broadcast import from_first
 
 __all__ = ("Checkpoints", "Restored")
@@ -89,19 +90,22 @@ class Checkpoints:
       evaluated: Function that returns metrics keyed by step, from evaluations run after the save.
         These metrics are used to find the best step.
       saved: Called with the newest step when it changes, in every process and from any thread.
+      before_commit: Called in every process before its arrays are complete, and in the first
+        process again before the commit, from any thread. If it raises, the save fails.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | StorePath,
         *,
         saving: SaveSettings | None = None,
         note: Callable[[str], None] = _log.warning,
         config_json: str = "",
         evaluated: Callable[[], Metrics] = dict,
         saved: Callable[[int | None], None] = lambda step: None,
+        before_commit: Callable[[], None] = lambda: None,
     ):
-        self.directory, self._saving, self._note = local_directory(directory), saving, note
+        self.directory, self._saving, self._note = directory_at(directory), saving, note
         self._saved = saved
         self._best = None if saving is None else saving.best
         self._steps = VerifiedSteps(
@@ -110,7 +114,9 @@ class Checkpoints:
         self._config_digest = digest_of_config(config_json) if config_json else ""
         self._name = f"checkpoints {next(_numbers)}"
         self._queue = (
-            None if saving is None else SaveQueue(self._steps, saving, note, saved, self._name)
+            None
+            if saving is None
+            else SaveQueue(self._steps, saving, note, saved, before_commit, self._name)
         )
 
     def __enter__(self) -> "Checkpoints":

@@ -40,7 +40,7 @@ def mdl_vars_from_nnx(
       ConfigError: The checkpoint does not exist, is damaged, or contains several trees of arrays;
         or the names, shapes or dtypes of its variables do not match the model.
     """
-    saved = NnxCheckpoint(Path(directory))
+    saved = NnxCheckpoint(directory)
     arrays = saved.arrays(step)
     # `unused` is reduced to the arrays in the checkpoint that the model does not have.
     errors, unused, actual = [], set(arrays.values()), {}

@@ -27,6 +27,7 @@ class SaveQueue:
       settings: Settings for retries and for the steps to retain.
       note: Called with a message after a failure that will be retried.
       saved: Called with each saved step, in every process, from a different thread.
+      before_commit: See `BackgroundSave`. Called from a different thread.
       name: Name prefix for exchanges between processes, the same in all processes.
     """
 
@@ -36,10 +37,11 @@ class SaveQueue:
         settings: SaveSettings,
         note: Callable[[str], None],
         saved: Callable[[int], None],
+        before_commit: Callable[[], None],
         name: str,
     ):
         self._steps, self._settings, self._note, self._name = steps, settings, note, name
-        self._saved = saved
+        self._saved, self._before_commit = saved, before_commit
         self._numbers = itertools.count()
         self._in_flight: BackgroundSave | None = None
         self._opened: OpenFolder | None = None
@@ -52,6 +54,7 @@ class SaveQueue:
             self._steps.directory,
             manifest,
             f"{self._name}, save {next(self._numbers)}",
+            self._before_commit,
             self._published,
         )
         try:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
+from praxis_lite.host.object_stores import StorePath
 
 __all__ = ("read_state",)
 
@@ -29,7 +30,7 @@ class ReadableArray(Protocol):
 
 
 def read_state(
-    step_dir: Path,
+    step_dir: Path | StorePath,
     saved: Leaves,
     arrays: Callable[[], Mapping[str, ReadableArray]],
     layout: StateLayout,

@@ -9,6 +9,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of, tracked
+from praxis_lite.host.object_stores import StorePath
 
 _ORIGINS = {
     "data": "the position in the training data",
@@ -17,7 +18,7 @@ _ORIGINS = {
 }
 
 
-def step_differences(first: Path, second: Path) -> Iterator[str]:
+def step_differences(first: Path | StorePath, second: Path | StorePath) -> Iterator[str]:
     """Compares the values and origins of two steps.
 
     Mesh, specs and padding are not compared.

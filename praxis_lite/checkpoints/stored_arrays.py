@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath, kvstore_context, kvstore_of
 
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
@@ -41,7 +42,7 @@ class StoredArray:
     path: str
     shape: tuple[int, ...]
     array: ts.TensorStore
-    folder: Path
+    folder: Path | StorePath
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -100,7 +101,9 @@ class StoredArray:
             yield slice(start, min(start + num_rows, shape[0]))
 
 
-def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, StoredArray]:
+def stored_arrays(
+    step_dir: Path | StorePath, manifest: Mapping[str, Any]
+) -> dict[str, StoredArray]:
     """Opens the arrays of a step without reading their values.
 
     Args:
@@ -138,7 +141,7 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
     return dict(sorted(arrays.items()))
 
 
-def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
+def orbax_arrays(folder: Path | StorePath, prefix: str = "") -> dict[str, StoredArray]:
     """Opens arrays written by another program with Orbax, without reading their values.
 
     Args:
@@ -159,16 +162,17 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
     return {path: StoredArray(path, array.shape, array, folder) for path, array in arrays.items()}
 
 
-def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
+def _opened(folder: Path | StorePath, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, keyed by their Orbax names."""
     # Orbax stores all arrays in one OCDBT database, or each array in a folder.
-    kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+    kvstore = kvstore_of(folder)
     if (folder / DATABASE).is_file():
         kvstore = {"driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"}
     context = ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},  # Do not cache decoded chunks.
             "cache_pool#tree": {"total_bytes_limit": _MAX_TREE_BYTES},
+            **kvstore_context(),
         }
     )
     drivers = {}
@@ -218,7 +222,7 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     return arrays
 
 
-def _unreadable(folder: Path, name: str, error: ValueError) -> ConfigError:
+def _unreadable(folder: Path | StorePath, name: str, error: ValueError) -> ConfigError:
     # Cut off TensorStore's specs and source locations.
     reason = " ".join(str(error).split()).partition(" [")[0]
     return ConfigError(

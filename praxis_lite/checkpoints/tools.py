@@ -17,8 +17,9 @@ from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, Error, first_few, format_bytes
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.host.text_table import table_lines
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.job.local_directory import directory as directory_at
 
 _Item = TypeVar("_Item")
 _SET_ASIDE = {
@@ -54,13 +55,13 @@ class ListedStep:
     metrics: Mapping[str, float]
 
 
-def steps_directory(path: str) -> Path:
+def steps_directory(path: str) -> Path | StorePath:
     """Returns the directory of steps, given its path or the path of its job.
 
     Raises:
       ConfigError: The directory does not exist, or contains no steps.
     """
-    given = local_directory(path)
+    given = directory_at(path)
     if not given.is_dir():
         raise ConfigError(
             f"{given} is not a directory. Pass a job_log_dir, or the folder 'checkpoints' in it."
@@ -77,7 +78,7 @@ def steps_directory(path: str) -> Path:
     )
 
 
-def step_dir_of(directory: Path, step: int | None) -> Path:
+def step_dir_of(directory: Path | StorePath, step: int | None) -> Path | StorePath:
     """Returns the folder of a committed step.
 
     Args:
@@ -95,7 +96,7 @@ def step_dir_of(directory: Path, step: int | None) -> Path:
     return directory / str(steps[-1] if step is None else step)
 
 
-def manifest_of(step_dir: Path) -> dict[str, Any]:
+def manifest_of(step_dir: Path | StorePath) -> dict[str, Any]:
     """Returns a step's manifest.
 
     Raises:
@@ -107,7 +108,7 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def list_steps(directory: Path) -> list[ListedStep]:
+def list_steps(directory: Path | StorePath) -> list[ListedStep]:
     """Verifies and lists all steps in a directory, and lists folders that were set aside."""
     listed = []
     for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
@@ -121,7 +122,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
 
 
-def step_errors(step_dir: Path) -> list[str]:
+def step_errors(step_dir: Path | StorePath) -> list[str]:
     """Returns a line for each error in a step's files, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
@@ -129,7 +130,7 @@ def step_errors(step_dir: Path) -> list[str]:
         return [f"foreign: {error}"]
 
 
-def decoded_step_errors(step_dir: Path) -> list[str]:
+def decoded_step_errors(step_dir: Path | StorePath) -> list[str]:
     """Decodes all arrays in a step and checks their padding; returns a line for each error."""
     if errors := step_errors(step_dir):
         return errors
@@ -145,7 +146,7 @@ def decoded_step_errors(step_dir: Path) -> list[str]:
     return errors
 
 
-def description(step_dir: Path) -> list[str]:
+def description(step_dir: Path | StorePath) -> list[str]:
     """Returns lines with the size, mesh, versions, data position, metrics and arrays of a step."""
     manifest = manifest_of(step_dir)
     listed = _listed_step(step_dir, "")
@@ -190,12 +191,18 @@ def _when(seconds: float) -> str:
     return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
 
 
-def _set_aside(directory: Path) -> list[str]:
+def _set_aside(directory: Path | StorePath) -> list[str]:
     return [path.name for path in step_dirs.set_aside(directory, *_SET_ASIDE)]
 
 
-def _listed_step(step_dir: Path, state: str) -> ListedStep:
+def _listed_step(step_dir: Path | StorePath, state: str) -> ListedStep:
     num_bytes, saved, metrics = 0, math.nan, {}
+    if isinstance(step_dir, StorePath):
+        files = step_dir.files()
+        num_bytes = sum(status.st_size for status in files.values())
+        saved = files[COMMIT_JSON].st_mtime if COMMIT_JSON in files else math.nan
+        metrics = step_files.committed_manifest(step_dir)[0].get("metrics", {})
+        return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
     # A running job may delete the folder while it is being read.
     for path in step_dir.rglob("*"):
         try:

@@ -19,7 +19,8 @@ import numpy as np
 from praxis_lite.checkpoints.stored_arrays import DATABASE, StoredArray, orbax_arrays
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.file_reading import read_json
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.job.local_directory import directory as directory_at
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
 _PREFIX = "mdl_vars."
@@ -43,7 +44,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
       ConfigError: The directory contains no Pax model variables.
     """
 
-    def __init__(self, step: int, directory: Path):
+    def __init__(self, step: int, directory: Path | StorePath):
         self.step, self._directory = step, directory
         self._shapes = _shapes(directory)
         state = directory / "state"
@@ -92,25 +93,25 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
     """Opens a Pax checkpoint. Returns its model variables (without slots), keyed by path.
 
     Args:
-      directory: Local path of a Pax job_log_dir, of its `checkpoints` directory, or of a step.
+      directory: Path or URL of a Pax job_log_dir, of its `checkpoints` directory, or of a step.
       step: Step to read, or None for the latest.
 
     Raises:
       ConfigError: There is no such checkpoint, or it was not written by Pax.
     """
-    directory = local_directory(directory)
-    if not directory.is_dir():
+    found = directory_at(directory)
+    if not found.is_dir():
         raise ConfigError(
-            f"{directory} is not a directory. Specify the `checkpoints` directory of a Pax job."
+            f"{found} is not a directory. Specify the `checkpoints` directory of a Pax job."
         )
-    if (directory / "state").is_dir() and (match := _STEP.fullmatch(directory.name)):
-        steps = {int(match[1]): directory}
+    if (found / "state").is_dir() and (match := _STEP.fullmatch(found.name)):
+        steps = {int(match[1]): found}
     else:
-        inner = directory / "checkpoints"
-        directory = inner if inner.is_dir() else directory
+        inner = found / "checkpoints"
+        found = inner if inner.is_dir() else found
         steps = {
             int(match[1]): path
-            for path in directory.iterdir()
+            for path in found.iterdir()
             # Skip unfinished saves, which have longer names.
             if path.is_dir() and (match := _STEP.fullmatch(path.name))
         }
@@ -118,14 +119,14 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         available = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(
-            f"{directory} has {missing}; available steps: {available}. Specify the `checkpoints` "
+            f"{found} has {missing}; available steps: {available}. Specify the `checkpoints` "
             "directory of a Pax job and one of its steps."
         )
     step = max(steps) if step is None else step
     return PaxCheckpoint(step, steps[step])
 
 
-def _shapes(directory: Path) -> Shapes:
+def _shapes(directory: Path | StorePath) -> Shapes:
     """Returns the unpadded shapes, keyed by path, or {} for versions before 1.1."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
@@ -144,7 +145,7 @@ def _shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
+def _msgpack_arrays(file: Path | StorePath, shapes: Shapes) -> dict[str, np.ndarray]:
     """Reads the arrays in a msgpack file. The keys of `shapes` are their paths."""
     if not shapes:
         raise ConfigError(

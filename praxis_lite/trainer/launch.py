@@ -14,7 +14,7 @@ from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
-from praxis_lite.job.job_lock import JobLock
+from praxis_lite.job.job_lock import job_lock
 from praxis_lite.job.processes.logs import PhaseTimes, open_job_log, warn_once_per_job
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.datasets import step_for
@@ -87,7 +87,14 @@ def launch_training(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         is_elastic = processes.membership() is not None
-        stack.enter_context(JobLock(files.path, warn_once_per_job, is_shared=is_elastic))
+        lock = job_lock(files.location, warn_once_per_job, is_shared=is_elastic)
+        stack.enter_context(lock)
+
+        def before_commit() -> None:
+            lock.check()
+            files.upload()  # The metrics of a step are stored before the step.
+
+        stack.enter_context(files.uploading())
         config.write_if_new()
         open_job_log(files.log_txt(processes.index()))
         if _log.isEnabledFor(logging.DEBUG):
@@ -101,6 +108,7 @@ def launch_training(
                 config_json=config.json,
                 evaluated=lambda: metrics_by_step(files),
                 saved=stop.saved,
+                before_commit=before_commit,
             )
         )
         # This runs just before `checkpoints` waits for a save in progress, so that goodput counts
@@ -231,9 +239,9 @@ def _last_line(job: JobOnMesh, result: TrainingResult) -> str:
     if result.stopped_by:
         return (
             f"stopped by {result.stopped_by}: step {result.step} is saved, and the same command "
-            f"resumes from it: {job.files.path}"
+            f"resumes from it: {job.files.location}"
         )
-    return f"trained to step {result.step}: {job.files.path}"
+    return f"trained to step {result.step}: {job.files.location}"
 
 
 _log = logging.getLogger(__name__)

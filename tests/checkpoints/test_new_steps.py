@@ -7,7 +7,8 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.steps import new_steps
 from praxis_lite.checkpoints.steps.new_steps import NewSteps
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.host import object_stores
+from praxis_lite.job.job_dir import JobDir, job_dir_at
 from praxis_lite.job.job_lock import JobLock, is_training
 
 
@@ -112,3 +113,17 @@ def test_a_look_at_the_lock_keeps_no_training_out(tmp_path):
     assert not is_training(tmp_path)
     with JobLock(tmp_path, print):
         pass
+
+
+def test_the_steps_of_a_job_in_a_store_are_followed():
+    pytest.importorskip("obstore")
+    object_stores._bucket.cache_clear()
+    job, notes = job_dir_at("memory://bucket/job"), []
+    steps = NewSteps(job, 9, notes.append)
+    (job.location / "checkpoints" / "3" / "commit.json").write_bytes(b"3")
+    (job.location / "config.json").write_bytes(b"{}")  # Written after the mirror was created.
+    steps.wait_for_first()
+    followed = steps.until(lambda step: step == 5)
+    assert next(followed) == 3
+    (job.location / "checkpoints" / "5" / "commit.json").write_bytes(b"5")
+    assert list(followed) == [5] and notes[-1] == "the job has ended with step 5"

@@ -32,7 +32,8 @@ from praxis_lite.checkpoints.stored_arrays import (
 )
 from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.job.local_directory import directory as directory_at
 
 # The files do not specify the collection of a variable; the model does.
 COLLECTIONS = ("params", "non_trainable")
@@ -53,10 +54,10 @@ class NnxCheckpoint:
       ConfigError: The directory does not contain a checkpoint.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = local_directory(directory)
+    def __init__(self, directory: str | Path | StorePath):
+        self.directory = directory_at(directory)
         self._steps = _step_folders(self.directory)
-        self._arrays: dict[Path, dict[str, StoredArray]] = {}
+        self._arrays: dict[Path | StorePath, dict[str, StoredArray]] = {}
         if not self._steps and not _is_checkpoint(self.directory):
             raise ConfigError(
                 f"{self.directory} is neither an Orbax checkpoint nor a folder with steps. "
@@ -64,7 +65,7 @@ class NnxCheckpoint:
             )
 
     @staticmethod
-    def is_at(directory: Path) -> bool:
+    def is_at(directory: Path | StorePath) -> bool:
         """Returns whether a folder is an Orbax checkpoint or contains its steps."""
         return _is_checkpoint(directory) or bool(_step_folders(directory))
 
@@ -130,7 +131,7 @@ class NnxCheckpoint:
         arrays = self.arrays(step)
         return read_arrays({path: arrays[path.split("/", 2)[2]] for path in leaves}, leaves, mesh)
 
-    def _folder(self, step: object) -> Path:
+    def _folder(self, step: object) -> Path | StorePath:
         if step is None:
             step = self.latest_step()
         if step is None:
@@ -149,7 +150,7 @@ class NnxCheckpoint:
         return _folder_of_arrays(self._steps[step])
 
 
-def _has_arrays(directory: Path) -> bool:
+def _has_arrays(directory: Path | StorePath) -> bool:
     """Returns whether a folder is an OCDBT database or contains Zarr arrays."""
     if (directory / DATABASE).is_file():
         return True
@@ -158,7 +159,7 @@ def _has_arrays(directory: Path) -> bool:
     )
 
 
-def _is_checkpoint(directory: Path) -> bool:
+def _is_checkpoint(directory: Path | StorePath) -> bool:
     """Returns whether a folder is an Orbax checkpoint that is not a step of a praxis_lite job."""
     if _has_arrays(directory):
         return True
@@ -166,7 +167,7 @@ def _is_checkpoint(directory: Path) -> bool:
     return not is_job_step and any((directory / mark).is_file() for mark in _MARKS)
 
 
-def _step_folders(directory: Path) -> dict[int, Path]:
+def _step_folders(directory: Path | StorePath) -> dict[int, Path | StorePath]:
     """Returns step folders in order, keyed by step; {} if the directory is itself a checkpoint."""
     if _is_checkpoint(directory) or not directory.is_dir():
         return {}
@@ -178,7 +179,7 @@ def _step_folders(directory: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def _folder_of_arrays(checkpoint: Path) -> Path:
+def _folder_of_arrays(checkpoint: Path | StorePath) -> Path | StorePath:
     """Returns the folder inside a checkpoint that contains the arrays.
 
     Raises:
@@ -189,9 +190,10 @@ def _folder_of_arrays(checkpoint: Path) -> Path:
     # Ignore the databases of single processes, which are incomplete.
     items = [
         path
-        for path in sorted(checkpoint.iterdir())
+        for path in checkpoint.iterdir()
         if _has_arrays(path) and not path.name.startswith("ocdbt.process_")
     ]
+    items.sort(key=str)
     if not items:
         raise ConfigError(
             f"{checkpoint} has no Orbax arrays: expected {DATABASE} or a folder per array, in "

@@ -17,6 +17,7 @@ from praxis_lite.checkpoints.init.sources import SETTING, located, opened
 from praxis_lite.config.paths import join
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.host.object_stores import StorePath
 
 
 class Source(NamedTuple):
@@ -30,7 +31,7 @@ class Source(NamedTuple):
       cast_from: The dtype in the checkpoint if the array is cast, else None.
     """
 
-    directory: Path
+    directory: Path | StorePath
     step: int | None
     rule: str
     path: str
@@ -51,7 +52,7 @@ class InitPlan:
 
     layout: StateLayout
     sources: Mapping[str, Source]
-    step: tuple[int, Path] | None
+    step: tuple[int, Path | StorePath] | None
     left_out: Mapping[str, Sequence[str]]
 
     def summary(self) -> list[str]:
@@ -99,7 +100,7 @@ def name_of(path: str) -> str:
     return path.removeprefix("mdl_vars/")
 
 
-def source_text(directory: Path, step: int | None) -> str:
+def source_text(directory: Path | StorePath, step: int | None) -> str:
     """Formats a checkpoint as "step 3 in DIRECTORY", or as "DIRECTORY" if it has no steps."""
     return str(directory) if step is None else f"step {step} in {directory}"
 

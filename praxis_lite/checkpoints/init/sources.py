@@ -11,12 +11,15 @@ from praxis_lite.checkpoints.steps.manifest import MANIFEST_JSON
 from praxis_lite.checkpoints.steps.step_dirs import numbered_steps, set_aside
 from praxis_lite.config.paths import join
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.job.local_directory import local_directory
+from praxis_lite.host.object_stores import StorePath
+from praxis_lite.job.local_directory import directory as directory_at
 
 SETTING = "run.init_from_checkpoint_rules"
 
 
-def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Literal["best"] | None]:
+def located(
+    key: str, rules: CheckpointLoadingRules
+) -> tuple[Path | StorePath, int | Literal["best"] | None]:
     """Returns the directory that contains a source's steps, and the step to load.
 
     Args:
@@ -26,7 +29,7 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     Raises:
       ConfigError: There is no checkpoint.
     """
-    given = local_directory(rules.directory or key)
+    given = directory_at(rules.directory or key)
     if NnxCheckpoint.is_at(given):
         return given, rules.step
     directory, step = given, rules.step
@@ -45,7 +48,9 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     return directory, step
 
 
-def opened(directory: Path) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
+def opened(
+    directory: Path | StorePath,
+) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
     """Opens the checkpoints of a job, or an Orbax checkpoint of a Flax NNX model."""
     if NnxCheckpoint.is_at(directory):
         return contextlib.nullcontext(NnxCheckpoint(directory))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, first_few
+from praxis_lite.host.object_stores import StorePath
 
 if TYPE_CHECKING:  # The tools read manifests without JAX.
     from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
@@ -73,7 +74,7 @@ def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
     }
 
 
-def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
+def check_same(step_dir: Path | StorePath, saved: Leaves, expected: Leaves) -> None:
     """Checks that a step has exactly the expected arrays.
 
     Args:

@@ -32,15 +32,15 @@ class NewSteps:
           ConfigError: No step was saved in time.
         """
         active_at, has_noted = time.monotonic(), False
-        while not (self._job_dir.config_json.is_file() and self._steps()):
-            if is_training(self._job_dir.path):
+        while not (self._steps() and self._job_dir.config_json.is_file()):
+            if is_training(self._job_dir.location):
                 active_at = time.monotonic()
             if not has_noted:
-                self._note(f"waiting for the first checkpoint of {self._job_dir.path}")
+                self._note(f"waiting for the first checkpoint of {self._job_dir.location}")
                 has_noted = True
             if time.monotonic() - active_at > self._silent_seconds:
                 raise ConfigError(
-                    f"--job_log_dir={self._job_dir.path}: no process trains there, and no "
+                    f"--job_log_dir={self._job_dir.location}: no process trains there, and no "
                     f"checkpoint was saved within {self._silent_seconds:,} s. Start the training, "
                     "or raise --follow_seconds."
                 )
@@ -62,7 +62,7 @@ class NewSteps:
         while True:
             # Check for a running process before listing steps, because a job saves its last step
             # before exiting.
-            trains, steps = is_training(self._job_dir.path), self._steps()
+            trains, steps = is_training(self._job_dir.location), self._steps()
             new = [step for step, seen in steps.items() if self._seen.get(step) != seen]
             self._seen = steps
             if new:
@@ -78,7 +78,7 @@ class NewSteps:
                 return
             elif time.monotonic() - active_at > self._silent_seconds:
                 self._note(
-                    f"no process trains in {self._job_dir.path}, and no checkpoint was saved "
+                    f"no process trains in {self._job_dir.location}, and no checkpoint was saved "
                     f"within {self._silent_seconds:,} s; the newest is of step {newest}"
                 )
                 return
@@ -87,6 +87,7 @@ class NewSteps:
 
     def _steps(self) -> dict[int, tuple[int, int]]:
         """Returns the identity of each committed step, in order."""
+        self._job_dir.refresh()
         directory = self._job_dir.checkpoints
         found = {step: identity(directory / str(step)) for step in committed_steps(directory)}
         return {step: seen for step, seen in found.items() if seen is not None}

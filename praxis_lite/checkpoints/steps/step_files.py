@@ -15,6 +15,7 @@ from praxis_lite.checkpoints.steps.manifest import (
     parse_manifest,
 )
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath
 
 __all__ = ("committed_manifest",)
 
@@ -22,8 +23,11 @@ _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
 
 
-def verify(step_dir: Path) -> list[str]:
+def verify(step_dir: Path | StorePath) -> list[str]:
     """Verifies a step by reading every file once.
+
+    In an object store, the sizes and versions of the files are compared instead, because the store
+    verifies the content, and a process then reads only the bytes that its devices need.
 
     Returns:
       A line with the file's name for each error, or [] if the step is undamaged.
@@ -32,6 +36,9 @@ def verify(step_dir: Path) -> list[str]:
       ConfigError: The manifest is undamaged, but has a different format version.
     """
     try:
+        if isinstance(step_dir, StorePath):
+            manifest, errors = committed_manifest(step_dir)
+            return errors or _object_errors(step_dir, manifest["files"])
         actual = _files(step_dir)
         if not actual:
             return ["it is an empty directory"]
@@ -41,7 +48,7 @@ def verify(step_dir: Path) -> list[str]:
         return [f"it cannot be read ({error.strerror})"]
 
 
-def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
+def committed_manifest(step_dir: Path | StorePath) -> tuple[dict[str, Any], list[str]]:
     """Returns a step's manifest, and a list of errors in the manifest and the commit.
 
     Raises:
@@ -74,12 +81,18 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
     return manifest, []
 
 
-def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
+def synced_digests(step_dir: Path | StorePath) -> dict[str, dict[str, Any]]:
     """Syncs all files and folders below a folder to disk.
 
     Returns:
-      The size and digest of each file, keyed by relative path.
+      The size and digest of each file, keyed by relative path. In an object store, the tag of
+      the version and the URL replace the digest.
     """
+    if isinstance(step_dir, StorePath):
+        return {
+            name: {"size": status.st_size, "tag": status.tag, "url": str(step_dir / name)}
+            for name, status in step_dir.files().items()
+        }
     paths = _files(step_dir)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = list(pool.map(lambda path: _digest(path, sync=True), paths.values()))
@@ -124,7 +137,8 @@ def _file_errors(actual: Mapping[str, Path], files: Mapping[str, Mapping[str, An
             digest = _digest(actual[name])[1]
         except OSError as error:
             return f"cannot be read ({error.strerror})"
-        is_same = digest == files[name]["xxh3_128"]
+        # A step that was copied from an object store has no digests.
+        is_same = digest == files[name].get("xxh3_128", digest)
         return None if is_same else "has changed: its digest differs from the manifest"
 
     names = sorted(files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON})
@@ -134,6 +148,26 @@ def _file_errors(actual: Mapping[str, Path], files: Mapping[str, Mapping[str, An
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digest_errors = dict(sorted(zip(others, pool.map(digest_error, others), strict=True)))
     return [f"{name} {error}" for name, error in {**errors, **digest_errors}.items() if error]
+
+
+def _object_errors(step_dir: StorePath, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Compares objects with their entries in the manifest, and returns a line for each error."""
+
+    def error(name: str) -> str | None:
+        try:
+            status = (step_dir / name).stat()
+        except FileNotFoundError:
+            return f"{name} is missing"
+        expected = files[name]
+        if status.st_size != expected["size"]:
+            return f"{name} has {status.st_size} bytes, not {expected['size']}"
+        # A copy of a step has the same content, but may have different versions.
+        if expected.get("url") == str(step_dir / name) and status.tag != expected["tag"]:
+            return f"{name} has changed: its version differs from the manifest"
+        return None
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return [line for line in pool.map(error, sorted(files)) if line]
 
 
 def _digest(path: Path, *, sync: bool = False) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.core.errors import ConfigError, Error, StepLost, first_few
+from praxis_lite.host.object_stores import StorePath
 
 Step = int | Literal["best"] | None  # None is the newest step.
 Metrics = Mapping[int, Mapping[str, float]]
@@ -31,7 +32,7 @@ class VerifiedSteps:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | StorePath,
         *,
         owned: bool,
         note: Callable[[str], None],
@@ -201,7 +202,8 @@ class VerifiedSteps:
             if later > step:
                 name = step_dirs.put_aside(self._dir(later), "abandoned").name
                 self.forget(later)
-                self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
+                action = "removed" if name == str(later) else f"renamed to {name}"
+                self._note(f"the checkpoint of step {later} is rolled back: {action}")
 
     def describe_newest(self) -> str:
         """Describes the newest checkpoint for error messages, without verifying it."""
@@ -217,7 +219,7 @@ class VerifiedSteps:
             for step in self.committed()
         }
 
-    def _remove_leftover(self, path: Path) -> bool:
+    def _remove_leftover(self, path: Path | StorePath) -> bool:
         """Removes a folder that was set aside. On failure, prints a note and returns False."""
         try:
             step_dirs.remove_leftover(path)
@@ -254,5 +256,5 @@ class VerifiedSteps:
         reasons = first_few(errors, separator="; ")
         self._note(f"the checkpoint of step {step} is damaged ({reasons}): {action}")
 
-    def _dir(self, step: int) -> Path:
+    def _dir(self, step: int) -> Path | StorePath:
         return self.directory / str(step)

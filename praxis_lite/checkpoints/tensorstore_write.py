@@ -1,0 +1,187 @@
+"""Writes the arrays of a state to an object store with TensorStore.
+
+Orbax cannot write to s3:// URLs. The files are the same as Orbax's: an OCDBT database for each
+item, with one Zarr array per leaf, whose chunks are the shards of the mesh or parts of them. With
+several processes, each writes a database with its shards, and the first process merges their
+indexes without copying data.
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from praxis_lite.checkpoints.orbax_write import CancelledWrite
+from praxis_lite.checkpoints.stored_arrays import ITEMS
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.host.object_stores import StorePath, kvstore_context, kvstore_of
+from praxis_lite.job import processes
+
+# A device of another mesh reads complete chunks, so they should not be much larger.
+_MAX_CHUNK_BYTES = 1 << 26
+_DATA_FILE_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An array to write.
+
+    Attributes:
+      item: One of ITEMS.
+      name: Name of the array in the database, with "." between the parts.
+      shape: Padded shape.
+      dtype: The dtype.
+      chunks: Shape of a chunk, which divides the shape of a shard.
+      shards: The host copies of this process's shards, with their indexes in the array.
+    """
+
+    item: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    shards: list[tuple[tuple[slice, ...], np.ndarray]]
+
+
+class TensorStoreWrite:
+    """A collective write of a state to a new folder, with the methods of `OrbaxWrite`.
+
+    Args:
+      barrier: Called twice in every process: after the process has written its shards, and after
+        the first process has merged them.
+    """
+
+    def __init__(self, barrier: Callable[[], None]):
+        self._barrier = barrier
+        self._cancelled = threading.Event()
+        # Databases can be merged only if they were opened with the same context.
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **kvstore_context()})
+
+    def begin(self, folder: StorePath, state: TrainState) -> None:
+        """Copies the state to the host."""
+        self._folder = folder
+        for leaf in jax.tree.leaves(state):
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    shard.data.copy_to_host_async()
+        self._leaves = [
+            _leaf(item, path, leaf)
+            for item in ITEMS
+            for path, leaf in leaves_with_path(getattr(state, item))
+        ]
+
+    def wait(self) -> None:
+        """Writes the arrays, and returns when the folder is complete. Call it in a thread.
+
+        Raises:
+          CancelledWrite: `cancel` was called.
+        """
+        several = processes.count() > 1
+        # The other processes create an array only in their own databases.
+        for item in ITEMS:
+            leaves = [leaf for leaf in self._leaves if leaf.item == item]
+            self._write(self._database(item, processes.index() if several else None), leaves)
+        if several:
+            self._barrier()
+            if processes.is_first():
+                for item in ITEMS:
+                    self._merge(item)
+            self._barrier()
+        if self._cancelled.is_set():
+            raise CancelledWrite
+
+    def cancel(self) -> None:
+        """Cancels the write, so that `wait` raises CancelledWrite. Callable from any thread."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Releases the host copies."""
+        self._leaves = []
+
+    def _database(self, item: str, process: int | None) -> dict[str, Any]:
+        """Returns the spec of the database of an item, or of a process's part of it."""
+        folder = self._folder / item
+        base = kvstore_of(folder if process is None else folder / f"ocdbt.process_{process}")
+        config = {"max_inline_value_bytes": 1024}
+        return {
+            "driver": "ocdbt",
+            "base": base,
+            "config": config,
+            "target_data_file_size": _DATA_FILE_BYTES,
+        }
+
+    def _write(self, database: dict[str, Any], leaves: list[_Leaf]) -> None:
+        # One transaction writes the index once, instead of once per array.
+        transaction = ts.Transaction()
+        opening = [
+            ts.open(
+                _array_spec(database, leaf),
+                create=True,
+                context=self._context,
+                transaction=transaction,
+            )
+            for leaf in leaves
+            if leaf.shards
+        ]
+        writes = []
+        for leaf, future in zip((x for x in leaves if x.shards), opening, strict=True):
+            array = future.result()
+            for index, shard in leaf.shards:
+                writes.append(
+                    array[index].write(shard, can_reference_source_data_indefinitely=True)
+                )
+        for write in writes:
+            if self._cancelled.is_set():
+                raise CancelledWrite
+            write.copy.result()
+        transaction.commit_async().result()
+
+    def _merge(self, item: str) -> None:
+        transaction = ts.Transaction(atomic=True)
+        database = ts.KvStore.open(self._database(item, None), context=self._context).result()
+        merged = database.with_transaction(transaction)
+        for process in range(processes.count()):
+            part = ts.KvStore.open(self._database(item, process), context=self._context).result()
+            part.experimental_copy_range_to(merged).result()
+        transaction.commit_async().result()
+
+
+def _leaf(item: str, path: str, leaf: jax.Array) -> _Leaf:
+    shards = [
+        (shard.index, np.asarray(shard.data))
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+    chunks = _chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
+    name = path.replace("/", ".")
+    return _Leaf(item, name, leaf.shape, np.dtype(leaf.dtype), chunks, shards)
+
+
+def _chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Halves the largest even dim until a chunk has at most _MAX_CHUNK_BYTES."""
+    chunk = [max(1, dim) for dim in shard_shape]
+    while math.prod(chunk) * itemsize > _MAX_CHUNK_BYTES and any(d % 2 == 0 for d in chunk):
+        largest = max(dim for dim in chunk if dim % 2 == 0)
+        chunk[chunk.index(largest)] = largest // 2
+    return tuple(chunk)
+
+
+def _array_spec(database: dict[str, Any], leaf: _Leaf) -> dict[str, Any]:
+    return {
+        "driver": "zarr",
+        "kvstore": {**database, "path": f"{leaf.name}/"},
+        "dtype": ts.dtype(leaf.dtype).name,
+        "metadata": {
+            "shape": list(leaf.shape),
+            "chunks": list(leaf.chunks),
+            "compressor": {"id": "zstd", "level": 1},
+        },
+        # `stored_arrays` counts chunks to find missing ones.
+        "store_data_equal_to_fill_value": True,
+    }

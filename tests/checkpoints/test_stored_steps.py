@@ -1,0 +1,148 @@
+"""Steps in an object store, with a local server that speaks the protocol of S3."""
+
+import pytest
+
+from praxis_lite import ConfigError, StepLost
+from praxis_lite.checkpoints import tensorstore_write, tools
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.init.sources import located, opened
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.core.errors import FailedSave
+from praxis_lite.host.object_stores import StorePath
+from tests.checkpoints.saved_steps import SPECS, save_steps, true_state
+from tests.checkpoints.test_checkpoints import SMALL, small_state
+from tests.checkpoints.test_damage import mesh
+from tests.support.fake_s3 import s3_bucket
+from tests.support.marks import slow_but
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_bucket() as url:
+        yield StorePath.opened(url)
+
+
+@pytest.fixture
+def folder(bucket, request):
+    return bucket / request.node.name.replace("[", "-").strip("]") / "checkpoints"
+
+
+def save_small(folder, *steps, max_to_keep=3, **settings):
+    saving = SaveSettings(max_to_keep=max_to_keep)
+    with Checkpoints(folder, saving=saving, **settings) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, small_state(mesh(), step), SMALL, {"next_batch": step})
+            checkpoints.wait()
+
+
+def restored(folder, **settings):
+    checkpoints = Checkpoints(folder, **settings)
+    restored = checkpoints.restore(SMALL, mesh())
+    return restored.step, float(restored.state.mdl_vars["params"]["w"][0, 0])
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, pytest.param(1 << 26, marks=pytest.mark.slow)])
+def test_every_dtype_is_stored_as_on_disk(folder, tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(tensorstore_write, "_MAX_CHUNK_BYTES", chunk_bytes)
+    save_steps(folder, {3: true_state()}, mesh_shape=(2, 2, 2), specs=SPECS)
+    save_steps(tmp_path, {3: true_state()}, mesh_shape=(1, 1, 1), specs=SPECS)
+    assert digest_of(folder / "3") == digest_of(tmp_path / "3")
+    assert [step.state for step in tools.list_steps(folder)] == ["good"]
+    assert tools.decoded_step_errors(folder / "3") == []
+
+
+def test_the_newest_steps_are_retained_and_the_newest_is_restored(folder):
+    save_small(folder, 1, 2, 5, 7, max_to_keep=2)
+    assert step_dirs.committed_steps(folder) == [5, 7] and folder.folders() == ["5", "7"]
+    assert restored(folder) == (7, 7.0)
+
+
+def test_a_step_without_its_commit_does_not_exist_and_is_removed_by_the_next_launch(folder):
+    save_small(folder, 3, 5)
+    (folder / "5" / "commit.json").unlink()
+    assert restored(folder) == (3, 3.0)
+    notes = []
+    save_small(folder, 5, note=notes.append)
+    assert any("removed 5" in note for note in notes) and restored(folder) == (5, 5.0)
+
+
+@pytest.mark.parametrize("damage", slow_but(("replaced",), ["replaced", "missing", "manifest"]))
+def test_a_damaged_step_is_skipped_by_readers_and_set_aside_by_its_job(folder, damage):
+    save_small(folder, 3, 5)
+    name = next(name for name in (folder / "5").files() if name.startswith("mdl_vars/d/"))
+    file = folder / "5" / ("manifest.json" if damage == "manifest" else name)
+    if damage == "missing":
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    notes = []
+    assert restored(folder, note=notes.append) == (3, 3.0) and "5 is damaged" in notes[0]
+    with pytest.raises(StepLost, match="step 5.*damaged"):
+        Checkpoints(folder).restore(SMALL, mesh(), step=5)
+    with Checkpoints(folder, saving=SaveSettings(), note=notes.append) as checkpoints:
+        assert checkpoints.latest_step() == 3
+    assert (folder / "5" / "commit.damaged.json").is_file()
+    save_small(folder, 5)
+    assert restored(folder) == (5, 5.0)
+
+
+@pytest.mark.slow
+def test_a_failed_save_leaves_nothing_behind(folder, monkeypatch):
+    save_small(folder, 3)
+    monkeypatch.setattr(step_dirs, "commit", lambda *_: 1 / 0)
+    with pytest.raises(FailedSave, match="step 5"):
+        save_small(folder, 5)
+    assert folder.folders() == ["3"]
+
+
+@pytest.mark.slow
+def test_an_outdated_listing_hides_no_step_and_shows_no_deleted_step(folder, monkeypatch):
+    save_small(folder, 3, 5)
+    monkeypatch.setattr(StorePath, "folders", lambda self: ["2", "3"])
+    assert step_dirs.committed_steps(folder) == [3, 5] and restored(folder) == (5, 5.0)
+
+
+@pytest.mark.slow
+def test_metrics_are_uploaded_before_the_commit(folder):
+    seen = []
+    save_small(folder, 3, before_commit=lambda: seen.append(step_dirs.committed_steps(folder)))
+    assert seen == [[], []]
+
+
+@pytest.mark.slow
+def test_a_rolled_back_step_is_gone_at_once(folder):
+    save_small(folder, 3, 5)
+    with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
+        checkpoints.abandon_after(3)
+        assert checkpoints.all_steps() == [3]
+
+
+@pytest.mark.slow
+def test_a_copied_folder_is_a_step_on_disk(folder, tmp_path):
+    save_small(folder, 3)
+    for name in folder.files():
+        (folder / name).download(tmp_path / name)
+    assert [step.state for step in tools.list_steps(tmp_path)] == ["good"]
+    assert digest_of(tmp_path / "3") == digest_of(folder / "3")
+
+
+@pytest.mark.slow
+def test_a_store_is_a_source_of_initial_arrays(folder):
+    save_small(folder, 3)
+    for given in (folder.parent, folder, folder / "3"):
+        directory, step = located(str(given), CheckpointLoadingRules(load_rules=[("x", "x")]))
+        with opened(directory) as source:
+            leaves = {x.path: x for x in SMALL.leaves() if x.path.startswith("mdl_vars/")}
+            arrays = source.restore_leaves(leaves, mesh(), step=step)
+        assert float(arrays["mdl_vars/params/w"][6, 4]) == 3.0
+
+
+@pytest.mark.slow
+def test_an_empty_folder_has_no_checkpoint(folder):
+    with pytest.raises(ConfigError, match="s3://bucket.*contains no checkpoints|not a directory"):
+        tools.steps_directory(str(folder))
+    assert Checkpoints(folder).latest_step() is None

@@ -1,0 +1,79 @@
+"""A job in an object store does what the same job does on disk, up to the last bit."""
+
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+import praxis_lite
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.host.object_stores import StorePath
+from tests.support import process_pairs
+from tests.support.fake_s3 import s3_bucket
+from tests.support.job_runs import launch, lines_of, start_process, succeed
+
+pytestmark = pytest.mark.slow
+TRAIN = ("--exp=jobzoo.experiments.Tiny", "--set", "run.checkpoints.every_steps=2")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_bucket() as url:
+        yield url
+
+
+def test_a_job_trains_resumes_evaluates_decodes_and_loads_in_a_store(bucket, tmp_path):
+    local, stored = tmp_path / "job", f"{bucket}/jobs/job"
+    for steps in (3, 5):
+        for place in (local, stored):
+            done = succeed(*TRAIN, f"run.num_train_steps={steps}", f"--job_log_dir={place}")
+    assert "restored the checkpoint of step 3" in done.out
+    for mode in ("eval", "decode", "summary", "report", "certify"):
+        done = launch(f"--mode={mode}", f"--job_log_dir={stored}")
+        assert done.code == 0, done.err
+    job = StorePath.opened(stored)
+    assert digest_of(job / "checkpoints" / "5") == digest_of(local / "checkpoints" / "5")
+    (job / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
+    assert lines_of(tmp_path / "metrics.jsonl") == lines_of(local / "metrics.jsonl")
+    model = praxis_lite.load(stored, packages=["jobzoo"])
+    assert model.step == 5
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(model.weights))
+
+
+def test_a_report_is_written_to_the_store_and_a_wrong_bucket_fails_before_anything_compiles(bucket):
+    page = f"{bucket}/report.html"
+    succeed(*TRAIN, "run.num_train_steps=2", f"--job_log_dir={bucket}/jobs/reported")
+    succeed("--mode=report", f"--job_log_dir={bucket}/jobs/reported", f"--html={page}")
+    assert b"<html" in StorePath.opened(page).read_bytes()
+    done = launch(*TRAIN, "--job_log_dir=s3://absent/job")
+    assert done.code == 2 and done.num_compiled == 0 and "s3://absent does not exist" in done.err
+
+
+def test_two_processes_save_and_one_resumes(bucket, tmp_path):
+    job = f"--job_log_dir={bucket}/jobs/two"
+    ended = process_pairs.run(*TRAIN, "run.num_train_steps=3", job, cwd=tmp_path)
+    assert [process.code for process in ended] == [0, 0], ended
+    names = StorePath.opened(f"{bucket}/jobs/two").files()
+    for part in ("mdl_vars/ocdbt.process_1/d/", "mdl_vars/ocdbt.process_0/d/"):
+        assert any(name.startswith(f"checkpoints/3/{part}") for name in names)
+    assert {"log.txt", "log.1.txt", "examples/1.jsonl"} <= names.keys()
+    done = succeed(*TRAIN, "run.num_train_steps=5", job)
+    assert "restored the checkpoint of step 3" in done.out
+
+
+def test_a_killed_job_resumes_at_once_on_the_same_host(bucket, tmp_path):
+    location = f"{bucket}/jobs/killed"
+    argv = (*TRAIN, "run.num_train_steps=100000", f"--job_log_dir={location}")
+    process = start_process(*argv, cwd=tmp_path, out=subprocess.DEVNULL)
+    checkpoints = StorePath.opened(f"{location}/checkpoints")
+    process_pairs.wait_until(lambda: committed_steps(checkpoints), [process])
+    process_pairs.kill(process)
+    process.communicate()
+    newest = committed_steps(checkpoints)[-1]
+    done = succeed(*TRAIN, f"run.num_train_steps={newest + 1}", f"--job_log_dir={location}")
+    assert f"restored the checkpoint of step {newest}" in done.out
+    StorePath.opened(f"{location}/metrics.jsonl").download(tmp_path / "metrics.jsonl")
+    steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, newest + 2))
