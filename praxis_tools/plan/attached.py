@@ -12,6 +12,7 @@ import jax
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.compilation import compile_step
@@ -89,7 +90,13 @@ def measure(
     chip, axis_sizes = topology.chip, partitioner.mesh.shape
     corrected_plan = apply_residuals(plan, chip.name, axis_sizes, residuals, previous_residuals)
     print(plan_text(corrected_plan), flush=True)
-    key, batches = partitioner.key(job.run.seed), pipeline.batches()
+    # With length buckets, measure only the batches of the planned shape.
+    batches = (
+        batch
+        for index, batch in enumerate(pipeline.batches())
+        if pipeline.num_rows(index) == num_rows_of(spec)
+    )
+    key = partitioner.key(job.run.seed)
     state = partitioner.init(key)
     seconds = []
     for index in range(_NUM_WARMUP_STEPS + _NUM_MEASURED_STEPS):
