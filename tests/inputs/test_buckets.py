@@ -161,6 +161,7 @@ def test_the_log_tells_how_full_the_batches_are(folder, caplog):
         ({"bucket_lengths": (5, 23)}, r"\(5, 23\).*23"),
         ({"bucket_lengths": (0, 5)}, r"\(0, 5\).*above 0"),
         ({"bucket_lengths": (5.5,)}, r"5\.5"),
+        ({"bucket_lengths": 5}, "5.*list"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(folder, settings, message):

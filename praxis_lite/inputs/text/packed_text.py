@@ -91,19 +91,7 @@ class PackedText(DocumentPipeline):
                 "PackedText.split_documents=True cannot be combined with packing=False. Set "
                 "split_documents=False or packing=True."
             )
-        lengths = [0, *self.bucket_lengths, self.seq_len]
-        require(
-            all(isinstance(n, int) for n in lengths) and lengths == sorted(set(lengths)),
-            "PackedText.bucket_lengths",
-            self.bucket_lengths,
-            f"increasing lengths above 0 and below seq_len={self.seq_len}",
-        )
-        if self.bucket_lengths and self.packing:
-            raise ConfigError(
-                f"PackedText.bucket_lengths={self.bucket_lengths} cannot be combined with "
-                "packing=True, which fills rows of seq_len with several documents. Set "
-                "packing=False or bucket_lengths=()."
-            )
+        self._check_bucket_lengths()
         if self.documents.format == "preference":
             raise ConfigError(
                 "PackedText does not support documents in the format 'preference'. Use "
@@ -119,6 +107,22 @@ class PackedText(DocumentPipeline):
                 "Add documents, or change heldout_percent, keep or too_long."
             )
         _ = self._buckets
+
+    def _check_bucket_lengths(self) -> None:
+        lengths = self.bucket_lengths
+        is_list = isinstance(lengths, Sequence) and all(isinstance(x, int) for x in lengths)
+        require(
+            is_list and sorted({0, *lengths, self.seq_len}) == [0, *lengths, self.seq_len],
+            "PackedText.bucket_lengths",
+            lengths,
+            f"a list of increasing lengths above 0 and below seq_len={self.seq_len}",
+        )
+        if lengths and self.packing:
+            raise ConfigError(
+                f"PackedText.bucket_lengths={lengths} cannot be combined with packing=True, which "
+                "fills rows of seq_len with several documents. Set packing=False or "
+                "bucket_lengths=()."
+            )
 
     @functools.cached_property
     def table(self) -> Packing:
