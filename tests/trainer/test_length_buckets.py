@@ -18,7 +18,9 @@ from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
+from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.evaluation import Evaluator
+from tests.decode.toy_models import num_compiled
 from tests.support import process_pairs
 from tests.support.commands import praxis
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
@@ -209,6 +211,17 @@ def test_buckets_train_as_padded_rows_with_a_program_per_bucket(task, accumulati
     np.testing.assert_array_equal(actual[:, 1], expected[:, 1])
     np.testing.assert_allclose(actual[:, 0], expected[:, 0], rtol=2e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), params, expected_params)
+
+
+def test_every_shape_is_compiled_ahead_of_the_first_step():
+    partitioner = partitioner_on((1, 4, 2), mean_of_tokens())
+    key = partitioner.key(0)
+    state, batches = partitioner.init(key), map(partitioner.global_batch, rows().batches())
+    compile_step(partitioner.train_step, rows(), "datasets.train")
+    before = num_compiled()
+    for batch in batches:
+        state, _ = partitioner.train_step(state, batch, key)
+    assert num_compiled() == before
 
 
 def test_an_evaluation_of_buckets_is_that_of_padded_rows():
