@@ -139,8 +139,9 @@ class Check:
             for full_batch in data.of_each_shape(pipeline):
                 batch = self.with_known_ids(full_batch)
                 if structs(batch) not in seen_specs:
-                    rows = f", {num_rows_of(batch)} rows" * (len(pipeline.element_specs()) > 1)
-                    found[f" of {name}{rows}"] = batch
+                    shape = f", shape {next(iter(batch.values())).shape}"
+                    has_several = len(pipeline.element_specs()) > 1
+                    found[f" of {name}{shape * has_several}"] = batch
                     seen_specs.append(structs(batch))
         return found
 

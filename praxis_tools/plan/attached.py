@@ -12,7 +12,6 @@ import jax
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.compilation import compile_step
@@ -91,10 +90,9 @@ def measure(
     corrected_plan = apply_residuals(plan, chip.name, axis_sizes, residuals, previous_residuals)
     print(plan_text(corrected_plan), flush=True)
     # With length buckets, measure only the batches of the planned shape.
+    shapes = jax.tree.map(lambda x: x.shape, spec)
     batches = (
-        batch
-        for index, batch in enumerate(pipeline.batches())
-        if pipeline.num_rows(index) == num_rows_of(spec)
+        batch for batch in pipeline.batches() if jax.tree.map(lambda x: x.shape, batch) == shapes
     )
     key = partitioner.key(job.run.seed)
     state = partitioner.init(key)
