@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def first_batches(pipeline: InputPipeline, num_batches: int) -> list[dict[str, n
 
 def same_shaped(pipeline: InputPipeline) -> Iterator[dict[str, np.ndarray]]:
     """Yields the batches of a pipeline that have the same shapes as its first batch."""
-    first = None
+    first: dict[str, Any] | None = None
     for batch in pipeline.batches():
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         first = first or structs(arrays)
@@ -39,7 +40,7 @@ def same_shaped(pipeline: InputPipeline) -> Iterator[dict[str, np.ndarray]]:
 
 def of_each_shape(pipeline: InputPipeline) -> list[dict[str, np.ndarray]]:
     """Returns the first batch of each shape among the first batches of a pipeline."""
-    found = {}
+    found: dict[str, dict[str, np.ndarray]] = {}
     for batch in itertools.islice(pipeline.batches(), _NUM_SEARCHED):
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         found.setdefault(str(structs(arrays)), arrays)
