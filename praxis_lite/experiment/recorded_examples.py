@@ -54,7 +54,7 @@ class ExamplesProof:
             last = history.segments[-1].batch_of(history.last_step)
             lines += [
                 f"steps {history.first_step} to {history.last_step}: batches {first} to {last}"
-                f"{left_out}, {history.num_rows:,} rows; relaunches: {history.num_launches - 1}, "
+                f"{left_out}; relaunches: {history.num_launches - 1}, "
                 f"roll-backs: {self.num_rollbacks}, recomputed steps: {self.num_lost_steps}",
                 f"digest {history.digest}",
             ]

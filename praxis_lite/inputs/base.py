@@ -38,9 +38,9 @@ class InputPipeline(abc.ABC):
     """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
     A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
-    iterator state. All batches of a pipeline have the same shapes; an incomplete last batch is
-    padded with zero rows whose `weights` are 0. Constructors only store their settings: files are
-    read by `check` and later methods.
+    iterator state. All batches of a pipeline have the same shapes, or one of the shapes in
+    `element_specs`; an incomplete last batch is padded with zero rows whose `weights` are 0.
+    Constructors only store their settings: files are read by `check` and later methods.
     """
 
     batch_size: int  # Number of rows in the global batch, across all hosts.
@@ -65,6 +65,14 @@ class InputPipeline(abc.ABC):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         """Returns the shape and dtype of each leaf in the global batch."""
 
+    def element_specs(self) -> "tuple[dict[str, jax.ShapeDtypeStruct], ...]":
+        """Returns a spec for each shape of the global batch, starting with `element_spec`."""
+        return (self.element_spec(),)
+
+    def num_rows(self, index: int) -> int:
+        """Returns the number of rows in the global batch `index`, a multiple of batch_size."""
+        return self.batch_size
+
     @abc.abstractmethod
     def batches(
         self, start: int = 0, *, rows: slice | None = None
@@ -74,7 +82,8 @@ class InputPipeline(abc.ABC):
         Args:
             start: Index of the first batch.
             rows: Rows of the global batch to return, a slice of range(batch_size); None for all.
-                Each process requests the rows of its devices (`Partitioner.process_rows`).
+                Each process requests the rows of its devices (`Partitioner.process_rows`). For a
+                batch with a multiple of batch_size rows, see `rows_of_batch`.
 
         Raises:
             ConfigError: `check` failed.
@@ -151,13 +160,18 @@ class InputPipeline(abc.ABC):
         """Returns `rows`, or a slice with all rows in the batch if `rows` is None."""
         return slice(0, self.batch_size) if rows is None else rows
 
+    def rows_of_batch(self, index: int, rows: slice) -> slice:
+        """Converts a slice of range(batch_size) to the same fraction of the rows of a batch."""
+        multiple = self.num_rows(index) // self.batch_size
+        return slice(rows.start * multiple, rows.stop * multiple)
+
 
 class IndexedPipeline(InputPipeline):
     """A pipeline that computes any rows of a batch from the batch's index, with NumPy."""
 
     @abc.abstractmethod
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        """Returns the rows `rows.start` to `rows.stop` of the global batch `index`."""
+        """Returns rows of the global batch `index`; for `rows`, see `batches`."""
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batch_arrays import narrow_dtype
@@ -30,11 +31,13 @@ def checked_batches(
       rows: Rows of the global batch to yield; None for all.
 
     Raises:
-      ConfigError: The names, shapes or dtypes of a batch differ from `element_spec`.
+      ConfigError: The names, shapes or dtypes of a batch are not in `element_specs`.
     """
-    spec = checked_spec(pipeline, name)
     num_rows = None if rows is None else rows.stop - rows.start
-    expected = {path: _expected(leaf, num_rows) for path, leaf in _leaves(spec).items()}
+    expected = [_expected_leaves(checked_spec(pipeline, name), num_rows)]
+    for spec in pipeline.element_specs()[1:]:
+        multiple = num_rows_of(spec) // pipeline.batch_size
+        expected.append(_expected_leaves(spec, None if num_rows is None else multiple * num_rows))
     batches = pipeline.batches(start=start, rows=rows)
     if not isinstance(batches, Iterable):
         raise ConfigError(
@@ -43,9 +46,9 @@ def checked_batches(
         )
     for index, batch in enumerate(batches, start=start):
         actual = {path: _found(leaf) for path, leaf in _leaves(batch).items()}
-        if actual != expected:
+        if actual not in expected:
             subject = f"{name}: batch {index} (counted from 0)"
-            raise ConfigError(_mismatch_message(subject, actual, expected))
+            raise ConfigError(_mismatch_message(subject, actual, expected[0]))
         yield index, batch
 
 
@@ -180,6 +183,10 @@ def _leaves(batch: Any) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         return {"": batch}
     return dict(leaves_with_path(dict(batch), is_leaf=lambda x: not isinstance(x, Mapping)))
+
+
+def _expected_leaves(spec: Any, num_rows: int | None) -> dict[str, str]:
+    return {path: _expected(leaf, num_rows) for path, leaf in _leaves(spec).items()}
 
 
 def _expected(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:

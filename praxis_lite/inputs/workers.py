@@ -68,6 +68,12 @@ class WithWorkers(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return self.pipeline.element_spec()
 
+    def element_specs(self) -> "tuple[dict[str, jax.ShapeDtypeStruct], ...]":
+        return self.pipeline.element_specs()
+
+    def num_rows(self, index: int) -> int:
+        return self.pipeline.num_rows(index)
+
     def example_of(self, index: int, row: int) -> str:
         return self.pipeline.example_of(index, row)
 

@@ -133,6 +133,7 @@ def _prove(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    from praxis_lite.core.sharding.batch_sharding import num_rows_of
     from praxis_lite.inputs.pipeline_checks import check_data
 
     for name, pipeline in _pipelines(args).items():
@@ -141,7 +142,9 @@ def _prepare(args: argparse.Namespace) -> None:
         count = pipeline.num_batches
         batches = "endless batches" if count is None else f"{count:,} batches"
         seconds = time.monotonic() - start
-        print(f"{name}: {batches} of {pipeline.batch_size} rows, ready in {seconds:.1f} s")
+        numbers = [num_rows_of(spec) for spec in pipeline.element_specs()]
+        rows = " or ".join(map(str, sorted(set(numbers))))
+        print(f"{name}: {batches} of {rows} rows, ready in {seconds:.1f} s")
 
 
 def _pipelines(args: argparse.Namespace) -> "dict[str, InputPipeline]":

@@ -51,7 +51,7 @@ def current_metadata() -> Iterator[None]:
 def compile_step(
     step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
 ) -> jax.stages.Compiled:
-    """Compiles a step ahead of time for a dataset's batches.
+    """Compiles a step ahead of time for each shape of a dataset's batches.
 
     JAX caches the executable, so the first call to the step with such a batch does not compile the
     step again. Matmuls whose results XLA may permute are patched before compilation, with a
@@ -64,12 +64,16 @@ def compile_step(
       num_processes: Number of processes on this host that will run the step.
 
     Returns:
-      The executable.
+      The executable for batches of the shape `element_spec`.
 
     Raises:
       OutOfMemory: The devices are simulated, and the step needs more memory than the host has.
     """
-    spec = pipeline.element_spec()
+    compiled = [_compile_for(step, spec, name, num_processes) for spec in pipeline.element_specs()]
+    return compiled[0]
+
+
+def _compile_for(step: Step, spec: Any, name: str, num_processes: int) -> jax.stages.Compiled:
     leaves, structure = jax.tree.flatten(spec)
     key = structure, *((x.shape, jnp.dtype(x.dtype)) for x in leaves)
     executables = _compiled.setdefault(step, {})

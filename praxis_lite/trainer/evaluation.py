@@ -86,19 +86,19 @@ class Evaluator:
             # Outputs are read one batch late, so that the devices never wait for the host.
             pending: tuple[Packed, list[Any]] | None = None
             records: list[dict[str, Any]] = []
-            num_rows = pipeline.batch_size
-            rows = partitioner.process_rows(num_rows)
+            rows = partitioner.process_rows(pipeline.batch_size)
             for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
                 if index == self.max_eval_batches:
                     break
                 if should_stop():
                     return None
                 where = f"datasets.{name}, batch {index}"
-                check_ids(inputs, num_ids, where, first_row=rows.start)
+                first_row = pipeline.rows_of_batch(index, rows).start
+                check_ids(inputs, num_ids, where, first_row=first_row)
                 if index == 0:
                     with events.phase(COMPILE):
                         compile_step(run, pipeline, f"datasets.{name}")
-                batch = global_batch(inputs, partitioner.mesh, num_rows)
+                batch = global_batch(inputs, partitioner.mesh, pipeline.num_rows(index))
                 key = partitioner.batch_key(self.seed, step, index)
                 with events.phase(DISPATCH):
                     outputs = run(mdl_vars, batch, key)
@@ -117,10 +117,12 @@ class Evaluator:
 
     def _note_non_finite(self, name: str, rows: slice) -> None:
         """Rereads the data and reports the first batch that contains NaN or infinity."""
-        batches = self.pipelines[name].batches(rows=rows)
+        pipeline = self.pipelines[name]
+        batches = pipeline.batches(rows=rows)
         for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
-            example_of = functools.partial(self.pipelines[name].example_of, index)
-            if message := non_finite_rows(inputs, rows.start, example_of):
+            example_of = functools.partial(pipeline.example_of, index)
+            first_row = pipeline.rows_of_batch(index, rows).start
+            if message := non_finite_rows(inputs, first_row, example_of):
                 self.note(f"datasets.{name}: batch {index} (counted from 0) has {message}")
                 return
 

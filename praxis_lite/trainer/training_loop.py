@@ -167,8 +167,7 @@ def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
       of this process's first row, seconds spent waiting for the input).
     """
     partitioner, pipeline = loop.job.partitioner, loop.job.datasets[TRAIN]
-    num_rows = pipeline.batch_size
-    rows = partitioner.process_rows(num_rows)
+    rows = partitioner.process_rows(pipeline.batch_size)
     num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
     batches = DataPosition.of_step(loop.first_step, loop.skipped_batches).batches(pipeline, rows)
     while True:
@@ -176,9 +175,10 @@ def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
         with events.phase(INPUT_WAIT):
             index, inputs = next(batches)
         input_time = time.perf_counter() - began
-        check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
+        first_row = pipeline.rows_of_batch(index, rows).start
+        check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=first_row)
         # Do not use `partitioner.global_batch`, because errors from its id check cannot name the
         # dataset and the batch.
-        batch = global_batch(inputs, partitioner.mesh, num_rows)
+        batch = global_batch(inputs, partitioner.mesh, pipeline.num_rows(index))
         loop.consensus.add_host_seconds(time.perf_counter() - began)
-        yield index, inputs, batch, rows.start, input_time
+        yield index, inputs, batch, first_row, input_time

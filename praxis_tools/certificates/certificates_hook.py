@@ -98,9 +98,14 @@ class Certificates(Hook):
 
     def _create_certifier(self, state: TrainState) -> None:
         job = self._job
-        spec = job.datasets[TRAIN].element_spec()
+        spec, *other_shapes = job.datasets[TRAIN].element_specs()
         with events.phase(COMPILE):
             try:
+                if other_shapes:
+                    raise ConfigError(
+                        f"The batches of datasets.{TRAIN} have {1 + len(other_shapes)} shapes; "
+                        "expected one. Set bucket_lengths=()."
+                    )
                 self._certifier = Certifier(
                     job.partitioner,
                     lambda mesh: partitioner_on(job.job, mesh),

@@ -136,10 +136,13 @@ class Check:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
         seen_specs = [structs(batch) for batch in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
-            if name != TRAIN and pipeline.element_spec() not in seen_specs:
-                (batch,) = data.first_batches(pipeline, 1)
-                found[f" of {name}"] = self.with_known_ids(batch)
-                seen_specs.append(structs(batch))
+            for full_batch in data.of_each_shape(pipeline):
+                batch = self.with_known_ids(full_batch)
+                if structs(batch) not in seen_specs:
+                    shape = f", shape {next(iter(batch.values())).shape}"
+                    has_several = len(pipeline.element_specs()) > 1
+                    found[f" of {name}{shape * has_several}"] = batch
+                    seen_specs.append(structs(batch))
         return found
 
     def includes(self, part: str) -> bool:

@@ -48,7 +48,7 @@ def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
       ConfigError: The model has no setting with a known name.
     """
     config, changes = copy.deepcopy(config), []
-    keeps_lengths = any(_rejects_long_texts(x) for x in buildables(config.datasets))
+    keeps_lengths = any(_has_fixed_length(x) for x in buildables(config.datasets))
     data_names = IDS if keeps_lengths else IDS | LENGTHS
     num_layers = _num_layers_to_keep(config)
     for root, names in (("task", data_names | LAYERS | DIMS | DECODED), ("datasets", data_names)):
@@ -69,10 +69,15 @@ def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     return config, list(dict.fromkeys(changes))
 
 
-def _rejects_long_texts(data: "fdl.Buildable") -> bool:
-    """Returns whether seq_len must be kept, because the dataset rejects longer texts."""
+def _has_fixed_length(data: "fdl.Buildable") -> bool:
+    """Returns whether seq_len must be kept: the dataset rejects longer texts, or has buckets.
+
+    The lengths of buckets must be below seq_len.
+    """
     cls = fdl.get_callable(data)
-    return cls is PreferenceData or (cls is PackedText and data.too_long == "refuse")
+    if cls is PackedText:
+        return data.too_long == "refuse" or len(data.bucket_lengths) > 0
+    return cls is PreferenceData
 
 
 def _num_layers_to_keep(config: "fdl.Config") -> int:

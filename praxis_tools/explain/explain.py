@@ -115,14 +115,14 @@ def explain(
     for warning in warnings:
         add(f"WARNING: {warning}")
     steps = [
-        (step_for(partitioner, root, name), name, pipeline)
+        (step_for(partitioner, root, name), name, spec)
         for root, pipelines in (("datasets", datasets), ("decode_datasets", decode_datasets))
         for name, pipeline in pipelines.items()
+        for spec in pipeline.element_specs()
     ]
     explained = []
-    for step, name, pipeline in steps:
+    for step, name, spec in steps:
         add(f"\n{step.name}, batches of {name}")
-        spec = pipeline.element_spec()
         start = time.monotonic()
         step_warnings: list[str] = []
         with current_metadata():

@@ -91,7 +91,12 @@ def measure(
     chip, axis_sizes = topology.chip, partitioner.mesh.shape
     corrected_plan = apply_residuals(plan, chip.name, axis_sizes, residuals, previous_residuals)
     print(plan_text(corrected_plan), flush=True)
-    key, batches = partitioner.key(job.run.seed), pipeline.batches()
+    # With length buckets, measure only the batches of the planned shape.
+    shapes = jax.tree.map(lambda x: x.shape, spec)
+    batches = (
+        batch for batch in pipeline.batches() if jax.tree.map(lambda x: x.shape, batch) == shapes
+    )
+    key = partitioner.key(job.run.seed)
     state = partitioner.init(key)
     seconds = []
     for index in range(_NUM_WARMUP_STEPS + _NUM_MEASURED_STEPS):

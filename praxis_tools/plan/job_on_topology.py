@@ -65,7 +65,7 @@ def step_specs(
     steps: Sequence[Step],
     batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Step, str, dict]]:
-    """Returns the batch spec of each step, without reading data.
+    """Returns the batch specs of each step, without reading data.
 
     Args:
       job: Job with the datasets.
@@ -75,7 +75,8 @@ def step_specs(
         sizes. If empty, the dataset's batch size is used.
 
     Returns:
-      A list of (step, dataset name, shapes and types of a batch).
+      A list of (step, dataset name, shapes and types of a batch). A dataset whose batches have
+      several shapes has an entry for each of them.
 
     Raises:
       ConfigError: A step has no dataset, or the task cannot read the dataset's batches.
@@ -93,9 +94,11 @@ def step_specs(
                 f"Remove {step.kind} from --steps."
             )
         spec = checked_spec(datasets[names[0]], f"{root}.{names[0]}")
-        check_reads(step, spec, f"{root}.{names[0]}")
+        specs = datasets[names[0]].element_specs()
+        for shape in specs:
+            check_reads(step, shape, f"{root}.{names[0]}")
         resized = [_with_rows(spec, rows) for rows in batch_sizes] if decodes else []
-        specs_of_steps += [(step, names[0], batch_spec) for batch_spec in resized or [spec]]
+        specs_of_steps += [(step, names[0], batch_spec) for batch_spec in resized or specs]
     return specs_of_steps
 
 

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
 
 from praxis_lite.core.errors import shortened
 from praxis_lite.core.jaxprs import RECOMPUTED
@@ -40,7 +43,8 @@ class Utilization(Hook):
     def __init__(self, job: JobOnMesh, chip: Chip | None = None):
         self._job = job
         self._chip = chip or attached_chip(job)
-        self._flops: dict[str, float] = {}
+        # The flops of each shape of the batch, keyed by the shapes of its rows.
+        self._flops: dict[tuple[tuple[int, ...], ...], dict[str, float]] = {}
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
@@ -49,15 +53,17 @@ class Utilization(Hook):
     def compiling(self) -> Iterator[None]:
         yield
         if self._chip is not None:
-            self._count(self._chip)
+            for spec in self._job.datasets[TRAIN].element_specs():
+                self._flops[_row_shapes(spec)] = self._count(self._chip, spec)
 
-    def _count(self, chip: Chip) -> None:
+    def _count(self, chip: Chip, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, float]:
+        """Returns and logs the flops of the training step for a shape of the batch."""
         partitioner = self._job.partitioner
-        step, spec = partitioner.train_step, self._job.datasets[TRAIN].element_spec()
+        step = partitioner.train_step
         text = step.lower(spec).compile().as_text()
         assert text is not None  # All JAX backends provide the text.
         program = flops_of_program(text)
-        self._flops = {HFU: program.flops}
+        flops: dict[str, float] = {HFU: program.flops}
         head = (
             f"MFU and HFU are relative to {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "
             f"{chip.name}. Per step and device, the compiled step has "
@@ -71,21 +77,27 @@ class Utilization(Hook):
                 f"{head}MFU is unknown, because the model cannot be traced for one device: "
                 f"{shortened(reason, 300)}"
             )
-            return
+            return flops
         # If the compiler merged matmuls, the compiled step has fewer flops than the model.
         on_device = model.flops / partitioner.mesh.size + program.useful_kernels
-        self._flops[MFU] = min(on_device, program.flops)
+        flops[MFU] = min(on_device, program.flops)
         lower_bound = "; a loop of unknown length is counted as one iteration" * model.at_least
         self._loop.note(
-            f"{head}the model needs {self._flops[MFU] / 1e12:,.4g} TFLOP (MFU, excluding padding, "
+            f"{head}the model needs {flops[MFU] / 1e12:,.4g} TFLOP (MFU, excluding padding, "
             f"remat and the optimizer){lower_bound}"
         )
+        return flops
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, float]:
         if self._chip is None:
             return {}
         seconds, peak = metrics.line[STEP_TIME], self._chip.peak()
-        return {name: flops / seconds / peak for name, flops in self._flops.items()}
+        counts = self._flops[_row_shapes(metrics.inputs)]
+        return {name: flops / seconds / peak for name, flops in counts.items()}
+
+
+def _row_shapes(batch: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape[1:] for x in jax.tree.leaves(dict(batch)))
 
 
 @dataclasses.dataclass(frozen=True)

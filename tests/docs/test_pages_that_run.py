@@ -177,8 +177,14 @@ def test_the_blocks_of_the_python_page_run_one_after_the_other(tmp_path):
 
 @pytest.mark.slow
 def test_the_data_page_runs(folder, capsys):
-    (experiment,) = page("data").blocks()
+    topics, experiment = page("data").blocks()
     Path("my_data.py").write_text(experiment.text, "utf-8")
+    text = topics.text.replace("/tmp/topics", f"{folder}/topics")
+    Path("my_topics.py").write_text(text, "utf-8")
+    commands = page("data").commands("praxis inputs")
+    (prepare,) = [words for words in commands if "my_topics.Topics" in words]
+    assert praxis("inputs", *prepare) == 0
+    assert "batches of 4 or 8 or 16 rows" in capsys.readouterr().out
     (train,) = page("data").commands("praxis train")
     train = [item.replace("/tmp/docs_and_code", f"{folder}/job") for item in train]
     finished(
@@ -190,8 +196,7 @@ def test_the_data_page_runs(folder, capsys):
         "run.evaluation.every_steps=None",
         "mesh.ici_mesh_shape=1,1,1",
     )
-    digests = page("data").commands("praxis inputs")
-    (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
+    (digest,) = [words for words in commands if words[0] == "digest" and "--processes=3" in words]
     # That it is the same for any number of them is tested in experiment/test_python_texts.py.
     capsys.readouterr()
     assert praxis("inputs", *digest) == 0

@@ -70,6 +70,12 @@ class Mixture(IndexedPipeline):
                     "random access; expected an IndexedPipeline."
                 )
             source.check()
+            if len(source.element_specs()) > 1:
+                raise ConfigError(
+                    f"Mixture: the batches of the source {name!r} have several shapes, because it "
+                    "sets bucket_lengths; expected rows of one length. Set bucket_lengths=() in "
+                    "all sources; packing=True also avoids padding."
+                )
         for name, length in self._lengths.items():
             if length == 0:
                 raise ConfigError(f"Mixture: the source {name!r} is empty. Remove it, or add data.")

@@ -1,4 +1,4 @@
-"""A pipeline of rows packed with documents that do not attend to each other."""
+"""A pipeline of rows of documents, packed or padded, that do not attend to each other."""
 
 import dataclasses
 import functools
@@ -6,14 +6,16 @@ import hashlib
 import json
 import logging
 import typing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import cache
+from praxis_lite.inputs.text.buckets import Buckets
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
 from praxis_lite.inputs.text.packing import (
@@ -46,8 +48,9 @@ class PackedText(DocumentPipeline):
     Args:
       documents: Documents to pack.
       split: Split of the documents, 'train' or 'heldout'.
-      batch_size: Number of rows in the global batch.
-      seq_len: Number of labels per row, T.
+      batch_size: Number of rows in the global batch. With `bucket_lengths`, a batch of rows of
+        length T has `batch_size * (seq_len // T)` rows.
+      seq_len: Number of labels per row, T, or the maximum with `bucket_lengths`.
       seed: Seed of the order of documents and rows.
       shuffle: True for endless batches; False for one pass over the documents in file order.
       packing: Whether a row may contain several documents. If False, each document has a separate
@@ -59,6 +62,10 @@ class PackedText(DocumentPipeline):
         length.
       window: Maximum number of incomplete rows that are considered when a document is placed, if
         split_documents is False.
+      bucket_lengths: Lengths below seq_len, in increasing order, such as (128, 256). If not empty,
+        each row is padded to the smallest sufficient length among these and seq_len, and a batch
+        contains rows of one length. Each length is a shape for which the steps are compiled.
+        Requires packing=False.
     """
 
     documents: Documents
@@ -72,6 +79,7 @@ class PackedText(DocumentPipeline):
     split_documents: bool = False
     too_long: TooLong = "split"
     window: int = WINDOW
+    bucket_lengths: Sequence[int] = ()
 
     def check(self) -> None:
         super().check()
@@ -83,6 +91,7 @@ class PackedText(DocumentPipeline):
                 "PackedText.split_documents=True cannot be combined with packing=False. Set "
                 "split_documents=False or packing=True."
             )
+        self._check_bucket_lengths()
         if self.documents.format == "preference":
             raise ConfigError(
                 "PackedText does not support documents in the format 'preference'. Use "
@@ -97,11 +106,28 @@ class PackedText(DocumentPipeline):
                 f"heldout_percent {self.documents.heldout_percent}, skipped: {left_out or 'none'}. "
                 "Add documents, or change heldout_percent, keep or too_long."
             )
+        _ = self._buckets
+
+    def _check_bucket_lengths(self) -> None:
+        lengths = self.bucket_lengths
+        is_list = isinstance(lengths, Sequence) and all(isinstance(x, int) for x in lengths)
+        require(
+            is_list and sorted({0, *lengths, self.seq_len}) == [0, *lengths, self.seq_len],
+            "PackedText.bucket_lengths",
+            lengths,
+            f"a list of increasing lengths above 0 and below seq_len={self.seq_len}",
+        )
+        if lengths and self.packing:
+            raise ConfigError(
+                f"PackedText.bucket_lengths={lengths} cannot be combined with packing=True, which "
+                "fills rows of seq_len with several documents. Set packing=False or "
+                "bucket_lengths=()."
+            )
 
     @functools.cached_property
     def table(self) -> Packing:
         """The assignment of documents to rows, which is cached next to the tokens."""
-        settings = {**self.fingerprint(), "batch_size": None}
+        settings = {**self.fingerprint(), "batch_size": None, "bucket_lengths": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
 
@@ -154,21 +180,77 @@ class PackedText(DocumentPipeline):
             "or 'cut'."
         )
 
+    @functools.cached_property
+    def _buckets(self) -> Buckets | None:
+        """The assignment of rows to batches by length; None without `bucket_lengths`."""
+        if not self.bucket_lengths:
+            return None
+        lengths = (*self.bucket_lengths, self.seq_len)
+        batch_sizes = tuple(self.batch_size * (self.seq_len // length) for length in lengths)
+        # Without packing, a row is a single piece.
+        buckets = Buckets(lengths, batch_sizes, self.table.counts)
+        num_labels = int(self.table.counts.sum(dtype=np.int64))
+        shapes = ", ".join(
+            f"{number:,} of {batch_size:,} x {length:,}"
+            for number, batch_size, length in zip(
+                buckets.batches_per_bucket, batch_sizes, lengths, strict=True
+            )
+        )
+        _log.info(
+            "%s, %s: %s batches in each epoch (%s), %.1f%% full",
+            self.documents.source.location,
+            self.split,
+            f"{buckets.num_batches:,}",
+            shapes,
+            100 * num_labels / buckets.num_positions,
+        )
+        return buckets
+
+    def _bucket_and_rows(self, index: int) -> tuple[int, np.ndarray]:
+        assert self._buckets is not None, "bucket_lengths is not empty."
+        return self._buckets.batch(index, self.seed if self.shuffle else None)
+
     @property
     def num_examples(self) -> int:
         return self.table.num_rows
 
+    @property
+    def num_batches(self) -> int | None:
+        if self.shuffle or self._buckets is None:
+            return super().num_batches
+        return self._buckets.num_batches
+
+    def num_rows(self, index: int) -> int:
+        if self._buckets is None:
+            return self.batch_size
+        return self._buckets.batch_sizes[self._bucket_and_rows(index)[0]]
+
+    def example_indices(self, index: int, rows: slice) -> np.ndarray:
+        if self._buckets is None:
+            return super().example_indices(index, rows)
+        return self._bucket_and_rows(index)[1][rows]
+
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        shape = (self.batch_size, self.seq_len)
+        return self._spec(self.seq_len)
+
+    def element_specs(self) -> "tuple[dict[str, jax.ShapeDtypeStruct], ...]":
+        return tuple(map(self._spec, (self.seq_len, *reversed(self.bucket_lengths))))
+
+    def _spec(self, length: int) -> "dict[str, jax.ShapeDtypeStruct]":
+        shape = (self.batch_size * (self.seq_len // length), length)
         segments = spec_of(segment_ids=(shape, np.int32), segment_pos=(shape, np.int32))
         return {**lm_spec(*shape), **segments}
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        length = self.seq_len
+        if self._buckets is not None:
+            rows = self.rows_of_batch(index, rows)
+            length = self._buckets.lengths[self._bucket_and_rows(index)[0]]
         count = rows.stop - rows.start
         names = ("ids", "labels", "segment_ids", "segment_pos")
-        batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
-        batch["weights"] = np.zeros((count, self.seq_len), np.float32)
-        positions = np.arange(self.seq_len, dtype=np.int32)
+        batch = {name: np.zeros((count, length), np.int32) for name in names}
+        batch["weights"] = np.zeros((count, length), np.float32)
+        positions = np.arange(length, dtype=np.int32)
         # A row consists of consecutive pieces in the table, each of which is part of a document.
         for row, number in enumerate(self.example_indices(index, rows)):
             first_piece, stop_piece = self.table.starts[number : number + 2].tolist()
@@ -215,6 +297,7 @@ class PackedText(DocumentPipeline):
             "split_documents",
             "too_long",
             "window",
+            "bucket_lengths",
             "documents",
         )
 

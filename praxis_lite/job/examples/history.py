@@ -36,7 +36,7 @@ class Segment:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows in a global batch."""
+        """The pipeline's batch size."""
         return self.starts[0].batch_size
 
     @property
@@ -91,14 +91,6 @@ class History:
             return ()
         last = self.segments[-1]
         return tuple(index for index in last.skipped if index < last.batch_of(last.last_step))
-
-    @property
-    def num_rows(self) -> int:
-        """Total number of rows in all batches."""
-        return sum(
-            (segment.last_step - segment.first_step + 1) * segment.batch_size
-            for segment in self.segments
-        )
 
     @property
     def digest(self) -> str:

@@ -26,8 +26,9 @@ class Start:
       num_processes: Number of processes.
       host: Name of the process's host.
       mesh: Number of devices along each mesh axis.
-      batch_size: Number of rows in a global batch.
-      rows: Ranges of the rows that the process feeds.
+      batch_size: The pipeline's batch size. With length buckets, a batch may have a multiple of
+        this number of rows.
+      rows: Ranges of the rows that the process feeds, within range(batch_size).
       skipped: Indices of skipped batches.
       data: Digest of the pipeline's fingerprint.
       versions: Versions of Python and packages, keyed by name.

@@ -56,7 +56,9 @@ def faults_of_data(
             active += spans_by_first_step.get(step, [])
             for number in active:
                 for first, last in segment.rows_of(segment.spans[number].process):
-                    sums[number] += total(digests[first:last])
+                    # Ranges are in units of batch_size, of which a batch may have a multiple.
+                    multiple = len(digests) // segment.batch_size
+                    sums[number] += total(digests[first * multiple : last * multiple])
             active = [number for number in active if segment.spans[number].steps[1] > step]
             done += 1
             progress(done, num_steps)

@@ -10,7 +10,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.inputs.base import TRAIN, IndexedPipeline
+from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline
 from praxis_lite.inputs.mixing.same_classes import require_same_classes
 from praxis_lite.inputs.pipeline_checks import (
     check_data,
@@ -56,7 +56,9 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
     for path, pipeline in pipelines.items():
         name, spec = path.removeprefix(f"{root}."), specs[path]
         step = step_for(partitioner, root, name)
-        check_reads(step, spec, path)
+        for shape in pipeline.element_specs():
+            check_reads(step, shape, path)
+        _check_rows_of_processes(pipeline, partitioner.mesh.size, path)
         if mode != "explain":
             if isinstance(pipeline, IndexedPipeline):
                 is_decoded = root == "decode_datasets"
@@ -66,10 +68,11 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
             check_tokens(job.task, pipeline, path)
         # Trace the step, because layers check some settings only when they are called. JAX caches
         # the trace. In mode "train", the eval step is traced for evaluation datasets.
-        if mode in ("train", "decode"):
-            step.trace(spec)
-        elif mode == "eval" and name != TRAIN:
-            partitioner.eval_examples.trace(spec)
+        if mode == "eval":
+            step = partitioner.eval_examples
+        if mode in ("train", "decode") or (mode == "eval" and name != TRAIN):
+            for shape in pipeline.element_specs():
+                step.trace(shape)
     if processes.count() > 1:
         fingerprints = {path: pipeline.fingerprint() for path, pipeline in pipelines.items()}
         check_same("The processes have different data", flatten_dict(fingerprints, sep="."))
@@ -103,6 +106,17 @@ def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str)
     step.check_batch(spec)
 
 
+def _check_rows_of_processes(pipeline: InputPipeline, num_devices: int, name: str) -> None:
+    """Checks that every process feeds the same fraction of the rows in batches of all shapes."""
+    is_same = len(pipeline.element_specs()) == 1 or pipeline.batch_size % num_devices == 0
+    if processes.count() > 1 and not is_same:
+        raise ConfigError(
+            f"{name}.batch_size is {pipeline.batch_size}; with several processes and "
+            f"bucket_lengths, expected a multiple of the number of devices, {num_devices}. Change "
+            "batch_size, or set bucket_lengths=()."
+        )
+
+
 def _check_first_batch(
     pipeline: IndexedPipeline,
     spec: Mapping[str, jax.ShapeDtypeStruct],
@@ -119,6 +133,7 @@ def _check_first_batch(
     batches = checked_batches(pipeline, name, rows=rows)
     first = next(batches)[1] if rows.start < rows.stop else {}
     try:
-        check_ids(first, num_ids, f"{name}, batch 0", first_row=rows.start)
+        first_row = pipeline.rows_of_batch(0, rows).start
+        check_ids(first, num_ids, f"{name}, batch 0", first_row=first_row)
     except ConfigError as error:
         raise ConfigError(f"{error}{byte_tokenizer_hint(pipeline)}") from None

@@ -87,7 +87,9 @@ class Examples(Hook):
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         digests = row_digests(metrics.inputs, metrics.batch_index, metrics.first_row)
-        self._sum = (self._sum + total(digests[self._is_own])) % 2**64
+        # A batch may have a multiple of batch_size rows.
+        is_own = np.repeat(self._is_own, len(digests) // max(1, len(self._is_own)))
+        self._sum = (self._sum + total(digests[is_own])) % 2**64
         self._steps.append(metrics.step)
         self._batches.append(metrics.batch_index)
 

@@ -83,7 +83,7 @@ def compiled_step(
         mesh_config = dataclasses.replace(job.mesh, **shape, allow_unused_devices=True)
         job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
-        ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
+        (_, _, spec), *_ = step_specs(job, partitioner, [partitioner.steps[step]])
     with current_metadata():
         compiled = patch_matmuls(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
     collectives = hlo.collectives(compiled, dict(partitioner.mesh.shape))

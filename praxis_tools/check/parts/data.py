@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,35 @@ from praxis_tools.check.tolerances import exact
 # Candidate batch sizes. The first sizes are small, divisible by 4 (for microbatches), and not
 # divisible by 8 (the number of devices), so that batches need padding rows.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
+# Number of batches in which batches of other shapes are looked for.
+_NUM_SEARCHED = 100
 
 
 def first_batches(pipeline: InputPipeline, num_batches: int) -> list[dict[str, np.ndarray]]:
-    """Returns the first batches of a pipeline, repeating them if there are too few."""
-    batches = [
-        {name: np.asarray(x) for name, x in batch.items()}
-        for batch in itertools.islice(pipeline.batches(), num_batches)
-    ]
+    """Returns the first `same_shaped` batches, repeating them if there are too few."""
+    batches = list(itertools.islice(same_shaped(pipeline), num_batches))
     return [batches[i % len(batches)] for i in range(num_batches)] if batches else []
+
+
+def same_shaped(pipeline: InputPipeline) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the batches of a pipeline that have the same shapes as its first batch."""
+    first: dict[str, Any] | None = None
+    for batch in pipeline.batches():
+        arrays = {name: np.asarray(x) for name, x in batch.items()}
+        first = first or structs(arrays)
+        if structs(arrays) == first:
+            yield arrays
+
+
+def of_each_shape(pipeline: InputPipeline) -> list[dict[str, np.ndarray]]:
+    """Returns the first batch of each shape among the first batches of a pipeline."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for batch in itertools.islice(pipeline.batches(), _NUM_SEARCHED):
+        arrays = {name: np.asarray(x) for name, x in batch.items()}
+        found.setdefault(str(structs(arrays)), arrays)
+        if len(found) == len(pipeline.element_specs()):
+            break
+    return list(found.values())
 
 
 def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ The train step must also donate the state, make no host transfers and be compile
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check
-from praxis_tools.check.parts.data import with_rows
+from praxis_tools.check.parts.data import same_shaped, with_rows
 from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, leaves_of, structs, unpad
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_text import text_of
@@ -103,7 +104,7 @@ class _CheckedData(InputPipeline):
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         rows = self.rows_or_all(rows)
-        for batch in self._pipeline.batches(start=start):
+        for batch in itertools.islice(same_shaped(self._pipeline), start, None):
             checked_batch = self._check.with_known_ids(with_rows(batch, slice(self.batch_size)))
             yield with_rows(checked_batch, rows)
 

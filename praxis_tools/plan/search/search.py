@@ -159,7 +159,7 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
         )
         job = dataclasses.replace(job, mesh=mesh)
     partitioner = planned_partitioner(job, topology)
-    ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
+    (_, _, spec), *_ = step_specs(job, partitioner, [partitioner.train_step])
     bytes_by_kind = bytes_per_device(partitioner.layout)
     weights = max(bytes_by_kind.get("weights", 0), 1)
     rows = num_rows_of(spec)
@@ -184,7 +184,7 @@ def plan_candidate(
         settings = [*launched.settings, *candidate.settings]
         job = build(config_of_experiment(launched.experiment, settings, packages).config)
         partitioner = planned_partitioner(job, topology)
-        ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
+        (step, _, spec), *_ = step_specs(job, partitioner, [partitioner.train_step])
         with explained_warnings(lambda warning: None):
             plan = plan_step(partitioner, step, spec, topology)
     except (Error, jax.errors.JaxRuntimeError) as error:

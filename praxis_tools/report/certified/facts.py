@@ -199,7 +199,6 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
             {
                 "first_step": proof.history.first_step,
                 "last_step": proof.history.last_step,
-                "rows": proof.history.num_rows,
                 "left_out_batches": list(proof.history.skipped),
                 "digest": proof.history.digest,
             },
