@@ -57,7 +57,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     else:
         embedding = fdl.Partial(Embedding, **scales)
         softmax_tpl = fdl.Partial(FullSoftmax, **softmax)
-    stack = {}
+    stack: dict[str, Any] = {}
     if settings.input_dropout_prob:
         stack["stacked_transformer_tpl"] = fdl.Partial(
             Repeat, input_dropout_prob=settings.input_dropout_prob

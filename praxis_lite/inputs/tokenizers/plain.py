@@ -75,11 +75,7 @@ class CharacterTokenizer(Tokenizer):
     token_unit = "character"
 
     def __init__(self, characters: str):
-        self.characters = characters
-
-    @property
-    def vocab_size(self) -> int:  # type: ignore[override]  # Read-only property.
-        return len(self.characters)
+        self.characters, self.vocab_size = characters, len(characters)
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
@@ -107,7 +103,7 @@ class CharacterTokenizer(Tokenizer):
         return ids, np.stack([first, first + 1], axis=-1)
 
     def name_of(self, token: int) -> str | None:
-        return self.characters[token] if 0 <= token < self.vocab_size else None
+        return self.characters[token] if 0 <= token < len(self.characters) else None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Returns the characters; an id outside the vocabulary is replaced by U+FFFD."""

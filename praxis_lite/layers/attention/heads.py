@@ -94,7 +94,7 @@ class AttentionHeads(BaseLayer):
         self.query = None if combine_qkv else projection(proj_tpl, D, N, D, K)
         self.key = None if combine_qkv else projection(proj_tpl, key_D, G, key_D)
         self.value = None if combine_qkv else projection(proj_tpl, value_D, G, value_D)
-        out = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
+        out: dict[str, Any] = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
         out |= {} if use_output_bias is None else {"use_bias": use_output_bias}
         out |= {} if output_init is None else {"params_init": output_init}
         self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **out)
