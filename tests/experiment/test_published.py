@@ -1,11 +1,14 @@
-"""The experiments in experiments/published repeat published results, and train equally on meshes."""
+"""Experiments in experiments/published repeat published results, and train equally on meshes."""
 
 import math
 
+import fiddle as fdl
 import numpy as np
 import pytest
 
 from benchmarks import published
+from praxis_lite.core import Partitioner, make_mesh
+from praxis_lite.experiment.registry import get_experiment
 from praxis_lite.experiments.published.names import contexts
 from praxis_lite.host.optional_packages import is_installed
 from tests.support.marks import slow_but
@@ -54,6 +57,23 @@ def test_it_reaches_the_published_figure(name, tmp_path):
     require_data(row.experiment)
     figure, _ = published.measured(row, tmp_path, {})
     assert row.accepted[0] <= figure <= row.accepted[1]
+
+
+# Parameters as the sources print them; nanoGPT prints 10.65M, without the positions.
+NUM_PARAMETERS = {
+    "char.Char": 10_646_784 + 256 * 384,
+    "names.Mlp": 12_097,
+    "names.WaveNet": 76_579,
+    "speed.Gpt2": 124_475_904,
+}
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_it_has_as_many_parameters_as_the_source(name):
+    job = fdl.build(get_experiment(f"published.{name}")().config())
+    layout = Partitioner(job.task, make_mesh(job.mesh)).layout
+    weights = [leaf for leaf in layout.leaves() if leaf.path.startswith("mdl_vars/params/")]
+    assert sum(math.prod(leaf.shape) for leaf in weights) == NUM_PARAMETERS[name]
 
 
 def test_a_measurement_starts_with_the_initial_weights(tmp_path):
