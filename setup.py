@@ -24,6 +24,7 @@ setup(
         *find_packages(include=["praxis_lite", "praxis_lite.*", "praxis_tools", "praxis_tools.*"]),
         "praxis_lite.tasks",
         "praxis_lite.experiments",
+        "praxis_lite.experiments.published",
     ],
     package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
     long_description=readme(),

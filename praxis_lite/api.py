@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,11 +37,11 @@ def train(
 ) -> "TrainedModel":
     """Trains an experiment, or resumes its job, and returns the trained model.
 
-    After the first Ctrl-C (or notebook kernel interrupt), the current step finishes, a checkpoint
-    is saved and training stops. The result's `stopped_by` is then "SIGINT", and the same call
-    resumes the job. A second Ctrl-C, or a Ctrl-C before the first step, raises KeyboardInterrupt.
-    Signals have no effect if this function is called outside the main thread. Exceptions from the
-    experiment's code or from hooks are raised unchanged.
+    Ctrl-C (or a notebook kernel interrupt) and SIGTERM raise KeyboardInterrupt after the current
+    step has finished and its checkpoint is saved; the same call then resumes the job. A second
+    signal raises KeyboardInterrupt immediately. Signals have no effect if this function is called
+    outside the main thread. Exceptions from the experiment's code or from hooks are raised
+    unchanged.
 
     Args:
       experiment: Name of an experiment, as for --exp, or a subclass of Experiment.
@@ -60,6 +61,7 @@ def train(
     Raises:
       ConfigError: A setting, the data or the mesh is invalid, or the directory contains a different
         job.
+      KeyboardInterrupt: A signal stopped training.
     """
     command = command_line("train", experiment, settings, packages)
     from praxis_lite.trainer.metrics import progress as progress_line
@@ -73,6 +75,10 @@ def train(
         launched = begin_launch(command)
         job, result = train_from_command(
             command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
+        )
+    if result.stopped_by in signal.Signals.__members__:  # The time limit is not a signal.
+        raise KeyboardInterrupt(
+            f"{result.stopped_by}: step {result.step} is saved, and the same call resumes from it"
         )
 
     from praxis_lite.trained_model.trained_model import TrainedModel

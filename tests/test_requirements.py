@@ -40,7 +40,7 @@ LATE = {
     "praxis_tools.lm_eval.lm": "lm_eval",
 }
 # Late imports after `require_package`.
-ASKED_FOR = {"experiments.vision": "sklearn"}
+ASKED_FOR = {"experiments.vision": "sklearn", "experiments.published.mnist1d": "mnist1d"}
 
 
 @functools.cache

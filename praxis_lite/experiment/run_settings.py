@@ -17,6 +17,7 @@ class EvaluationSettings:
     Attributes:
         every_steps: Number of steps between evaluations on all datasets except `train`. None for a
             single evaluation at the end.
+        at_start: Whether to evaluate the initial weights of a new job too, as step 0.
         max_batches: Maximum number of batches to evaluate per dataset, or None for one pass over
             the dataset.
         use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.
@@ -25,22 +26,23 @@ class EvaluationSettings:
             and `run.checkpoints.best`.
 
     Raises:
-        ConfigError: A number has the wrong type or is out of range, or every_steps is combined with
-            by_follower.
+        ConfigError: A number has the wrong type or is out of range, or by_follower is combined with
+            every_steps or at_start.
     """
 
     every_steps: int | None = None
+    at_start: bool = False
     max_batches: int | None = None
     use_ema_states: bool = False
     by_follower: bool = False
 
     def __post_init__(self) -> None:
         check_whole_numbers("run.evaluation", self)
-        if self.by_follower and self.every_steps is not None:
+        if self.by_follower and (self.every_steps is not None or self.at_start):
             raise ConfigError(
-                "run.evaluation.every_steps cannot be combined with "
+                "run.evaluation.every_steps and run.evaluation.at_start cannot be combined with "
                 "run.evaluation.by_follower=True, which evaluates in a different process. Set "
-                "every_steps to None, or by_follower to False."
+                "every_steps to None and at_start to False, or by_follower to False."
             )
 
 

@@ -33,6 +33,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "qwix": ("qwix", "quantization"),
     "tokamax": ("tokamax", "tokamax"),
     "sklearn": ("scikit-learn", "digits"),
+    "mnist1d": ("mnist1d", "digits"),
     "lm_eval": ("lm_eval", "lm_eval"),
     "optuna": ("optuna", "sweep"),
     "flatbuffers": ("flatbuffers", "export"),

@@ -14,6 +14,7 @@ from praxis_lite.layers.embedding.embeddings import Embedding
 from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import LayerNorm, RmsNorm
+from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 from praxis_lite.layers.transformer.models import TransformerLm
 from praxis_lite.layers.transformer.transformers import Transformer
@@ -56,6 +57,11 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     else:
         embedding = fdl.Partial(Embedding, **scales)
         softmax_tpl = fdl.Partial(FullSoftmax, **softmax)
+    stack: dict[str, Any] = {}
+    if settings.input_dropout_prob:
+        stack["stacked_transformer_tpl"] = fdl.Partial(
+            Repeat, input_dropout_prob=settings.input_dropout_prob
+        )
     return fdl.Partial(
         TransformerLm,
         vocab_size=settings.vocab_size,
@@ -71,6 +77,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
         position_emb_tpl=None,
         final_ln_tpl=norm,
         transformer_layer_tpl=blocks[0] if len(blocks) == 1 else tuple(blocks),
+        **stack,
     )
 
 

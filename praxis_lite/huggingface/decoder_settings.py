@@ -79,6 +79,7 @@ class DecoderSettings:
       has_latent_bias: MultiHeadLatentAttention.use_bias.
       num_prediction_layers: Number of multi-token prediction layers, which are not loaded.
       atten_dropout_prob, residual_dropout_prob: Dropout rates of Transformer in training.
+      input_dropout_prob: Dropout rate of the embeddings in training.
       max_positions: Published context length. The factor for longrope and yarn defaults to
         max_positions / original_max_positions.
     """
@@ -146,6 +147,7 @@ class DecoderSettings:
     num_prediction_layers: int = 0
     atten_dropout_prob: float = 0.0
     residual_dropout_prob: float = 0.0
+    input_dropout_prob: float = 0.0
     max_positions: int | None = None
 
     @property

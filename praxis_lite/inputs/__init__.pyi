@@ -34,5 +34,6 @@ from praxis_lite.inputs.text.preferences import PreferenceData as PreferenceData
 from praxis_lite.inputs.text.preferences import about_python as about_python
 from praxis_lite.inputs.text.prompts import TextPrompts as TextPrompts
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer as ByteTokenizer
+from praxis_lite.inputs.tokenizers.plain import CharacterTokenizer as CharacterTokenizer
 from praxis_lite.inputs.tokenizers.plain import TokenIds as TokenIds
 from praxis_lite.inputs.workers import WithWorkers as WithWorkers

@@ -70,8 +70,8 @@ class TrainedModel:
       job: The job built from its config, with the mesh in use.
       partitioner: Partitioner of the job's task on the mesh.
       job_dir: Job directory, a `pathlib.Path`.
-      stopped_by: The request that stopped training, such as "SIGINT", or the reason given by early
-        stopping or by a hook. None if training reached its last step, and for loaded models.
+      stopped_by: The time limit that stopped training, or the reason given by early stopping or by
+        a hook. None if training reached its last step, and for loaded models.
     """
 
     def __init__(

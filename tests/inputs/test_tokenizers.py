@@ -12,6 +12,7 @@ from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import (
     ByteTokenizer,
+    CharacterTokenizer,
     StreamingDecoder,
     TokenIds,
     as_tokenizer,
@@ -71,10 +72,12 @@ def pieces(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["llama3", "trained", "pieces", "bytes"])
+@pytest.fixture(params=["llama3", "trained", "pieces", "bytes", "characters"])
 def tokenizer(request):
     if request.param == "bytes":
         return ByteTokenizer()
+    if request.param == "characters":
+        return CharacterTokenizer("".join(sorted(set("".join([*TEXTS, *made_lines(40)])))))
     known = {"llama3": lambda: LLAMA}
     path = (
         known[request.param]() if request.param in known else request.getfixturevalue(request.param)
@@ -261,6 +264,13 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
 def test_a_setting_that_is_no_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="7.*Tokenizer.*None"):
         as_tokenizer(7)
+
+
+def test_a_character_without_an_id_is_refused():
+    tokenizer = CharacterTokenizer("ab")
+    assert tokenizer.vocab_size == 2 and tokenizer.encode("abba").tolist() == [0, 1, 1, 0]
+    with pytest.raises(ConfigError, match="'c'.*'ab'"):
+        tokenizer.encode("abc")
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "hello", "3 99999999999", "1.5"])

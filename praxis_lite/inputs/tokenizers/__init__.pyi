@@ -6,5 +6,6 @@ from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer as JsonTo
 from praxis_lite.inputs.tokenizers.loading import as_tokenizer as as_tokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer as load_tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer as ByteTokenizer
+from praxis_lite.inputs.tokenizers.plain import CharacterTokenizer as CharacterTokenizer
 from praxis_lite.inputs.tokenizers.plain import TokenIds as TokenIds
 from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder as StreamingDecoder

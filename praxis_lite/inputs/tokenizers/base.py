@@ -18,8 +18,8 @@ class Tokenizer(abc.ABC):
     through this interface.
 
     Attributes:
-      token_unit: The unit of text that an id represents, "byte" or "token". It appears in the name
-        of the metric bits_per_<unit>.
+      token_unit: The unit of text that an id represents, "byte", "character" or "token". It appears
+        in the name of the metric bits_per_<unit>.
       vocab_size: All ids, including those of special tokens, are below this number. None if any
         number is a valid id.
       eos_id: Id of the end-of-text token, or None.

@@ -1,5 +1,6 @@
-"""Tokenizers that need no files: bytes, and numbers without text."""
+"""Tokenizers that need no files: bytes, characters, and numbers without text."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,6 +61,56 @@ class ByteTokenizer(Tokenizer):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"tokenizer": "ByteTokenizer"}
+
+
+class CharacterTokenizer(Tokenizer):
+    """A tokenizer whose ids are the indices of characters in a string.
+
+    There is no EOS, so that documents follow each other without a separator.
+
+    Args:
+      characters: All characters that a text may contain, such as "".join(sorted(set(text))).
+    """
+
+    token_unit = "character"
+
+    def __init__(self, characters: str):
+        self.characters, self.vocab_size = characters, len(characters)
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {character: i for i, character in enumerate(self.characters)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Returns the id of each character as int32[num_characters].
+
+        Raises:
+          ConfigError: A character is not in `characters`.
+        """
+        try:
+            return np.array([self._ids[item] for item in checked_text(text)], np.int32)
+        except KeyError as error:
+            raise ConfigError(
+                f"The text contains {error.args[0]!r}, which is not one of the "
+                f"{self.vocab_size} characters {shortened(self.characters)!r} of the "
+                "CharacterTokenizer. Add it to `characters`, or remove it from the text."
+            ) from None
+
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a text; each token is one character."""
+        ids = self.encode(text)
+        first = np.arange(len(ids))
+        return ids, np.stack([first, first + 1], axis=-1)
+
+    def name_of(self, token: int) -> str | None:
+        return self.characters[token] if 0 <= token < len(self.characters) else None
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Returns the characters; an id outside the vocabulary is replaced by U+FFFD."""
+        return "".join(self.name_of(int(token)) or "\ufffd" for token in ids)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"tokenizer": "CharacterTokenizer", "characters": self.characters}
 
 
 class TokenIds(Tokenizer):

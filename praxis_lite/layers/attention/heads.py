@@ -20,7 +20,7 @@ from praxis_lite.layers.attention.projections import (
     PerDimScale,
 )
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, pad_to
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
@@ -56,6 +56,7 @@ class AttentionHeads(BaseLayer):
         scale_query_by_dim_per_head: bool = False,
         use_rotary_position_emb: bool = False,
         output_proj_use_nhd_shape: bool = False,
+        output_init: Initializer | None = None,
         proj_tpl: Callable[..., Any] = AttentionProjection,
         combined_qkv_proj_tpl: Callable[..., Any] = CombinedQKVProjectionLayer,
         headless_proj_tpl: Callable[..., Any] = OneHeadedAttentionProjection,
@@ -93,8 +94,9 @@ class AttentionHeads(BaseLayer):
         self.query = None if combine_qkv else projection(proj_tpl, D, N, D, K)
         self.key = None if combine_qkv else projection(proj_tpl, key_D, G, key_D)
         self.value = None if combine_qkv else projection(proj_tpl, value_D, G, value_D)
-        out = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
+        out: dict[str, Any] = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
         out |= {} if use_output_bias is None else {"use_bias": use_output_bias}
+        out |= {} if output_init is None else {"params_init": output_init}
         self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **out)
         # Queries are scaled by `per_dim_scale` or by the constant `query_scale`, never by both.
         learns_scale = internal_enable_query_scale and internal_enable_per_dim_scale

@@ -45,6 +45,7 @@ class Repeat(BaseLayer):
       num_layers: Number of blocks.
       unroll: Whether to compile every block separately instead of scanning over blocks; the weights
         are then not stacked.
+      input_dropout_prob: Dropout probability of x before the first block, as in GPT-2 and T5.
       checkpoint_policy: A name in CHECKPOINT_POLICIES, or a mapping from checkpoint names to
         places, such as {"context": "device", "query_proj": "offload"}. All other activations are
         recomputed.
@@ -68,6 +69,7 @@ class Repeat(BaseLayer):
         num_layers: int,
         *,
         unroll: bool = False,
+        input_dropout_prob: float = 0.0,
         checkpoint_policy: CheckpointPolicy = "save_nothing",
         stack_split: DimSplit = None,
         offload_weights: bool = False,
@@ -95,6 +97,7 @@ class Repeat(BaseLayer):
             self.blocks = stacked(blocks, stack_split, num_dims_apart=1)
             if offload_weights:
                 put_on_host(self.blocks)
+        self.input_dropout = Dropout(input_dropout_prob)
         self.num_layers, self.unroll = num_layers, unroll
         self.checkpoint_policy, self.offload_weights = policy, offload_weights
 
@@ -117,6 +120,8 @@ class Repeat(BaseLayer):
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
+        if key is not None:
+            x = self.input_dropout(x, jax.random.fold_in(key, self.num_layers))
         blocks = self._unstacked_blocks()
         is_scanned = blocks is None and self.num_layers > 1
         step = _step(inputs, is_scanned, self.offload_weights)
@@ -146,7 +151,7 @@ class StackedTransformer(BaseLayer):
       num_layers: Number of blocks; a multiple of the pattern's length.
       residual_droppath_prob: p for stochastic depth (arXiv:1603.09382): block i is dropped with
         probability p i / num_layers.
-      input_dropout_prob: Dropout probability of x before the first block.
+      input_dropout_prob: See Repeat.
       remat: Whether to recompute each block in the backward pass, except for the activations that
         `checkpoint_policy` saves.
       checkpoint_policy: See Repeat.

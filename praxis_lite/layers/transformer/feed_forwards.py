@@ -10,6 +10,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base.activation_names import named
+from praxis_lite.layers.base.base_layer import Initializer
 from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import RESIDUAL, sized, splits
 from praxis_lite.layers.linears import FeedForward
@@ -40,6 +41,8 @@ class TransformerFeedForward(ResidualBranch):
         gate (arXiv:2002.05202). The activation is then applied only to the gate.
       apply_padding_first: Whether to set padding to zero in the inputs, instead of in the hidden
         activations and the outputs.
+      output_init: Initializer of the second projection's weight; see DotProductAttention. If None,
+        that of the first projection.
       fflayer_tpl: Builds a projection from FeedForward's arguments (input dims, output dims,
         has_bias=, ...).
       relu_dropout_prob: Dropout probability of the hidden activations.
@@ -72,6 +75,7 @@ class TransformerFeedForward(ResidualBranch):
         use_gated_activation: bool = False,
         apply_padding_first: bool = False,
         relu_dropout_prob: float = 0.0,
+        output_init: Initializer | None = None,
         fflayer_tpl: Callable[..., Any] = FeedForward,
         tensor_parallel: str | None = None,
         rngs: nnx.Rngs,
@@ -118,6 +122,7 @@ class TransformerFeedForward(ResidualBranch):
             has_bias=has_bias,
             activation="identity",
             activation_split_dims_mapping=self.activation_split_dims_mapping,
+            **({} if output_init is None else {"weight_init": output_init}),
             rngs=rngs,
         )
         self.relu_dropout = Dropout(relu_dropout_prob)

@@ -39,7 +39,8 @@ def rotary_lm(
 
     Args:
       tr_fflayer_tpl: Builds the feed-forward layer of each block.
-      attention: Further settings of DotProductAttention, such as {"num_kv_heads": 2}.
+      attention: Settings of DotProductAttention, such as {"num_kv_heads": 2}; they override those
+        above.
       settings: Settings of TransformerLm: its sizes, and overrides of any other setting.
     """
     block = fdl.Partial(
@@ -48,12 +49,14 @@ def rotary_lm(
         tr_fflayer_tpl=tr_fflayer_tpl,
         tr_atten_tpl=fdl.Partial(
             DotProductAttention,
-            use_bias=False,
-            internal_enable_per_dim_scale=False,
-            scale_query_by_dim_per_head=True,
-            use_rotary_position_emb=True,
-            proj_tpl=fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
-            **(attention or {}),
+            **{
+                "use_bias": False,
+                "internal_enable_per_dim_scale": False,
+                "scale_query_by_dim_per_head": True,
+                "use_rotary_position_emb": True,
+                "proj_tpl": fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
+                **(attention or {}),
+            },
         ),
     )
     softmax = fdl.Partial(

@@ -31,7 +31,11 @@ class Evaluations(Hook):
             loop.note,
             seed=job.run.seed,
         )
-        if loop.is_resumed and lacks_evaluation(job.run, job.eval_sets, job.files, step):
+        if loop.is_resumed:
+            is_missing = lacks_evaluation(job.run, job.eval_sets, job.files, step)
+        else:
+            is_missing = job.run.evaluation.at_start and bool(job.eval_sets)
+        if is_missing:
             self._evaluate(step, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:

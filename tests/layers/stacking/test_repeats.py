@@ -378,9 +378,10 @@ def test_stochastic_depth_grows_along_a_stack():
     np.testing.assert_allclose(probs, [0.0, 0.05, 0.1, 0.15])
 
 
-def test_a_stack_drops_its_inputs_only_in_training():
-    stack = StackedTransformer(Block, 1, input_dropout_prob=0.5, rngs=nnx.Rngs(0))
-    plain = StackedTransformer(Block, 1, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("stack_class", [Repeat, StackedTransformer])
+def test_a_stack_drops_its_inputs_only_in_training(stack_class):
+    stack = stack_class(Block, 1, input_dropout_prob=0.5, rngs=nnx.Rngs(0))
+    plain = stack_class(Block, 1, rngs=nnx.Rngs(0))
     x, key = jnp.ones((101, DIMS)), jax.random.key(1)
     np.testing.assert_array_equal(stack(x)[0], plain(x)[0])
     assert np.abs(stack(x, key=key)[0] - plain(x, key=key)[0]).max() > 0.1

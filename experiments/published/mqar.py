@@ -1,0 +1,197 @@
+"""Multi-query associative recall: a model reads pairs of keys and values, then recalls values.
+
+Source: HazyResearch/zoology (Arora et al., arXiv:2312.04927), zoology/data/multiquery_ar.py,
+zoology/model.py and the configs of figure 2. With attention, the accuracy is 1 at every width. With
+gated convolutions (`Convolution`), it is lower, unless the model is wide.
+
+Deviations, so that a row trains in minutes on two cores:
+- The vocabulary has 256 instead of 8,192 ids.
+- A batch has 64 instead of 512 rows, for as many steps: the source trains for 64 epochs of 100,000
+  rows.
+- Of the source's widths, lengths and learning rates, only one each is used.
+- Long convolutions have a weight per position. In the source, an MLP computes these weights.
+"""
+
+import functools
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from praxis_lite import register
+from praxis_lite.core import Learner
+from praxis_lite.experiments.published import SPLITS, Published, run_config, shuffled_arrays
+from praxis_lite.inputs import TokenIds
+from praxis_lite.layers import (
+    AttentionProjection,
+    BaseLayer,
+    DepthwiseConv1D,
+    DotProductAttention,
+    Dropout,
+    FeedForward,
+    LayerNorm,
+    SharedEmbeddingSoftmax,
+    TrainablePositionalEmbedding,
+    WeightInit,
+)
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+__all__ = ["Attention", "Convolution", "GatedConvolution", "RecallModel", "recalls"]
+
+STD = 0.02
+NORMAL = WeightInit.Gaussian(STD)
+
+
+def recalls(
+    split: str, num_train: int, vocab_size: int, input_seq_len: int, num_kv_pairs: int
+) -> dict[str, np.ndarray]:
+    """Returns rows of keys and values, followed by the keys at random positions.
+
+    The lower half of the ids are keys, the upper half are values; id 0 fills the other positions.
+    Only the positions of keys in the second part have weight 1; their labels are the values.
+    """
+    num_rows = num_train if split == "train" else 3000
+    rng = np.random.RandomState(split == "train")
+    half, context = vocab_size // 2, 2 * num_kv_pairs
+
+    def choose(size: int, weights: np.ndarray | float = 1.0) -> np.ndarray:
+        # The smallest of exponential variates are a weighted sample without replacement.
+        variates = rng.exponential(size=(num_rows, size)) / weights
+        return np.argsort(variates, axis=1)[:, :num_kv_pairs]
+
+    keys, values = 1 + choose(half - 1), half + choose(half)
+    num_places = (input_seq_len - context) // 2
+    places = context + 2 * choose(num_places, np.arange(1, num_places + 1) ** -0.99)
+    ids = np.zeros((num_rows, input_seq_len), np.int32)
+    labels, weights = np.zeros_like(ids), np.zeros(ids.shape, np.float32)
+    ids[:, 0:context:2], ids[:, 1:context:2] = keys, values
+    np.put_along_axis(ids, places, keys, axis=1)
+    np.put_along_axis(labels, places, values, axis=1)
+    np.put_along_axis(weights, places, 1.0, axis=1)
+    return {"ids": ids, "labels": labels, "weights": weights}
+
+
+class GatedConvolution(BaseLayer):
+    """Multiplies a causal convolution by a projection, and adds the inputs: [B, T, D] -> [B, T, D].
+
+    It is called like attention.
+
+    Args:
+      dims: D.
+      kernel_size: Length of the filters.
+    """
+
+    def __init__(self, dims: int, kernel_size: int, *, rngs: nnx.Rngs):
+        linear = {"activation": "identity", "weight_init": NORMAL}
+        self.projection = FeedForward(dims, dims, **linear, rngs=rngs)
+        self.conv = DepthwiseConv1D((kernel_size, dims, 1), bias=True, is_causal=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+        return self.conv(x) * self.projection(x) + x, None
+
+
+class RecallModel(BaseLayer):
+    """A language model of mixers without feed-forward layers: ids [B, T] -> logits [B, T, V].
+
+    Args:
+      vocab_size: V.
+      d_model: Size of the residual stream.
+      input_seq_len: T.
+      kernel_sizes: Length of the filters in each layer of gated convolutions. If empty, the model
+        has two layers of attention, and learned positions.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        input_seq_len: int,
+        *,
+        kernel_sizes: tuple[int, ...] = (),
+        rngs: nnx.Rngs,
+    ):
+        D, V = d_model, vocab_size
+        self.softmax = SharedEmbeddingSoftmax(V, D, has_bias=False, weight_init=NORMAL, rngs=rngs)
+        self.dropout = Dropout(0.1)
+        if kernel_sizes:
+            self.positions = None
+            mixers = [GatedConvolution(D, size, rngs=rngs) for size in kernel_sizes]
+        else:
+            self.positions = TrainablePositionalEmbedding(
+                input_seq_len, D, weight_init=NORMAL, rngs=rngs
+            )
+            attention = functools.partial(
+                DotProductAttention,
+                internal_enable_per_dim_scale=False,
+                atten_dropout_prob=0.1,
+                proj_tpl=functools.partial(AttentionProjection, params_init=NORMAL),
+                output_init=WeightInit.Gaussian(STD / 2),  # Divided by the root of twice the depth.
+            )
+            mixers = [attention(D, 1, rngs=rngs) for _ in range(2)]
+        self.mixers = nnx.List(mixers)
+        norm = functools.partial(LayerNorm, D, epsilon=1e-5, direct_scale=True)
+        self.norms, self.later_norms = (nnx.List(norm(rngs=rngs) for _ in mixers) for _ in range(2))
+        self.final_norm = norm(rngs=rngs)
+        self.vocab_size = V
+
+    def __call__(self, ids: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+        num_keys = 1 + len(self.mixers)
+        keys = [None] * num_keys if key is None else jax.random.split(key, num_keys)
+        x = self.softmax.emb_lookup(ids)
+        if self.positions is not None:
+            x = x + self.positions(seq_length=ids.shape[1])
+        x = self.dropout(x, keys[0])
+        layers = zip(self.norms, self.mixers, self.later_norms, keys[1:], strict=True)
+        for norm, mixer, later_norm, mixer_key in layers:
+            x = x + mixer(norm(x), key=mixer_key)[0]
+            x = x + later_norm(x)  # The source replaces the feed-forward layer by the identity.
+        return self.softmax(self.final_norm(x)), None
+
+
+@register
+class Attention(Published):
+    """Two layers of attention with a width of 64, which recall all values."""
+
+    num_examples = 100_000
+    vocab_size = 256
+    input_seq_len = 64
+    num_kv_pairs = 4
+    d_model = 64
+    kernel_sizes: tuple[int, ...] = ()
+    learning_rate = 2.15e-3
+    batch_size = 64
+    num_steps = 12_500
+
+    def task(self):
+        model = fdl.Partial(
+            RecallModel,
+            self.vocab_size,
+            self.d_model,
+            self.input_seq_len,
+            kernel_sizes=self.kernel_sizes,
+        )
+        adamw = fdl.Partial(optax.adamw, weight_decay=0.1)
+        rate = fdl.Config(optax.cosine_decay_schedule, self.learning_rate, self.num_steps)
+        return fdl.Config(
+            LanguageModelTask,
+            model=model,
+            learner=fdl.Config(Learner, adamw, learning_rate=rate),
+            inputs_split_mapping=SPLITS,
+            tokenizer=fdl.Config(TokenIds),
+        )
+
+    def datasets(self):
+        sizes = (self.num_examples, self.vocab_size, self.input_seq_len, self.num_kv_pairs)
+        return shuffled_arrays(recalls, *sizes, batch_size=self.batch_size, eval_batch_size=250)
+
+    def run(self):
+        return run_config(self.num_steps, 500)
+
+
+@register
+class Convolution(Attention):
+    """Two layers of gated convolutions with a width of 64, which recall only some values."""
+
+    kernel_sizes = (3, 64)
