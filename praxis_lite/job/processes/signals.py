@@ -208,11 +208,14 @@ def name(signum: int) -> str:
 
 
 def listen_to_supervisor_only() -> None:
-    """Makes this worker process handle STOPS_WORKER and ignore SIGNALS."""
+    """Makes this process, a worker, handle STOPS_WORKER and ignore SIGNALS until it exits."""
     global _stop_signals
     _stop_signals = (STOPS_WORKER,)
     for signum in SIGNALS:
         signal.signal(signum, _ignore)
+        # A signal that arrived before STOPS_WORKER may be handled late, by a listening thread.
+        for listener in _active_listeners:
+            listener._handlers.pop(signum, None)
     for listener in _active_listeners[-1:]:
         listener._handlers[STOPS_WORKER] = signal.signal(STOPS_WORKER, listener._handle)
 

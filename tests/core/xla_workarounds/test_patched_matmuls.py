@@ -377,6 +377,9 @@ class Rows:
     def element_spec(self):
         return {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
 
+    def element_specs(self):
+        return (self.element_spec(),)
+
 
 def partitioner_of(mesh_shape):
     task = Product(
