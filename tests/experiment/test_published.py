@@ -11,7 +11,7 @@ from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiment.registry import get_experiment
 from praxis_lite.experiments.published.names import contexts
 from praxis_lite.host.optional_packages import is_installed
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 
 MESHES = [(1, 3, 1), (1, 4, 2)]
 NUM_STEPS = 5
@@ -34,7 +34,7 @@ SMALL = {
     "speed.Gpt2": GPT | {"vocab_size": 61, "task.model.fprop_dtype": np.float32},
     "transfer.Narrow": {"batch_size": 7, "block_size": 13},
 }
-QUICK = {"names.Mlp"}
+QUICK, SLOW = {"names.Mlp"}, {"char.CharCpu", "mqar.Attention"}
 ROWS = {row.name: row for row in published.ROWS}
 
 
@@ -43,7 +43,7 @@ def require_data(experiment):
         pytest.skip("mnist1d is not installed")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, SMALL))
+@pytest.mark.parametrize("name", slow_or_nightly(QUICK, SLOW, SMALL))
 def test_its_first_losses_are_equal_on_uneven_meshes(name):
     require_data(name)
     actual = published.differences(name, MESHES, NUM_STEPS, SMALL[name])
