@@ -343,7 +343,7 @@ def _status(scheme: str, meta: Any) -> _Status:
 
 @contextlib.contextmanager
 def _store_errors(path: StorePath, action: str) -> Iterator[None]:
-    """Converts the exceptions of obstore."""
+    """Converts obstore's errors to FileNotFoundError, ObjectChanged or ConfigError."""
     exceptions = optional_module("obstore.exceptions", str(path))
     try:
         yield

@@ -27,7 +27,7 @@ __all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file",
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a hf://, gs:// or s3:// URL."""
+    """Returns whether a path is an hf://, gs:// or s3:// URL."""
     return is_hub_url(path) or is_store_url(path)
 
 
