@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import sys
 
 import numpy as np
 import pyarrow
@@ -71,7 +72,7 @@ def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
 
 
 @pytest.mark.slow
-def test_images_are_decoded_and_sounds_are_not_and_a_damaged_row_is_named(tmp_path):
+def test_images_are_decoded_and_sounds_are_not_and_a_damaged_row_is_named(tmp_path, monkeypatch):
     import datasets
     from PIL import Image
 
@@ -104,6 +105,9 @@ def test_images_are_decoded_and_sounds_are_not_and_a_damaged_row_is_named(tmp_pa
     assert source[0]["messages"] == [{"role": "user"}]
     with pytest.raises(BadExample, match="/d, row 1, cannot be read"):
         source[1]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match=r"/d, for its images, .*pip install"):
+        HuggingFaceDataset(f"{tmp_path}/d").rows  # noqa: B018
 
 
 @pytest.mark.slow

@@ -109,6 +109,42 @@ def test_a_permute_over_both_links_takes_half_as_long():
     assert item == pytest.approx(2 * both)
 
 
+# Two fusions share one all-gather of 1024 bytes per device; an instruction runs between them.
+FUSED = """HloModule step, num_partitions=8
+
+%first (p: f32[256]) -> f32[2048] {
+  %p = f32[256] parameter(0)
+  ROOT %g = f32[2048] all-gather(%p), replica_groups=[1,8]<=[8], CHAIN
+}
+
+%last (p: f32[256]) -> f32[2048] {
+  %p = f32[256] parameter(0)
+  ROOT %g = f32[2048] all-gather(%p), replica_groups=[1,8]<=[8], CHAIN
+}
+
+ENTRY %main (p: f32[256]) -> f32[2048] {
+  %p = f32[256] parameter(0)
+  %start = f32[2048] fusion(%p), calls=%first, backend_config={"estimated_cycles":"300"}
+  %between = f32[256] negate(%p), backend_config={"estimated_cycles":"900"}
+  %end = f32[2048] fusion(%start), calls=%last, backend_config={"estimated_cycles":"300"}
+  ROOT %after = f32[2048] negate(%end), backend_config={"estimated_cycles":"600"}
+}
+""".replace("CHAIN", 'dimensions={0}, frontend_attributes={chain_id="7"}')
+
+
+@pytest.mark.parametrize("hop_seconds", [1e-9, 1e-3])
+def test_a_collective_spread_over_fusions_ends_with_the_last_of_them(hop_seconds):
+    fitted = dataclasses.replace(FITTED, hop_seconds=hop_seconds)
+    actual = schedule(FUSED, CHIP, MESH, fitted)
+    cycle = 1 / CHIP.clock / fitted.cycles
+    gather = seconds_of(7 * 1024, 2, 4, fitted)
+    assert (gather > 1500 * cycle) == (hop_seconds == 1e-3)
+    assert actual.seconds == pytest.approx(max(gather, 1500 * cycle) + 600 * cycle)
+    (collective,) = actual.collectives.values()
+    assert collective.exposed_seconds == pytest.approx(max(gather - 1500 * cycle, 0))
+    assert collective.wire_bytes == 7 * 1024
+
+
 # A weight of 1,638,400 bytes, 2 us of a v5e's bandwidth, is copied into VMEM while an instruction
 # runs for 1 us and moves 409,600 bytes of its own; a second one behind it, while a sum is on the
 # wire. The row of a scatter, 512 bytes, takes as long as the smallest instruction.

@@ -12,6 +12,7 @@ import pytest
 from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.main import main
+from praxis_tools.report.certified.job_files import JobFiles
 from tests.support.job_runs import succeed
 from tests.support.line_jobs import LINE
 from tests.support.written_jobs import certificate_line, change_line
@@ -249,6 +250,20 @@ def test_so_is_each_file_of_a_job_with_all_evidence(evidenced, tmp_path, file, h
     assert status != 0, out
     status, out, _ = certify(job.path, f"--verify={evidenced[1]}", "--recorded_only")
     assert status != 0, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start, lost", [(3, ["4"]), (4, [])])
+def test_each_step_after_the_start_of_the_newest_launch_needs_its_certificate(
+    evidenced, tmp_path, start, lost
+):
+    job = JobDir(shutil.copytree(evidenced[0].path, tmp_path / "elsewhere"))
+    lines = job.certificates_jsonl.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == [4, 8]
+    job.certificates_jsonl.write_text(lines[1])
+    files = JobFiles(job, step=8, newest_step=8, packages=("jobzoo",), start=start)
+    named = [fault.rsplit(" ", 1)[1] for fault in files.faults_of_certificates()]
+    assert named == lost
 
 
 @pytest.mark.slow
