@@ -2,12 +2,12 @@
 
     python -m benchmarks.published                                 # lists the rows
     python -m benchmarks.published names.mlp --seeds 5 --write     # updates docs/results.md
-    python -m benchmarks.published mnist1d --steps 500             # all rows of mnist1d, shortened
+    python -m benchmarks.published mnist1d --steps 500             # all rows of mnist1d, 500 steps
     python -m benchmarks.published grokking --jobs /tmp/jobs       # resumes if it was interrupted
     python -m benchmarks.published grokking --meshes 1,3,1 1,4,2   # compares meshes
 
 With `--meshes`, the losses of the first 50 steps on each mesh of simulated devices are compared
-with those on one device. Then one seed is trained on each mesh, and must reach the same figure.
+with those on one device. Then one seed is trained on each mesh, and its figure is reported.
 """
 
 import argparse
@@ -35,24 +35,25 @@ from praxis_lite.core import Partitioner, make_mesh, simulate_devices
 from praxis_lite.experiment.registry import get_experiment
 
 DOCS = Path(__file__).parents[1] / "docs"
-SHORT, LIMIT = 50, 1e-5  # Steps that are compared between meshes, and the largest difference.
-RATES = [2.0**-power for power in range(4, 12)]  # The learning rates of `transfer`.
+# Number of steps to compare between meshes, and the largest relative difference of equal losses.
+SHORT, LIMIT = 50, 1e-5
+RATES = [2.0**-power for power in range(4, 12)]  # Learning rates for `transfer`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published result.
+    """A published result: a row of docs/results.md.
 
     Attributes:
-      name: Name of the row; the part before a dot names a group of rows.
+      name: Name of the row. If it contains a dot, the part before the dot is the row's group.
       experiment: Name of the experiment in experiments/published.
       metric: Name of the metric on held-out data.
       published: The published figure.
-      accepted: Smallest and largest mean that counts as a success.
+      accepted: Smallest and largest mean that count as "reached".
       source: Where the figure is published.
-      figure: Function of a curve that returns the figure: the last, smallest or largest value.
-      wide: Name of a wider experiment, for a sweep over learning rates. The figure is then the
-        ratio of the two experiments' best learning rates.
+      figure: Function that selects the figure from a curve: its last, smallest or largest value.
+      wide: Name of a wider experiment, or None. If set, both experiments are trained with all
+        RATES, and the figure is the ratio of their best learning rates.
     """
 
     name: str
@@ -93,7 +94,13 @@ ROWS = [
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A metric during a run: steps (or learning rates), the value at each, and all seconds."""
+    """A curve of a metric.
+
+    Attributes:
+      x: Steps, or learning rates in a sweep.
+      values: The metric at each x.
+      seconds: Total time of training steps and evaluations.
+    """
 
     x: np.ndarray
     values: np.ndarray
@@ -101,7 +108,7 @@ class Run:
 
 
 def trained(job_dir: Path, experiment: str, metric: str, settings: Mapping[str, Any]) -> Run:
-    """Trains an experiment, or resumes its job, and evaluates it on held-out data."""
+    """Trains an experiment, or resumes its job, and returns its curve on held-out data."""
     settings = {"run.trackers.tensorboard": None, **settings}
     model = praxis_lite.train(f"published.{experiment}", job_dir, settings=settings, progress=False)
     columns, metrics = model.evaluations["heldout"], model.metrics
@@ -110,7 +117,7 @@ def trained(job_dir: Path, experiment: str, metric: str, settings: Mapping[str, 
 
 
 def measured(row: Row, job_dir: Path, settings: Mapping[str, Any]) -> tuple[float, Run]:
-    """Returns the figure of a row, and its run; in a sweep, the wide losses by learning rate."""
+    """Returns a row's figure and curve. The curve of a sweep has the losses of the wide model."""
     if row.wide is None:
         run = trained(job_dir, row.experiment, row.metric, settings)
         return float(row.figure(run.values)), run
@@ -137,7 +144,7 @@ def measured(row: Row, job_dir: Path, settings: Mapping[str, Any]) -> tuple[floa
 def first_losses(
     experiment: str, mesh: Sequence[int], num_steps: int, settings: Mapping[str, Any]
 ) -> np.ndarray:
-    """Returns the training losses of the first steps on a mesh, [num_steps]."""
+    """Returns the training losses [num_steps] of the first steps on a mesh."""
     texts = as_texts({**settings, "mesh.ici_mesh_shape": tuple(mesh)})
     job = fdl.build(configured(get_experiment(f"published.{experiment}"), texts))
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
@@ -155,17 +162,20 @@ def differences(
     num_steps: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Returns the largest relative difference of each mesh's losses from those on one device."""
+    """Returns the largest relative difference of each mesh's losses from those on one device.
+
+    The keys are the names of the meshes, such as "1x4x2".
+    """
     expected = first_losses(experiment, (1, 1, 1), num_steps, settings)
-    result = {}
+    by_mesh = {}
     for mesh in meshes:
         actual = first_losses(experiment, mesh, num_steps, settings)
-        result["x".join(map(str, mesh))] = float(np.max(np.abs(actual / expected - 1)))
-    return result
+        by_mesh["x".join(map(str, mesh))] = float(np.max(np.abs(actual / expected - 1)))
+    return by_mesh
 
 
 def environment() -> str:
-    """Returns the commit, the versions and the machine, for the table."""
+    """Returns a table cell with the commit, the jax version and the machine."""
     git = ["git", "-C", str(DOCS), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     device = jax.devices()[0]
@@ -174,7 +184,7 @@ def environment() -> str:
 
 
 def write_cells(row: Row, cells: Mapping[str, str]) -> None:
-    """Replaces cells in the row of docs/results.md."""
+    """Replaces cells, keyed by column, in a row of docs/results.md."""
     path = DOCS / "results.md"
     lines = path.read_text(encoding="utf-8").splitlines()
     table = {
@@ -184,15 +194,15 @@ def write_cells(row: Row, cells: Mapping[str, str]) -> None:
     }
     header = next(iter(table.values()))
     # The name is a link after the first measurement.
-    number = next(i for i, found in table.items() if row.name in found[0].strip("[").split("]"))
+    index = next(i for i, texts in table.items() if row.name in texts[0].strip("[").split("]"))
     for column, text in cells.items():
-        table[number][header.index(column)] = text
-    lines[number] = f"| {' | '.join(table[number])} |"
+        table[index][header.index(column)] = text
+    lines[index] = f"| {' | '.join(table[index])} |"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def draw(row: Row, runs: Sequence[Run]) -> None:
-    """Writes the curves of a row, one per seed, to docs/results."""
+    """Writes a plot of a row's curves, one per seed, to docs/results."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(5, 3), layout="constrained")
@@ -214,8 +224,8 @@ def measure(row: Row, args: argparse.Namespace, jobs: Path) -> None:
     shared = {} if args.steps is None else {"run.num_train_steps": args.steps}
     figures, runs = [], []
     for seed in range(args.seeds):
-        seeds = {"run.seed": seed, "datasets.train.seed": seed}
-        figure, run = measured(row, jobs / row.name / str(seed), {**shared, **seeds})
+        settings = {**shared, "run.seed": seed, "datasets.train.seed": seed}
+        figure, run = measured(row, jobs / row.name / str(seed), settings)
         print(f"  seed {seed}: {figure:.4f}", flush=True)
         figures.append(figure)
         runs.append(run)
@@ -240,26 +250,26 @@ def measure(row: Row, args: argparse.Namespace, jobs: Path) -> None:
         settings = {**shared, "mesh.ici_mesh_shape": tuple(mesh)}
         figure, _ = measured(row, jobs / row.name / name, settings)
         compared.append(f"{name}: {difference:.1e}, {figure:.4g}")
-        same = "equal" if difference <= LIMIT else "different"
-        print(f"  {compared[-1]}: the first {SHORT} steps are {same}", flush=True)
+        outcome = "equal" if difference <= LIMIT else "different"
+        print(f"  {compared[-1]}: the first {SHORT} losses are {outcome}", flush=True)
     if args.write and compared:
         write_cells(row, {"meshes": "; ".join(compared)})
 
 
 def main() -> None:
-    """Measures the rows whose name, or group of names, is given."""
+    """Measures a row or a group of rows, or lists all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("name", nargs="?", help="a row, or the part of its name before a dot")
+    parser.add_argument("name", nargs="?", help="a row or a group of rows, such as mnist1d")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="number of training steps, for a quick try")
-    parser.add_argument("--jobs", type=Path, help="directory that keeps the jobs")
+    parser.add_argument("--steps", type=int, help="number of training steps, for a short trial")
+    parser.add_argument("--jobs", type=Path, help="directory of the jobs; default: temporary")
     parser.add_argument("--write", action="store_true", help="update docs/results.md")
     parser.add_argument(
         "--meshes", nargs="*", default=[], type=lambda text: tuple(map(int, text.split(",")))
     )
     args = parser.parse_args()
     if args.write and args.steps is not None:
-        parser.error("--write is for complete runs; omit --steps")
+        parser.error("--write requires complete runs; omit --steps")
     rows = [row for row in ROWS if args.name in (row.name, row.name.partition(".")[0])]
     if not rows:
         for row in ROWS:

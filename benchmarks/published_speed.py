@@ -1,9 +1,9 @@
-"""Measures how fast GPT-2 (124M) trains.
+"""Measures the training speed of GPT-2 (124M).
 
     python -m benchmarks.published_speed /tmp/speed          # on a GPU; takes less than 6 minutes
 
 Writes speed.json and a trace of three steps to the directory. llm.c processes 463,000 tokens per
-second on an H100 (10B tokens in 45 minutes on eight), and 145,000 on an A100 with 40 GB.
+second on one H100 (10B tokens in 45 minutes on eight), and 145,000 on one A100 with 40 GB.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments.published.speed import Gpt2
 
-# Dense bfloat16 FLOP/s of a device, by a part of its name.
+# Peak FLOP/s of dense bfloat16 matmuls, keyed by a part of the device's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def speed(settings: list[str], folder: Path, num_steps: int) -> dict[str, float]:
-    """Returns tokens per second and the model FLOPs of a token, and writes a trace."""
+    """Returns tokens per second, model FLOPs per token and sizes, and writes a trace."""
     job = fdl.build(configured(Gpt2, settings))
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     key = partitioner.key(0)
@@ -35,13 +35,14 @@ def speed(settings: list[str], folder: Path, num_steps: int) -> dict[str, float]
     batch_size, block_size = batch["ids"].shape
     inputs = partitioner.global_batch(batch)
 
-    def run(num_steps: int) -> float:
+    def run(count: int) -> float:
+        """Runs this many steps, and returns the seconds taken."""
         nonlocal state
-        begin = time.perf_counter()
-        for _ in range(num_steps):
+        start = time.perf_counter()
+        for _ in range(count):
             state, _ = partitioner.train_step(state, inputs, key)
         jax.block_until_ready(state)
-        return time.perf_counter() - begin
+        return time.perf_counter() - start
 
     run(5)  # Compiles and warms up.
     tokens_per_second = num_steps * batch_size * block_size / run(num_steps)
@@ -49,7 +50,7 @@ def speed(settings: list[str], folder: Path, num_steps: int) -> dict[str, float]
         run(3)
     leaves = list(partitioner.layout.select("mdl_vars").leaves())
     num_weights = sum(int(np.prod(leaf.shape)) for leaf in leaves)
-    # Six per weight, and the products of attention (Chowdhery et al., arXiv:2204.02311).
+    # 6 FLOPs per weight, plus the matmuls of attention (Chowdhery et al., arXiv:2204.02311).
     flops = 6 * num_weights + 12 * Gpt2.n_layer * Gpt2.n_embd * block_size
     sizes = {"batch_size": batch_size, "block_size": block_size, "num_steps": num_steps}
     return {"tokens_per_second": tokens_per_second, "flops_per_token": flops, **sizes}

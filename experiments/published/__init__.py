@@ -1,9 +1,9 @@
-"""Experiments that repeat results that others have published, with the source's hyperparameters.
+"""Experiments that reproduce published results with the hyperparameters of the source.
 
 Each module's docstring names the source and lists all deviations from it. Hyperparameters have the
-source's names. `python -m benchmarks.published` trains the experiments and compares the results
-with the published figures. Experiments run on one device; `--set mesh.ici_mesh_shape=(1,4,2)`
-changes the mesh.
+names that the source uses. `python -m benchmarks.published` trains the experiments and compares the
+results with the published figures. By default, experiments run on one device;
+`--set mesh.ici_mesh_shape=(1,4,2)` changes the mesh.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ __all__ = ["DATA", "SPLITS", "Published", "run_config", "shuffled_arrays"]
 
 DATA = Path(__file__).parent / "data"
 _BATCH = SHARDING_PRESETS["fsdp+tensor"]["batch"]
-# Mesh axes of the dims of inputs, by rank: rows are sharded.
+# inputs_split_mapping that shards the batch dim of inputs with one or two dims.
 SPLITS = {"map_1d": (_BATCH,), "map_2d": (_BATCH, None)}
 
 
 class Published(Experiment):
-    """Base class: trains on one device."""
+    """Base class of published experiments, which run on one device by default."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 1, 1))
 
 
 def run_config(num_steps: int, evaluate_every: int) -> fdl.Config:
-    """Returns the config of a run that also evaluates the initial weights."""
+    """Returns the config of a run with evaluations, including one of the initial weights."""
     evaluation = fdl.Config(EvaluationSettings, every_steps=evaluate_every, at_start=True)
     return fdl.Config(RunConfig, num_train_steps=num_steps, evaluation=evaluation)
 
@@ -39,7 +39,14 @@ def run_config(num_steps: int, evaluate_every: int) -> fdl.Config:
 def shuffled_arrays(
     arrays: Callable, *args, batch_size: int, eval_batch_size: int
 ) -> dict[str, fdl.Config]:
-    """Returns the configs of datasets of `arrays(split, *args)`, which are shuffled every epoch."""
+    """Returns configs of the datasets "train", shuffled every epoch, and "heldout", in order.
+
+    Args:
+      arrays: Function that returns the arrays of a split, `arrays(split, *args)`.
+      *args: Further arguments of `arrays`.
+      batch_size: Number of rows in a training batch.
+      eval_batch_size: Number of rows in an evaluation batch.
+    """
     train, heldout = (fdl.Partial(arrays, split, *args) for split in ("train", "heldout"))
     return {
         "train": fdl.Config(InMemory, train, batch_size=batch_size, shuffle=True),

@@ -1,11 +1,11 @@
-"""An LSTM that adds numbers of two and three digits, character by character.
+"""An LSTM that adds a number below 100 and a number below 1,000, one character at a time.
 
 Source: google/flax, examples/seq2seq. At step 1,800, the accuracy of complete sums is 100% and the
-loss is 0.0020. The models are plain NNX modules.
+loss is 0.0020. The model is a plain NNX module.
 
 Deviations:
-- The source reports metrics of the training batch, before the update. Here, they are computed on
-  1,024 other random sums.
+- The source reports the metrics of a training batch before the update. We compute them on 1,024
+  other random sums.
 """
 
 from typing import Any
@@ -27,17 +27,17 @@ __all__ = ["Addition", "AdditionModel", "loss", "sums"]
 PAD, EOS = 0, 1
 ID_OF = {character: i for i, character in enumerate(" +0123456789=", start=2)}
 VOCAB_SIZE = 2 + len(ID_OF)
-QUERY_LENGTH, ANSWER_LENGTH = 8, 6  # `99+999<eos>` padded, and `=1098<eos>`.
+QUERY_LENGTH, ANSWER_LENGTH = 8, 6  # As for `99+999<eos><pad>` and `=1098<eos>`.
 
 
 def encoded(text: str, length: int) -> list[int]:
-    """Returns the ids of a text and EOS, padded to a length."""
+    """Returns the ids of a text, followed by EOS and padding."""
     ids = [*(ID_OF[character] for character in text), EOS]
     return ids + [PAD] * (length - len(ids))
 
 
 def sums(split: str, num_train: int) -> dict[str, np.ndarray]:
-    """Returns sums of numbers below 100 and below 1,000, the smaller number first, as ids."""
+    """Returns the ids of random sums of a number below 100 and one below 1,000, in sorted order."""
     rng, num_rows = np.random.RandomState(split == "train"), num_train if split == "train" else 1024
     pairs = np.sort(rng.randint((100, 1000), size=(num_rows, 2)), axis=1).tolist()
     return {
@@ -65,9 +65,9 @@ class AdditionModel(nnx.Module):
     def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
         def read(carry: Any, ids: jax.Array) -> tuple[Any, None]:
             # The carry does not change at EOS and padding, so the decoder starts after the digits.
-            new, _ = self.encoder(carry, one_hot(ids))
+            updated, _ = self.encoder(carry, one_hot(ids))
             is_text = (ids > EOS)[:, None]
-            return jax.tree.map(lambda n, old: jnp.where(is_text, n, old), new, carry), None
+            return jax.tree.map(lambda x, old: jnp.where(is_text, x, old), updated, carry), None
 
         def write(state: tuple[Any, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
             carry, ids = state
@@ -83,7 +83,7 @@ class AdditionModel(nnx.Module):
 
 
 def loss(model: AdditionModel, inputs: dict[str, jax.Array], key: jax.Array):
-    """Returns the mean cross-entropy of each row [B], where padding counts as 0, and accuracies."""
+    """Returns each row's mean cross-entropy [B], with 0 for padding, and whether it is correct."""
     labels = inputs["answer"][:, 1:]
     logits, is_token = model(inputs["query"], key), labels != PAD
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -93,7 +93,7 @@ def loss(model: AdditionModel, inputs: dict[str, jax.Array], key: jax.Array):
 
 @register
 class Addition(Published):
-    """Adds numbers with an LSTM; all sums are correct after 1,800 steps."""
+    """Adds numbers with an LSTM. Published accuracy: 100% after 1,800 steps."""
 
     learning_rate = 0.003
     batch_size = 128

@@ -1,13 +1,13 @@
-"""Character-level GPTs that are trained on Shakespeare, as in nanoGPT.
+"""Character-level GPTs trained on Shakespeare, as in nanoGPT.
 
 Source: karpathy/nanoGPT, README.md, model.py, train.py and config/train_shakespeare_char.py. The
-best validation loss is 1.4697 for `Char`; the loss is 1.88 for `CharCpu`.
+best validation loss of `Char` is 1.4697. The final validation loss of `CharCpu` is 1.88.
 
 Deviations:
-- An epoch covers the text with windows that do not overlap and start at a random offset. The source
-  draws the start of each window with replacement.
-- Evaluations read all of the held-out text. The source reads random windows of it.
-- The figure of `Char` was computed with bfloat16 autocast on a GPU; we use float32.
+- An epoch consists of non-overlapping windows, which start at a random offset. The source draws the
+  start of each window with replacement.
+- Evaluations use the complete held-out text. The source uses random windows of it.
+- The source trained `Char` with bfloat16 autocast on a GPU. We use float32.
 """
 
 import string
@@ -46,19 +46,18 @@ CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
 
 
 class Gpt(Published):
-    """Base class: nanoGPT's model (GPT-2 with optional biases), AdamW, and Shakespeare."""
+    """Base class: nanoGPT's model (GPT-2 with optional biases), trained on Shakespeare."""
 
     eval_interval = 250
     vocab_size = 65
     bias = False
-    tied = True  # Whether the softmax weight also embeds ids.
+    tied = True  # Whether the embedding is also the softmax weight.
     activation = "gelu_exact"
-    scaled_init = (
-        True  # Whether weights whose outputs are added to the residual stream are smaller.
-    )
+    # Whether weights whose outputs are added to the residual stream have a smaller initial scale.
+    scaled_init = True
     dropout = 0.0
     weight_decay = 0.1
-    decays_vectors = False  # Whether norms and biases decay too.
+    decays_vectors = False  # Whether weight decay includes norms and biases.
     beta2 = 0.99
     grad_clip = 1.0
 
@@ -157,7 +156,7 @@ class Gpt(Published):
 
 @register
 class Char(Gpt):
-    """nanoGPT's model with 10.6M parameters, which reaches a validation loss of 1.47."""
+    """nanoGPT's model with 10.6M parameters. Published validation loss: 1.47."""
 
     batch_size = 64
     block_size = 256
@@ -183,7 +182,7 @@ class Char(Gpt):
 
 @register
 class CharCpu(Char):
-    """nanoGPT's model for a laptop, which reaches a validation loss of 1.88."""
+    """nanoGPT's model for a laptop. Published validation loss: 1.88."""
 
     batch_size = 12
     block_size = 64

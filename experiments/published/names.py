@@ -9,8 +9,8 @@ Deviations of `Mlp` and `WaveNet`:
 
 Deviations of `Transformer`:
 - Names are shuffled every epoch. The source draws them with replacement.
-- The test set has 1,000 random names, but not the source's, which come from torch.randperm.
-- The test loss is that of all 1,000 names. The source reads 11 batches of 100 names.
+- The test set has 1,000 random names. They differ from the source's, which torch.randperm selects.
+- The test loss is that of all 1,000 names. The source evaluates 11 batches of 100 names.
 - Training ends after 30,000 steps. The source trains until it is stopped.
 """
 
@@ -38,30 +38,30 @@ VOCAB_SIZE = 27  # The letters, and 0 for the start and the end of a name.
 
 
 def names(seed: int) -> list[np.ndarray]:
-    """Returns the letters of each name, int32 from 1 to 26, in a random order."""
+    """Returns all names in random order. Each is an int32 array of letters from 1 to 26."""
     words = (DATA / "names.txt").read_text(encoding="utf-8").split()
     random.Random(seed).shuffle(words)
     return [np.frombuffer(word.encode(), np.uint8).astype(np.int32) - 96 for word in words]
 
 
 def contexts(split: str, block_size: int) -> dict[str, np.ndarray]:
-    """Returns the `block_size` letters before each letter [n, block_size], and the letters [n].
+    """Returns letters [n] as labels, and the `block_size` letters before each as inputs.
 
-    The split is that of the lectures: 80% of the names for training, the next 10% held out.
+    As in the lectures, 80% of the names are for training, and the next 10% are held out.
     """
     words = names(seed=42)
-    first, last = int(0.8 * len(words)), int(0.9 * len(words))
-    words = words[:first] if split == "train" else words[first:last]
+    train_end, heldout_end = int(0.8 * len(words)), int(0.9 * len(words))
+    words = words[:train_end] if split == "train" else words[train_end:heldout_end]
     padding = np.zeros(block_size, np.int32)
     letters = np.concatenate([*(part for word in words for part in (padding, word)), padding])
     windows = np.lib.stride_tricks.sliding_window_view(letters, block_size + 1)
-    # The label is a letter, or the first 0 after one.
+    # A label is a letter, or the 0 that ends a name.
     windows = windows[(windows[:, -1] != 0) | (windows[:, -2] != 0)]
     return {"inputs": windows[:, :-1], "labels": windows[:, -1]}
 
 
 def rows(split: str) -> dict[str, np.ndarray]:
-    """Returns a row per name: ids and labels [n, 16], and weights that are 0 after the end."""
+    """Returns ids, labels and weights [n, 16], with one name per row and weight 0 after its end."""
     words = names(seed=3407)
     words = words[:-1000] if split == "train" else words[-1000:]
     ids = np.zeros((len(words), 17), np.int32)
@@ -73,14 +73,14 @@ def rows(split: str) -> dict[str, np.ndarray]:
 
 
 class Hierarchy(BaseLayer):
-    """Fuses `fan` neighbors per level until one vector is left: ids [B, T] -> logits [B, 27].
+    """Merges `fan` neighbors per level until one vector is left: ids [B, T] -> logits [B, 27].
 
-    With a single level, this is the lectures' MLP; with two neighbors per level, their WaveNet.
+    With a single level, this is the lectures' MLP. With `fan=2`, it is their WaveNet.
 
     Args:
       n_embd: Size of a letter's embedding.
       n_hidden: Size of the hidden vectors.
-      fan: Number of neighbors that a level fuses.
+      fan: Number of neighbors that a level merges.
       num_levels: Number of levels; T is fan ** num_levels.
     """
 
@@ -94,7 +94,7 @@ class Hierarchy(BaseLayer):
         self.norms = nnx.List(
             BatchNorm(n_hidden, decay=0.9, epsilon=1e-5, rngs=rngs) for _ in sizes
         )
-        # The last layer is less confident at first.
+        # As in the lectures, the initial logits are small.
         last = WeightInit.GaussianSqrtFanIn(0.1)
         self.logits = FeedForward(
             n_hidden, VOCAB_SIZE, activation="identity", weight_init=last, rngs=rngs
@@ -111,7 +111,7 @@ class Hierarchy(BaseLayer):
 
 @register
 class Mlp(Published):
-    """The lectures' MLP with 12k parameters, which reaches a validation loss of 2.105."""
+    """The lectures' MLP with 12k parameters. Published validation loss: 2.105."""
 
     n_embd, n_hidden, fan, num_levels = 10, 200, 3, 1
     max_steps = 200_000
@@ -139,14 +139,14 @@ class Mlp(Published):
 
 @register
 class WaveNet(Mlp):
-    """The lectures' hierarchical model with 76k parameters, which reaches a loss of 1.993."""
+    """The lectures' hierarchical model with 77k parameters. Published validation loss: 1.993."""
 
     n_embd, n_hidden, fan, num_levels = 24, 128, 2, 3
 
 
 @register
 class Transformer(Gpt):
-    """makemore's transformer with 200k parameters, which reaches a test loss of about 1.92."""
+    """makemore's transformer with 200k parameters. Published test loss: about 1.92."""
 
     eval_interval = 500
     vocab_size = VOCAB_SIZE

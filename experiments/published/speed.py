@@ -1,7 +1,7 @@
-"""GPT-2 with 124M parameters, for measurements of training speed.
+"""GPT-2 with 124M parameters, for measuring the training speed.
 
 Source: karpathy/llm.c and karpathy/nanoGPT, config/train_gpt2.py. llm.c processes about 463,000
-tokens per second on an H100: 10B tokens in 45 minutes on eight.
+tokens per second on one H100 (10B tokens in 45 minutes on eight).
 
 Deviations:
 - Ids are synthetic, because only the speed is measured.

@@ -1,11 +1,11 @@
 """Narrow and wide GPTs whose best learning rates differ, because they do not use muP.
 
 Source: EleutherAI/nanoGPT-mup, mup_examples/mutransfer_lr_shakespeare_char/sp/run.sh. The best
-learning rate of a width of 2,048 is several times smaller than that of a width of 256.
+learning rate for a width of 2,048 is several times smaller than for a width of 256.
 
 Deviations, so that the sweep takes minutes on two cores:
-- Widths are 64 and 256 instead of 256 to 2,048, and heads have 32 instead of 64 dims.
-- A batch has 8 windows of 128 instead of 1,024 characters.
+- The widths are 64 and 256 instead of 256 to 2,048, and heads have 32 instead of 64 dims.
+- A batch has 8 windows of 128 characters. The source's windows have 1,024 characters.
 """
 
 from praxis_lite import register

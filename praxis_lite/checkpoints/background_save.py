@@ -1,9 +1,10 @@
 """Saves one state: copies it to the host immediately, and writes it in a background thread.
 
-Orbax writes the folder `N.saving`. Then the first process checks that the folder contains all
-arrays, computes digests of all files and syncs the files, writes the manifest and the commit, and
-renames the folder to `N`. If any process fails, the save fails in all processes and its files are
-removed.
+On disk, Orbax writes the folder `N.saving`. Then the first process checks that the folder contains
+all arrays, computes digests of all files and syncs the files, writes the manifest and the commit,
+and renames the folder to `N`. In an object store, TensorStore writes the folder `N`, which becomes
+a step when the commit is written. If any process fails, the save fails in all processes and its
+files are removed.
 """
 
 import contextlib
@@ -40,13 +41,13 @@ class BackgroundSave:
       name: Name of this save, which is unique in the job and the same in all processes.
       before_commit: Called in every process before its arrays are complete, and in the first
         process again before the commit.
-      published: Called in every process after the step's folder is renamed to its number.
+      published: Called in every process after the save is complete.
 
     Attributes:
       step: The step of the state.
       error: The error with which the save failed, or None.
       failed_alone: Whether this process failed before it could report the error to the others.
-      opened: The open folder whose path is passed to Orbax, or None before the save has started.
+      opened: The open folder whose path is passed to Orbax, or None if Orbax has not been called.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class BackgroundSave:
         self.failed_alone = False
         self._directory, self._manifest, self._published = directory, manifest, published
         self._before_commit = before_commit
-        # In an object store, nothing can be renamed: commit.json, written last, completes a step.
+        # Object stores have no renames: there, writing commit.json completes the step.
         self._is_local = isinstance(directory, Path)
         self._folder = directory / (f"{self.step}.saving" if self._is_local else str(self.step))
         self._barriers = _Barriers(name)
@@ -162,7 +163,7 @@ class BackgroundSave:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes files left by a save of this step; in a store, also the step itself."""
+        """Removes files left by a save of this step; in an object store, also an existing step."""
         if not self._is_local:
             return step_dirs.remove_leftover(self._folder)
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
@@ -196,9 +197,10 @@ class _PeerFailed(Exception):
 class _Barriers:
     """The barriers of a save, at which the processes also exchange errors.
 
-    Orbax waits at the first barrier after each process has written its files, and at the second
-    barrier after the first process has merged the files. The third barrier is after the step's
-    folder is renamed to its number. A process that fails reports its error at the next barrier.
+    `OrbaxWrite` and `TensorStoreWrite` wait at the first barrier after each process has written its
+    files, and at the second barrier after the first process has merged the files. The third barrier
+    is after the first process has completed the step. A process that fails reports its error at the
+    next barrier.
     """
 
     def __init__(self, name: str):

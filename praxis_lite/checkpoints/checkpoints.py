@@ -1,11 +1,11 @@
 """Checkpoints of a TrainState, saved in the background and verified before they are restored.
 
-Orbax stores arrays that are padded for the mesh on which they are saved. A manifest contains their
+Arrays are stored with padding for the mesh on which they are saved. A manifest contains their
 logical shapes. On restore, the logical shapes are checked against the model, and the arrays are
 then padded for the model's mesh.
 
 If there are several processes, each process saves and restores its shards. The first process
-chooses the step, and writes, renames and deletes all files except Orbax's files.
+chooses the step, and writes, renames and deletes all files except the files of arrays.
 """
 
 import dataclasses
@@ -78,8 +78,9 @@ class Checkpoints:
             checkpoints.save(step, state, partitioner.layout)
 
     A step is verified before it is used, by comparing all its files with its manifest
-    (`VerifiedSteps`). A job that saves renames damaged steps to `N.damaged`, and a job that only
-    reads skips them. Both then use the newest undamaged step.
+    (`VerifiedSteps`). A job that saves renames damaged steps to `N.damaged` (in an object store, it
+    renames their commit.json), and a job that only reads skips them. Both then use the newest
+    undamaged step.
 
     Args:
       directory: The folder of all steps.
@@ -146,7 +147,7 @@ class Checkpoints:
             self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns whether a save runs in the background. Callable from any thread."""
+        """Returns whether a save is in progress. May be called from any thread."""
         return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
@@ -207,9 +208,10 @@ class Checkpoints:
     ) -> None:
         """Saves `state` in the background. The state may be donated after this returns.
 
-        Orbax copies the state to the host before this method returns. On CPU, the copy is a view of
+        The state is copied to the host before this method returns. On CPU, the copy is a view of
         the array's buffer, and XLA does not reuse a donated buffer while a view exists. An existing
-        checkpoint of the same step is replaced after the new checkpoint is complete.
+        checkpoint of the same step is replaced after the new checkpoint is complete; in an object
+        store, it is deleted first.
 
         Args:
           step: The step of the state.
@@ -246,7 +248,8 @@ class Checkpoints:
         """Sets aside the steps after `step` when a run is rolled back to `step`.
 
         Otherwise, the next launch would resume from the newest of these steps. The steps are
-        renamed to N.abandoned, and deleted after the next save is complete.
+        renamed to N.abandoned, and deleted after the next save is complete. In an object store,
+        only their commits are deleted now, and the next launch removes their other files.
         """
         assert self._queue is not None, "Only a job that saves is rolled back."
         self._queue.settle()

@@ -16,8 +16,7 @@ from praxis_lite.host.object_stores import StorePath
 
 __all__ = ("read_state",)
 
-# Maximum number of bytes to read at a time, so that the host never stores two copies of a large
-# state.
+# Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
@@ -54,7 +53,7 @@ def read_state(
     prefixes: tuple[str, ...] = ("mdl_vars/", "opt_states/")
     if opt_states_keys is not None:
         prefixes = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
-    # A key of opt_states may be a leaf itself, so "/" is appended to the path.
+    # Append "/" to each path, because opt_states[key] may be a single leaf.
     saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
     leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(prefixes)}
     check_same(step_dir, saved, {path: manifest_leaf(leaf) for path, leaf in leaves.items()})

@@ -129,7 +129,7 @@ def stored_arrays(
                 continue
             array = actual.get(path.replace(".", "/"))
             if array is None:
-                raise ConfigError(f"The checkpoint {step_dir}: {path} is missing in {item}.")
+                raise ConfigError(f"The checkpoint {step_dir}: {path} is missing from {item}.")
             stored = array.dtype.name, list(array.shape)
             expected = leaf["dtype"], leaf["padded_shape"]
             if stored != expected:

@@ -1,9 +1,9 @@
 """Writes the arrays of a state to an object store with TensorStore.
 
-Orbax cannot write to s3:// URLs. The files are the same as Orbax's: an OCDBT database for each
-item, with one Zarr array per leaf, whose chunks are the shards of the mesh or parts of them. With
-several processes, each writes a database with its shards, and the first process merges their
-indexes without copying data.
+Orbax cannot write to s3:// URLs. The format is that of Orbax: one OCDBT database per item, with one
+Zarr array per leaf, whose chunks are shards or parts of shards. If there are several processes,
+each process writes its shards to a separate database, and the first process merges the indexes of
+these databases without copying data.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.host.object_stores import StorePath, kvstore_context, kvstore_of
 from praxis_lite.job import processes
 
-# A device of another mesh reads complete chunks, so they should not be much larger.
+# Reads are of complete chunks, so large chunks would be slow to read on a different mesh.
 _MAX_CHUNK_BYTES = 1 << 26
 _DATA_FILE_BYTES = 1 << 28
 
@@ -34,11 +34,11 @@ class _Leaf:
 
     Attributes:
       item: One of ITEMS.
-      name: Name of the array in the database, with "." between the parts.
+      name: Name of the array in the database: the leaf's path with "." instead of "/".
       shape: Padded shape.
       dtype: The dtype.
       chunks: Shape of a chunk, which divides the shape of a shard.
-      shards: The host copies of this process's shards, with their indexes in the array.
+      shards: (index in the array, host copy) of each shard that this process writes.
     """
 
     item: str
@@ -50,7 +50,7 @@ class _Leaf:
 
 
 class TensorStoreWrite:
-    """A collective write of a state to a new folder, with the methods of `OrbaxWrite`.
+    """Writes a state to a new folder from all processes. Has the methods of `OrbaxWrite`.
 
     Args:
       barrier: Called twice in every process: after the process has written its shards, and after
@@ -60,7 +60,7 @@ class TensorStoreWrite:
     def __init__(self, barrier: Callable[[], None]):
         self._barrier = barrier
         self._cancelled = threading.Event()
-        # Databases can be merged only if they were opened with the same context.
+        # TensorStore merges only databases that were opened with the same context.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **kvstore_context()})
 
     def begin(self, folder: StorePath, state: TrainState) -> None:
@@ -77,13 +77,13 @@ class TensorStoreWrite:
         ]
 
     def wait(self) -> None:
-        """Writes the arrays, and returns when the folder is complete. Call it in a thread.
+        """Writes the arrays and returns when the folder is complete. Blocks: call it in a thread.
 
         Raises:
           CancelledWrite: `cancel` was called.
         """
         several = processes.count() > 1
-        # The other processes create an array only in their own databases.
+        # If there are several processes, each writes to its own database, and `_merge` follows.
         for item in ITEMS:
             leaves = [leaf for leaf in self._leaves if leaf.item == item]
             self._write(self._database(item, processes.index() if several else None), leaves)
@@ -97,7 +97,7 @@ class TensorStoreWrite:
             raise CancelledWrite
 
     def cancel(self) -> None:
-        """Cancels the write, so that `wait` raises CancelledWrite. Callable from any thread."""
+        """Makes `wait` raise CancelledWrite. May be called from any thread."""
         self._cancelled.set()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class TensorStoreWrite:
         self._leaves = []
 
     def _database(self, item: str, process: int | None) -> dict[str, Any]:
-        """Returns the spec of the database of an item, or of a process's part of it."""
+        """Returns the spec of an item's database, or of the database with one process's shards."""
         folder = self._folder / item
         base = kvstore_of(folder if process is None else folder / f"ocdbt.process_{process}")
         config = {"max_inline_value_bytes": 1024}
@@ -143,6 +143,7 @@ class TensorStoreWrite:
         transaction.commit_async().result()
 
     def _merge(self, item: str) -> None:
+        """Merges the databases of all processes into the item's database."""
         transaction = ts.Transaction(atomic=True)
         database = ts.KvStore.open(self._database(item, None), context=self._context).result()
         merged = database.with_transaction(transaction)
@@ -164,7 +165,7 @@ def _leaf(item: str, path: str, leaf: jax.Array) -> _Leaf:
 
 
 def _chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Halves the largest even dim until a chunk has at most _MAX_CHUNK_BYTES."""
+    """Halves the largest even dim until a chunk has at most _MAX_CHUNK_BYTES, if possible."""
     chunk = [max(1, dim) for dim in shard_shape]
     while math.prod(chunk) * itemsize > _MAX_CHUNK_BYTES and any(d % 2 == 0 for d in chunk):
         largest = max(dim for dim in chunk if dim % 2 == 0)

@@ -154,8 +154,8 @@ def description(step_dir: Path | StorePath) -> list[str]:
     leaves = manifest["leaves"]
     pairs = {
         "step": f"{manifest['step']}, saved {_when(listed.saved)}",
-        "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
-        f"{manifest_share:.1%} of it",
+        "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, "
+        f"{manifest_share:.1%} of it in the manifest",
         "mesh": _pairs(manifest["mesh"]),
         "versions": _pairs(manifest["versions"]),
         "config": manifest["config_xxh3_128"] or "not known",

@@ -25,7 +25,7 @@ __all__ = ("build",)
 
 # The text that Fiddle appends to an exception raised by a constructor.
 _FIDDLE = "\n\nFiddle context:"
-_PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
+_FAILED = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
 
 def build(config: fdl.Config) -> Any:
@@ -39,13 +39,13 @@ def build(config: fdl.Config) -> Any:
     try:
         return fdl.build(config)
     except Exception as error:
-        place = _PLACE.search(str(error))
+        match = _FAILED.search(str(error))
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
         is_ours = isinstance(error, ConfigError) or innermost.startswith(LIBRARY_FOLDERS)
-        if not place or is_ours or user_line(error):
+        if not match or is_ours or user_line(error):
             raised = _without_fiddle(error)
             raise raised.with_traceback(error.__traceback__) from raised.__cause__
-        name, path = place.groups()
+        name, path = match.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
         message = first_paragraph(error)
         hint = "Fix the class, or its arguments in the experiment."

@@ -28,8 +28,8 @@ def settings_in_file(file: Path) -> list[SettingInFile]:
 
     Args:
       file: A file with lines `path=value`, quoted as in a shell, in which lines that start with #
-        are comments. In FILE.yaml and FILE.yml, a mapping of values by path, in which a nested
-        mapping contains the fields below its path.
+        are comments. FILE.yaml and FILE.yml contain a mapping from paths to values instead; a
+        nested mapping contains the fields below its path.
 
     Raises:
       ConfigError: The file cannot be read, or a line does not have this form. The message contains
@@ -88,8 +88,8 @@ def _in_yaml(file: Path, text: str) -> Iterator[SettingInFile]:
         return
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
-            f"{file}, line {node.start_mark.line + 1}: expected a mapping of values by path, such "
-            "as `run.seed: 7`."
+            f"{file}, line {node.start_mark.line + 1}: expected a mapping from paths to values, "
+            "such as `run.seed: 7`."
         )
     yield from _fields(file, node, "")
 
@@ -107,7 +107,7 @@ def _fields(file: Path, mapping: yaml.MappingNode, prefix: str) -> Iterator[Sett
 
 
 def _text(node: yaml.Node) -> str:
-    """Returns a value of YAML as the text of `--set`."""
+    """Formats a YAML value as the value of a `--set` option."""
     value = _value(node)
     # A quoted number is a string. Other text is not quoted, because it may name a function.
     is_text = isinstance(value, str) and _literal(value) == value
@@ -129,7 +129,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Returns the number or other literal in a text, or the text itself."""
+    """Parses a Python literal, such as a number; returns any other text unchanged."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -91,7 +91,7 @@ def check_tokenizers(config: fdl.Buildable) -> None:
     """Checks that the tokenizer directories exist.
 
     Raises:
-      ConfigError: A directory is missing, or a hf:// repository cannot be downloaded.
+      ConfigError: A directory is missing, or an hf:// repository cannot be downloaded.
     """
     missing: dict[str, list[str]] = {}
     for path, directory in _tokenizers(config):

@@ -17,7 +17,7 @@ class EvaluationSettings:
     Attributes:
         every_steps: Number of steps between evaluations on all datasets except `train`. None for a
             single evaluation at the end.
-        at_start: Whether to evaluate the initial weights of a new job too, as step 0.
+        at_start: Whether to also evaluate the initial weights of a new job, as step 0.
         max_batches: Maximum number of batches to evaluate per dataset, or None for one pass over
             the dataset.
         use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.

@@ -60,7 +60,12 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def content_of(path: str | os.PathLike[str] | StorePath) -> bytes:
-    """Returns the content of a regular file or an object. Raises OSError like `opened`."""
+    """Returns the content of a regular file or an object.
+
+    Raises:
+      OSError: The file does not exist, or see `opened`.
+      ConfigError: The object store cannot be read.
+    """
     if isinstance(path, StorePath):
         return path.read_bytes()
     with opened(path) as file:
@@ -122,7 +127,8 @@ def finish_last_line(file: IO[bytes]) -> None:
     """
     end = None
     for offset, text in lines_from_end(file):
-        # If the text after the last line break, at `end`, is JSON, it only lacks its line break.
+        # `end` is the offset after the last line break. If the text there is JSON, it is a complete
+        # line without a line break.
         end = offset if end is None else end
         if text and not is_json(text):
             os.ftruncate(file.fileno(), offset)

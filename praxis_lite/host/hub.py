@@ -1,4 +1,4 @@
-"""Downloads and uploads repositories of the Hugging Face Hub, which hf:// URLs specify."""
+"""Downloads and uploads repositories of the Hugging Face Hub, which are specified by hf:// URLs."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ _URL = re.compile(
     r"hf://(?P<type>datasets/|models/)?(?P<name>[\w.-]+/[\w.-]+)"
     r"(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.+))?"
 )
-# Time to wait for the Hub before anything is transferred. huggingface_hub itself waits forever.
+# Timeout of the Hub's first response. huggingface_hub itself waits forever.
 _TIMEOUT_S = 8.0
 
 
@@ -38,7 +38,7 @@ class _Location(NamedTuple):
 
 
 def is_hub_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a hf:// URL."""
+    """Returns whether a path is an hf:// URL."""
     return os.fspath(path).startswith(_SCHEME)
 
 
@@ -88,7 +88,7 @@ def downloaded_files(url: str) -> str:
             f"{url} specifies no files. Append their path or glob in the repository, such as "
             "hf://datasets/org/name/data/*.jsonl."
         )
-    # fnmatch, with which the Hub matches patterns, does not know the `**` of glob.
+    # huggingface_hub matches patterns with fnmatch, which does not support `**`.
     pattern = location.path.replace("**/", "*")
     return os.path.join(_downloaded(url, location._replace(path=None), (pattern,)), location.path)
 
@@ -244,9 +244,9 @@ def _errors() -> ModuleType:
 
 
 def _hub() -> ModuleType:
-    import huggingface_hub  # Takes a second with its HTTP client.
+    import huggingface_hub  # Imported here because importing it takes a second.
     import huggingface_hub.utils
 
-    if not sys.stderr.isatty():  # The bars would fill log files.
+    if not sys.stderr.isatty():  # Progress bars would fill log files.
         huggingface_hub.utils.disable_progress_bars()
     return huggingface_hub

@@ -1,12 +1,12 @@
 """Paths in object stores: gs:// and s3:// URLs, and memory:// in tests.
 
-obstore sends the requests. Unlike fsspec and etils.epath, it supports conditional writes, has
-time-outs and adds a single package without dependencies. Credentials, regions and endpoints come
-from the variables and files of each store's own tools, such as AWS_PROFILE, AWS_ENDPOINT_URL and
-GOOGLE_APPLICATION_CREDENTIALS.
+obstore sends the requests. Unlike fsspec and etils.epath, it supports conditional writes and
+timeouts, and is a single package without dependencies. Credentials, regions and endpoints come from
+the environment variables and files that each store's own tools use, such as AWS_PROFILE,
+AWS_ENDPOINT_URL and GOOGLE_APPLICATION_CREDENTIALS.
 
-A write of an object is atomic: readers see the old or the new content. There are no folders, so a
-folder exists if an object is in it, and nothing can be renamed.
+Writes are atomic: readers see either the old or the new content of an object. Object stores have no
+folders and no renames; here, a folder exists if it contains an object.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _SCHEMES = ("gs", "s3", "memory")
 _URL = re.compile(
     rf"(?P<scheme>{'|'.join(_SCHEMES)})://(?P<bucket>[^/]+)(/(?P<key>.*))?", re.DOTALL
 )
-# Time to wait for a store before a job starts. Later requests are retried for minutes.
+# Maximum time for the first access to a store. Later requests are retried for minutes.
 _FIRST_SECONDS = 9.0
 _QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 1, timedelta(seconds=8)
 _PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(minutes=3)
@@ -49,7 +49,7 @@ _CREDENTIALS = {
     "gs": "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS, "
     "with an identity that can {action} it",
 }
-# What identifies the version of an object in a conditional write.
+# Name of the metadata field that identifies an object's version in conditional writes.
 _TAGS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
 _ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
 
@@ -59,11 +59,11 @@ class ObjectChanged(Exception):
 
 
 class _Status(NamedTuple):
-    """The fields of os.stat_result that exist for an object.
+    """The status of an object, with the field names of os.stat_result.
 
     Attributes:
-      st_ino: A number that differs between versions.
-      tag: The e_tag, or the generation in Google Cloud Storage. It identifies the version.
+      st_ino: A number that identifies the version within this process.
+      tag: Identifies the version: the ETag, or the generation in Google Cloud Storage.
     """
 
     st_size: int
@@ -74,7 +74,7 @@ class _Status(NamedTuple):
 
 
 def is_store_url(path: object) -> bool:
-    """Returns whether a path is a URL of an object store."""
+    """Returns whether a path is the URL of an object store, or a StorePath."""
     return isinstance(path, StorePath) or str(path).partition("://")[0] in _SCHEMES
 
 
@@ -82,12 +82,13 @@ def is_store_url(path: object) -> bool:
 class StorePath:
     """A path in an object store, with the methods of pathlib.Path that jobs and checkpoints need.
 
-    A missing object raises FileNotFoundError. All other errors are ConfigErrors.
+    If an object is missing, methods raise FileNotFoundError. Other errors of the store raise
+    ConfigError, except a failed conditional write (ObjectChanged).
 
     Attributes:
       scheme: "gs", "s3" or "memory".
       bucket: Name of the bucket.
-      key: The path in the bucket, without a slash at either end.
+      key: The path in the bucket, without leading and trailing slashes.
     """
 
     scheme: str
@@ -101,7 +102,7 @@ class StorePath:
         """Parses a URL, and checks within 10 seconds that the bucket can be used.
 
         Args:
-          url: The URL.
+          url: The URL. A StorePath is returned without a check.
           writes: Whether to check that objects can be written.
 
         Raises:
@@ -161,11 +162,11 @@ class StorePath:
 
         Args:
           content: The content.
-          mode: None to replace the object, "create" to write only if there is no object, or a
-            tag to replace only this version.
+          mode: None to create or replace the object, "create" to only create it, or a tag to only
+            replace this version.
 
         Raises:
-          ObjectChanged: The object exists, or is of a different version.
+          ObjectChanged: The object exists (with "create"), or does not have the given version.
         """
         put_mode: Any = "overwrite" if mode is None else mode
         if mode not in (None, "create"):
@@ -202,7 +203,7 @@ class StorePath:
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes)
 
     def files(self) -> dict[str, _Status]:
-        """Returns all objects below this folder, keyed and sorted by relative path."""
+        """Returns the status of each object in this folder, keyed and sorted by relative path."""
         with self._errors("list"):
             found = [meta for batch in self._store.list(self.key or None) for meta in batch]
         start = len(self.key) + 1 if self.key else 0
@@ -210,14 +211,14 @@ class StorePath:
         return {meta["path"][start:]: _status(self.scheme, meta) for meta in found}
 
     def iterdir(self) -> "list[StorePath]":
-        """Returns the objects and folders in this folder."""
+        """Returns the objects and folders directly in this folder."""
         with self._errors("list"):
             found = self._store.list_with_delimiter(self.key or None)
         keys = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return [dataclasses.replace(self, key=key.rstrip("/")) for key in sorted(keys)]
 
     def glob(self, pattern: str) -> "list[StorePath]":
-        """Returns the objects and folders in this folder whose names match a pattern."""
+        """Returns the objects and folders directly in this folder whose names match a pattern."""
         return [path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern)]
 
     def remove_folder(self) -> None:
@@ -228,14 +229,14 @@ class StorePath:
                 self._store.delete(keys[start : start + 1000])
 
     def download(self, file: Path) -> None:
-        """Copies the object to a local file, without keeping its content in memory."""
+        """Downloads the object to a local file, in chunks."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with self._errors("read"), file.open("wb") as out:
             for chunk in self._store.get(self.key).stream(min_chunk_size=1 << 23):
                 out.write(chunk)
 
     def upload(self, file: Path) -> None:
-        """Copies a local file to the object, in several parts if it is large."""
+        """Uploads a local file to the object, in several parts if it is large."""
         with self._errors("write"):
             self._store.put(self.key, file)
 
@@ -247,8 +248,8 @@ class StorePath:
         return _store_errors(self, action)
 
     def _check(self, writes: bool) -> None:
-        """Lists the folder, and writes and deletes an object if needed; see `opened`."""
-        _bucket(self.scheme, self.bucket)  # Imports obstore outside the thread.
+        """Checks access by listing the folder and, if `writes`, writing and deleting an object."""
+        _bucket(self.scheme, self.bucket)  # Import obstore here, not in the thread.
         quick = _new_store(self.scheme, self.bucket, *_QUICK)
         raised: list[BaseException] = []
         done = threading.Event()
@@ -283,14 +284,16 @@ def remove_folder(folder: Path | StorePath) -> None:
 
 
 def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
-    """Returns the TensorStore spec of the key-value store in a folder."""
+    """Returns the TensorStore key-value store spec of a folder."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder}/"}
     spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
     if folder.scheme == "gs":
         return {"driver": "gcs", **spec}
     if folder.scheme == "memory":
-        raise ConfigError(f"{folder}: checkpoints cannot be in memory://. Use s3:// or gs://.")
+        raise ConfigError(
+            f"{folder}: checkpoints cannot be stored in memory://. Use s3:// or gs://."
+        )
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         spec |= {"endpoint": endpoint}
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
@@ -299,7 +302,7 @@ def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def kvstore_context() -> dict[str, Any]:
-    """Returns the TensorStore context with which stores of `kvstore_of` are opened."""
+    """Returns the TensorStore context resources that the specs of `kvstore_of` require."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         # By default, the AWS SDK also reads ~/.aws, and prints an error if it does not exist.
         return {"aws_credentials": {"type": "environment"}}
@@ -326,7 +329,7 @@ def _new_store(
     if scheme == "gs":
         return stores.GCSStore(bucket, **options)
     if "AWS_ACCESS_KEY_ID" not in os.environ:
-        # Unlike obstore, boto3 reads profiles and the logins of `aws sso`.
+        # Unlike obstore, boto3 reads profiles and logins from `aws sso`.
         auth = optional_module("obstore.auth.boto3", f"s3://{bucket} without AWS_ACCESS_KEY_ID")
         try:
             options["credential_provider"] = auth.Boto3CredentialProvider()
@@ -352,7 +355,7 @@ def _store_errors(path: StorePath, action: str) -> Iterator[None]:
         raise ObjectChanged(str(path)) from None
     except FileNotFoundError as error:  # obstore raises it instead of its NotFoundError.
         if "NoSuchBucket" not in str(error):
-            raise FileNotFoundError(errno.ENOENT, "There is no such object", str(path)) from None
+            raise FileNotFoundError(errno.ENOENT, "No such object", str(path)) from None
         text = str(error)
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         text = " 403 "

@@ -1,9 +1,9 @@
-"""Reads and writes the places that users name: local paths, hf:// URLs, gs:// and s3:// URLs.
+"""Resolves the paths that users specify: local paths, and hf://, gs:// and s3:// URLs.
 
-Code that reads a user's path calls `local_file`, `local_folder` or `local_files`, and code that
-writes one calls `output_file` or `uploaded`. All of them return local paths, because datasets,
-safetensors and memory maps need files. Job directories (`praxis_lite.job.stored_job_dir`) and
-checkpoints use object stores directly.
+Code that reads a user's path calls `local_file`, `local_folder` or `local_files`. These download
+URLs and return local paths, because datasets, safetensors and memory maps need files. Code that
+writes calls `output_file` for a single file, or `uploaded` for a folder. Job directories
+(`praxis_lite.job.mirror`) and checkpoints access object stores directly.
 """
 
 import contextlib
@@ -36,18 +36,19 @@ def local_folder(
     patterns: tuple[str, ...] | None = None,
     repo_type: RepoType = "model",
 ) -> Path:
-    """Returns the local folder for a path, after downloading the files of a URL.
+    """Returns a local folder with the files of a path, which are downloaded if it is a URL.
 
-    Files of object stores are downloaded again only if one of them has changed. In a local path,
-    "~" is expanded.
+    Files in object stores are downloaded again only after one of them has changed. "~" is expanded
+    in local paths.
 
     Args:
       path: Path of a folder, hf://org/name[@revision], or the URL of a folder in a store.
-      patterns: Globs of the names of files to download, or None for all files.
-      repo_type: Type of the repository for a hf:// URL.
+      patterns: Globs of the files to download, or None for all files.
+      repo_type: Type of the repository, if the path is an hf:// URL.
 
     Raises:
-      ConfigError: The URL is invalid or cannot be read, or the folder in the store has no files.
+      ConfigError: The URL is invalid or cannot be read, or the folder in the store has no such
+        files.
     """
     if is_hub_url(path):
         return hub.downloaded_folder(path, patterns, repo_type)
@@ -58,17 +59,17 @@ def local_folder(
     if patterns is not None:
         names = {n: s for n, s in names.items() if any(fnmatch.fnmatch(n, p) for p in patterns)}
     if not names:
-        kind = "" if patterns is None else f" that match {', '.join(patterns)}"
-        raise ConfigError(f"{path} has no files{kind}. Correct the URL, or upload the files.")
+        condition = "" if patterns is None else f" that match {', '.join(patterns)}"
+        raise ConfigError(f"{path} has no files{condition}. Correct the URL, or upload the files.")
     return _downloaded(folder, {name: status.tag for name, status in names.items()})
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the local path of a file, after downloading the file of a URL.
+    """Returns a local path of a file, which is downloaded if its path is a URL.
 
     Raises:
       ConfigError: The URL is invalid or cannot be read.
-      FileNotFoundError: There is no such file in the store.
+      FileNotFoundError: The file does not exist in the store.
     """
     if is_hub_url(path):
         return Path(hub.downloaded_files(os.fspath(path)))
@@ -79,7 +80,7 @@ def local_file(path: str | os.PathLike[str]) -> Path:
 
 
 def local_files(pattern: str) -> str:
-    """Returns the glob of local files for a glob, after downloading the matching files of a URL.
+    """Returns a glob of local files; if the given glob is a URL, its matches are downloaded.
 
     Raises:
       ConfigError: The URL is invalid or cannot be read.
@@ -101,23 +102,23 @@ def local_files(pattern: str) -> str:
 
 
 def output_file(path: str | os.PathLike[str]) -> Path | StorePath:
-    """Returns the path of a file to write with `write_whole`.
+    """Converts the path of an output file to a path that `write_whole` accepts.
 
     Raises:
-      ConfigError: The URL cannot be written.
+      ConfigError: The path is a URL that cannot be written.
     """
     if is_hub_url(path):
         raise ConfigError(
-            f"{path} is on the Hugging Face Hub; expected a local path, gs:// or s3://."
+            f"{path} is on the Hugging Face Hub; expected a local path, or a gs:// or s3:// URL."
         )
     return StorePath.opened(path, writes=True) if is_store_url(path) else Path(path)
 
 
 def check_upload(url: str | os.PathLike[str]) -> None:
-    """Checks that a URL can be written, and that a folder in a store is empty.
+    """Checks that a URL can be written and, in an object store, that its folder is empty.
 
     Raises:
-      ConfigError: The URL is invalid, cannot be reached or may not be written, or has files.
+      ConfigError: The URL is invalid or cannot be reached or written, or its folder has files.
     """
     if is_hub_url(url):
         hub.check_upload(os.fspath(url))
@@ -154,10 +155,10 @@ def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
 
     Args:
       folder: The folder in the store.
-      tags: The tags of the versions to download, keyed by path relative to the folder.
+      tags: Tag of the version to download for each file, keyed by path relative to the folder.
 
     Returns:
-      A local folder that contains exactly these versions of the files.
+      A local folder that contains exactly these files in these versions.
     """
     versions = "\n".join([str(folder), *(f"{name} {tag}" for name, tag in sorted(tags.items()))])
     target = user_cache() / "stores" / xxhash.xxh3_128_hexdigest(versions.encode())
@@ -167,7 +168,7 @@ def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
         for name in tags:
             (folder / name).download(Path(temporary, "new", name))
-        with contextlib.suppress(OSError):  # Another process has downloaded the same files.
+        with contextlib.suppress(OSError):  # Another process may have downloaded the files.
             os.rename(Path(temporary, "new"), target)
     return target
 

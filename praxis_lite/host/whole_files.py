@@ -30,9 +30,8 @@ def user_cache() -> Path:
 def write_whole(path: Path | StorePath, content: bytes) -> None:
     """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
 
-    In an object store, every write is atomic.
-
-    A killed process may leave the temporary file behind.
+    A killed process may leave the temporary file behind. In an object store, all writes are atomic,
+    and no temporary file is needed.
 
     Raises:
       ConfigError: The file cannot be written. An existing file is unchanged.

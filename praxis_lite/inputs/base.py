@@ -38,9 +38,9 @@ class InputPipeline(abc.ABC):
     """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
     A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
-    iterator state. All batches of a pipeline have the same shapes, or one of the shapes in
-    `element_specs`; an incomplete last batch is padded with zero rows whose `weights` are 0.
-    Constructors only store their settings: files are read by `check` and later methods.
+    iterator state. The shapes of each batch are those of one of the `element_specs`; an
+    incomplete last batch is padded with zero rows whose `weights` are 0. Constructors only store
+    their settings: files are read by `check` and later methods.
     """
 
     batch_size: int  # Number of rows in the global batch, across all hosts.

@@ -118,7 +118,7 @@ class JobDir:
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
     def shown(self, file: Path | StorePath) -> Path | StorePath:
-        """Returns the path of one of the job's files for messages, below `location`."""
+        """Returns the path of one of the job's files under `location`, for messages."""
         return file
 
     def names(self) -> list[str]:
@@ -132,7 +132,7 @@ class JobDir:
         """Downloads files that have changed. Does nothing for a local directory."""
 
     def uploading(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager during which changed files are uploaded; see `Mirror`."""
+        """Returns a context manager that uploads changed files; see `Mirror.uploading`."""
         return contextlib.nullcontext()
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ class JobDir:
 
 @dataclasses.dataclass(frozen=True)
 class StoredJobDir(JobDir):
-    """A job directory in an object store. Its files are local copies, except the checkpoints.
+    """A job directory in an object store. Except for checkpoints, paths are those of local copies.
 
     Attributes:
       mirror: The local copy, in `path`.
@@ -184,15 +184,15 @@ def job_dir_at(path: str | os.PathLike[str], *, writes: bool = False) -> JobDir:
 
     Args:
       path: The directory, or the URL of a folder in an object store.
-      writes: Whether the job is written, which is not possible on the Hugging Face Hub.
+      writes: Whether files will be written, which is not possible on the Hugging Face Hub.
 
     Raises:
       ConfigError: The path is invalid, or the store cannot be used.
     """
     if is_hub_url(path) and writes:
         raise ConfigError(
-            f"{os.fspath(path)} is on the Hugging Face Hub, from which jobs are only read; "
-            "expected a local directory, gs:// or s3://. Copy the job (`hf download`)."
+            f"{os.fspath(path)} is on the Hugging Face Hub, where jobs are read-only; expected "
+            "a local directory, or a gs:// or s3:// URL. Copy the job (`hf download`)."
         )
     if not is_store_url(path):
         return JobDir(local_directory(local_folder(path) if is_hub_url(path) else path))
@@ -224,8 +224,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
                 job,
                 f"contains a job of the experiment {shortened(recorded)}, but this run is "
                 f"{experiment}. Choose a different directory, or use the experiment "
-                f"{shortened(recorded)} "
-                "to continue that job",
+                f"{shortened(recorded)} to continue that job",
             )
     return job
 
@@ -241,14 +240,14 @@ def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
     """
     job = job_dir_at(path, writes=True)
     if job.path.exists():
-        _check_may_be_jobs(job)
+        _check_no_other_files(job)
     else:
         _make(job)
     _check_writable(job)
     return job
 
 
-def _check_may_be_jobs(job: JobDir) -> None:
+def _check_no_other_files(job: JobDir) -> None:
     """Checks that an existing directory contains a job, or only files left by a failed launch."""
     _check_is_directory(job)
     # A launch that failed before it created the job may have left a traceback or the log of another

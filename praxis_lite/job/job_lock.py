@@ -1,8 +1,8 @@
 """Locks a job directory, so that two training runs cannot delete each other's checkpoints.
 
 A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
-its holder replaces every few seconds, by a conditional write. Clocks of hosts are not compared:
-another process may take the lease after it has seen the same version for LEASE_SECONDS.
+its holder replaces every few seconds with a conditional write. Another process may take the lease
+after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared.
 """
 
 import contextlib
@@ -80,10 +80,10 @@ class JobLock(contextlib.AbstractContextManager):
                 return self
             raise ConfigError(
                 f"job_log_dir={self._path.parent} is in use by another process that trains or "
-                f"creates a job: {holder or 'it has not written its name yet'}. Wait until it "
-                "ends, stop it (kill PID saves its step), or choose a different directory."
+                f"creates a job: {holder or 'its PID is not known yet'}. Wait until it "
+                "ends, stop it (`kill PID` saves its step), or choose a different directory."
             ) from None
-        with contextlib.suppress(OSError):  # The disk may be full; the lock is taken anyway.
+        with contextlib.suppress(OSError):  # A full disk does not affect the lock.
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         _entered_locks.add(self)
@@ -115,8 +115,9 @@ class Lease(contextlib.AbstractContextManager):
     """Context manager that holds a lease on a folder in an object store.
 
     A thread renews the lease. If another process has taken it, for example because this process was
-    suspended, this process ends at once, without saving. A process that is killed leaves the lease
-    behind; on the same host, the next launch takes it immediately.
+    suspended, this process exits immediately, without saving. A killed process leaves its lease
+    behind. On the same host, the next launch takes this lease immediately; on another host, it
+    first waits for LEASE_SECONDS.
 
     Args:
       folder: The job's folder.
@@ -155,12 +156,16 @@ class Lease(contextlib.AbstractContextManager):
             raise self._in_use(holder)
 
     def _content(self) -> bytes:
-        # The number makes each version different, because S3 derives the tag from the content.
+        # Make each version's content different, because S3 derives the tag from the content.
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token}
         return json.dumps({**holder, "renewal": next(self._number)}).encode()
 
     def _take(self) -> None:
-        """Waits until the lease is not renewed for LEASE_SECONDS, and takes it."""
+        """Takes the lease once its holder has ended, or has not renewed it for LEASE_SECONDS.
+
+        Raises:
+          ConfigError: The holder has renewed the lease, or another process has taken it.
+        """
         deadline, seen = time.monotonic() + LEASE_SECONDS, None
         while True:
             try:
@@ -182,7 +187,7 @@ class Lease(contextlib.AbstractContextManager):
         return ConfigError(
             f"job_log_dir={self._folder} is in use by another process that trains or creates a "
             f"job: process {holder.get('pid')} on {holder.get('host')}. Wait until it ends, stop "
-            "it (kill PID saves its step), or choose a different directory."
+            "it (`kill PID` saves its step), or choose a different directory."
         )
 
     def _renew_until_stopped(self) -> None:
@@ -191,23 +196,23 @@ class Lease(contextlib.AbstractContextManager):
             try:
                 self._tag = self._object.write_bytes(content, self._tag)
             except ObjectChanged:
-                # A retried request may find its own first attempt.
+                # obstore retries requests: the first attempt may have succeeded without an answer.
                 with contextlib.suppress(FileNotFoundError):
                     if self._object.read_bytes() == content:
                         self._tag = self._object.stat().tag
                         continue
                 _log.error(
                     "job_log_dir=%s was taken over by another process, because this process did "
-                    "not renew its lease. It ends without saving.",
+                    "not renew its lease in time. This process exits without saving.",
                     self._folder,
                 )
                 end_now(1, "lost its lease on job_log_dir")
             except (ConfigError, OSError) as error:
-                _log.warning("the lease could not be renewed; retrying: %s", error)
+                _log.warning("the lease on job_log_dir could not be renewed; retrying: %s", error)
 
 
 def _has_ended(holder: Mapping[str, Any]) -> bool:
-    """Returns whether a holder was a process of this host, and does not exist any more."""
+    """Returns whether the holder was a process on this host that no longer exists."""
     if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
         return False
     try:
@@ -220,7 +225,10 @@ def _has_ended(holder: Mapping[str, Any]) -> bool:
 
 
 def is_training(directory: Path | StorePath) -> bool:
-    """Returns whether a process is training in a directory; False if locks are unsupported."""
+    """Returns whether a process is training in a directory; False if locks are unsupported.
+
+    In an object store, this compares the clocks of this host and of the store.
+    """
     if isinstance(directory, StorePath):
         try:
             renewed = (directory / _NAME).stat().st_mtime
@@ -236,7 +244,7 @@ def is_training(directory: Path | StorePath) -> bool:
     except OSError as error:
         return error.errno in _LOCKED_ERRORS
     finally:
-        # This also releases the lock, if it was acquired.
+        # This also releases the lock if it was acquired.
         os.close(file)
     return False
 
@@ -249,7 +257,7 @@ def _release_in_child() -> None:
         lock.__exit__()
 
 
-# A forked process inherits the lock, and might outlive the training.
+# A forked process inherits the lock, and might run longer than the training.
 os.register_at_fork(after_in_child=_release_in_child)
 
 _log = logging.getLogger(__name__)

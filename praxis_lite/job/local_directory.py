@@ -1,4 +1,4 @@
-"""Converts a directory that a user specified to an absolute path."""
+"""Converts a directory that a user specified to an absolute path or an object store path."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ __all__ = ("directory", "local_directory", "output_directory")
 def directory(path: str | os.PathLike[str] | StorePath) -> Path | StorePath:
     """Returns the absolute path of a local directory, or a path in an object store.
 
-    A hf:// repository is downloaded.
+    An hf:// repository is downloaded.
 
     Raises:
       ConfigError: See `local_directory`, `StorePath.opened` and `local_folder`.

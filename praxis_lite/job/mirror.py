@@ -1,9 +1,9 @@
-"""A local copy of a job's files in an object store, without the checkpoints.
+"""Copies a job's files, except checkpoints, between an object store and a local folder.
 
-Jobs append to metrics.jsonl and logs, which object stores do not support. They therefore write
-local files, and a thread uploads the files that have changed. A file is stored in parts of 4 MiB:
-`metrics.jsonl`, `metrics.jsonl.part1`, ... Only the last part of a growing file is uploaded again,
-and concatenating the parts yields the file.
+Jobs append to metrics.jsonl and to logs, but object stores do not support appending. Jobs therefore
+write local files, and a thread uploads the files that have changed. A file is stored in parts of
+4 MiB, whose concatenation is the file: `metrics.jsonl`, `metrics.jsonl.part1`, ... Only the last
+part of a growing file is uploaded again.
 """
 
 import contextlib
@@ -21,33 +21,33 @@ from praxis_lite.host.object_stores import StorePath
 
 _PART_BYTES = 1 << 22
 _UPLOAD_SECONDS = 10.0
-# Checkpoints are read directly, and nothing reads TensorBoard's summaries.
+# Readers access checkpoints directly, and do not need TensorBoard summaries.
 _NOT_DOWNLOADED = ("checkpoints/", "tensorboard/")
 _PART = re.compile(r"(.+)\.part([1-9][0-9]*)")
 
 
 class Mirror:
-    """Downloads and uploads the files of a job. The methods may be called from any thread.
+    """Downloads and uploads the files of a job. The methods are thread-safe.
 
     Args:
       store: The job's folder in the store.
-      folder: The local folder, which exists.
+      folder: An existing local folder.
     """
 
     def __init__(self, store: StorePath, folder: Path):
         self.store, self.folder = store, folder
         self._lock = threading.Lock()
-        # By file: its size and time when it was last uploaded, and the digest of each stored part.
+        # For each file: its size and mtime at the last transfer, and the digests of its parts.
         self._seen: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, list[str]] = {}
         self._tags: dict[str, str] = {}  # The versions of the downloaded objects.
 
     def names(self) -> list[str]:
-        """Returns the sorted names of the files and folders in the store."""
+        """Returns the sorted names of the files and folders in the job's folder in the store."""
         return sorted({name.partition("/")[0] for name in self.store.files()})
 
     def download(self) -> None:
-        """Downloads the parts of files that have changed in the store since the last download."""
+        """Downloads the file parts that have changed in the store since the last download."""
         with self._lock:
             parts: dict[str, dict[int, tuple[str, int]]] = {}
             for name, status in self.store.files().items():
@@ -63,7 +63,7 @@ class Mirror:
         path.parent.mkdir(parents=True, exist_ok=True)
         digests = self._digests.setdefault(file, [])
         with open(path, "r+b" if path.exists() else "w+b") as out:
-            for number in range(len(parts)):  # A part after a missing one is being written.
+            for number in range(len(parts)):  # Ignore parts after a missing part.
                 if number not in parts:
                     break
                 part, (tag, size) = _part_name(file, number), parts[number]
@@ -80,7 +80,7 @@ class Mirror:
         self._seen[file] = _state(path)
 
     def upload(self) -> None:
-        """Uploads the parts of files that have changed locally."""
+        """Uploads the file parts that have changed locally, and deletes removed files."""
         with self._lock:
             existing = set()
             for path in sorted(self.folder.rglob("*")):
@@ -98,8 +98,8 @@ class Mirror:
         state = _state(path)
         if self._seen.get(name) == state:
             return
-        # After a file became shorter, delete the last parts first, so that the remaining parts are
-        # always a prefix of a version of the file.
+        # If the file has become shorter, delete its last parts first. If that is interrupted, the
+        # remaining parts are a prefix of the previous version.
         self._delete_parts(name, max(1, -(-state[0] // _PART_BYTES)))
         digests = self._digests.setdefault(name, [])
         with open(path, "rb") as file:
@@ -111,15 +111,16 @@ class Mirror:
                     digests[number : number + 1] = [digest]
         self._seen[name] = state
 
-    def _delete_parts(self, name: str, num_kept: int) -> None:
+    def _delete_parts(self, name: str, num_parts: int) -> None:
+        """Deletes all parts of a file except the first `num_parts`, in reverse order."""
         digests = self._digests.get(name, [])
-        while len(digests) > num_kept:
+        while len(digests) > num_parts:
             (self.store / _part_name(name, len(digests) - 1)).unlink()
             digests.pop()
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[None]:
-        """Context manager that uploads changed files every few seconds, and at exit.
+        """Context manager that uploads changed files every ten seconds, and at exit.
 
         Raises:
           ConfigError: The last upload failed. Earlier failures are logged and retried.
@@ -144,7 +145,7 @@ class Mirror:
 
 
 def _is_local(name: str) -> bool:
-    """Returns whether a file is hidden, such as the lock and incomplete files."""
+    """Returns whether a file is hidden and not mirrored, such as the lock or an incomplete file."""
     return any(part.startswith(".") for part in name.split("/"))
 
 

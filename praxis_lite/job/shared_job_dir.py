@@ -1,4 +1,4 @@
-"""Opens a shared job directory, in which all processes but the first only write checkpoints."""
+"""Opens a job directory that several processes share; the first process writes most files."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ _VISIBLE_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """A temporary job directory, used by every process except the first.
+    """A temporary job directory for a process other than the first.
 
-    Checkpoints, profiles, logs and the records of the rows that were fed to training are stored in
+    Checkpoints, profiles, logs and the records of the rows that were fed to training are written to
     the shared job directory instead.
 
     Attributes:
@@ -82,7 +82,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
     if without_access:
         raise ConfigError(
             f"--job_log_dir={path}: {' and '.join(without_access)} cannot see files that "
-            f"{processes.name(0)} writes there, but all processes write checkpoints. Choose a "
+            f"{processes.name(0)} writes there, but all processes must write checkpoints. Choose a "
             "directory that all hosts share under the same absolute path."
         )
     if not processes.is_first():

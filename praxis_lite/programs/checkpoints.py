@@ -100,7 +100,7 @@ def _diff(directory: Path, *, other: str | None, step: int | None, other_step: i
     from praxis_lite.checkpoints.steps import step_dirs
 
     other_directory = directory if other is None else tools.steps_directory(other)
-    # Within one job, the default is the step before.
+    # Within one job, compare with the previous step by default.
     if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
         newer = max(steps, default=0) if other_step is None else other_step

@@ -247,7 +247,7 @@ def _avoid_accelerators() -> None:
 def _steps(text: str) -> list[str]:
     if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with `praxis plan`; expected step names among {', '.join(STEPS)}"
+            f"{text!r} is not supported by `praxis plan`; expected names from {', '.join(STEPS)}"
         )
     return names(text)
 
@@ -256,7 +256,7 @@ def _batch_sizes(text: str) -> list[int]:
     sizes = names(text)
     if not sizes or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with `praxis plan`; expected positive numbers of prompts, such as 1,8,32"
+            f"{text!r} is not valid; expected positive numbers of prompts, such as 1,8,32"
         )
     return list(map(int, sizes))
 
@@ -265,6 +265,6 @@ def _load(text: str) -> float:
     load = float(text)
     if not 1.0 <= load < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text} with `praxis plan`; expected 1 (even loads) or more, such as 1.5"
+            f"{text} is not valid; expected 1 (even loads) or more, such as 1.5"
         )
     return load

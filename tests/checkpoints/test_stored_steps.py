@@ -1,4 +1,4 @@
-"""Steps in an object store, with a local server that speaks the protocol of S3."""
+"""Tests steps in an object store, with a local server that implements the S3 API."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_the_newest_steps_are_retained_and_the_newest_is_restored(folder):
     assert restored(folder) == (7, 7.0)
 
 
-def test_a_step_without_its_commit_does_not_exist_and_is_removed_by_the_next_launch(folder):
+def test_a_step_without_a_commit_is_ignored_and_removed_by_the_next_launch(folder):
     save_small(folder, 3, 5)
     (folder / "5" / "commit.json").unlink()
     assert restored(folder) == (3, 3.0)
@@ -100,7 +100,7 @@ def test_a_failed_save_leaves_nothing_behind(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_outdated_listing_hides_no_step_and_shows_no_deleted_step(folder, monkeypatch):
+def test_an_outdated_listing_does_not_change_the_steps(folder, monkeypatch):
     save_small(folder, 3, 5)
     monkeypatch.setattr(StorePath, "folders", lambda self: ["2", "3"])
     assert step_dirs.committed_steps(folder) == [3, 5] and restored(folder) == (5, 5.0)
@@ -114,7 +114,7 @@ def test_metrics_are_uploaded_before_the_commit(folder):
 
 
 @pytest.mark.slow
-def test_a_rolled_back_step_is_gone_at_once(folder):
+def test_a_rolled_back_step_is_not_listed(folder):
     save_small(folder, 3, 5)
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         checkpoints.abandon_after(3)
@@ -131,7 +131,7 @@ def test_a_copied_folder_is_a_step_on_disk(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_is_a_source_of_initial_arrays(folder):
+def test_initial_arrays_are_loaded_from_a_store(folder):
     save_small(folder, 3)
     for given in (folder.parent, folder, folder / "3"):
         directory, step = located(str(given), CheckpointLoadingRules(load_rules=[("x", "x")]))

@@ -1,4 +1,4 @@
-"""Experiments in experiments/published repeat published results, and train equally on meshes."""
+"""Tests that published results are reproduced, and that losses are equal on several meshes."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.support.marks import slow_or_nightly
 
 MESHES = [(1, 3, 1), (1, 4, 2)]
 NUM_STEPS = 5
-# Settings that make a step cheap, and batches and dims uneven, by experiment.
+# Settings, keyed by experiment, for fast steps with uneven batches and dims.
 GPT = {"batch_size": 7, "block_size": 13, "n_layer": 2, "n_head": 3, "n_embd": 39}
 SMALL = {
     "addition.Addition": {"batch_size": 7, "hidden_size": 13},
@@ -59,7 +59,7 @@ def test_it_reaches_the_published_figure(name, tmp_path):
     assert row.accepted[0] <= figure <= row.accepted[1]
 
 
-# Parameters as the sources print them; nanoGPT prints 10.65M, without the positions.
+# Parameter counts that the sources print. nanoGPT prints 10.65M, without position embeddings.
 NUM_PARAMETERS = {
     "char.Char": 10_646_784 + 256 * 384,
     "names.Mlp": 12_097,
@@ -80,11 +80,11 @@ def test_a_measurement_starts_with_the_initial_weights(tmp_path):
     settings = {**GPT, "n_layer": 1, "run.num_train_steps": 20, "eval_interval": 10}
     figure, run = published.measured(ROWS["char-cpu"], tmp_path, settings)
     assert run.x.tolist() == [0, 10, 20]
-    assert run.values[0] == pytest.approx(math.log(65), abs=0.05)  # All characters are as likely.
+    assert run.values[0] == pytest.approx(math.log(65), abs=0.05)  # Uniform over characters.
     assert figure == run.values[-1] < run.values[0]
 
 
 def test_names_are_split_as_in_the_lectures():
-    # The sizes that the notebook prints.
+    # Sizes that the notebook prints.
     sizes = {split: contexts(split, 3)["inputs"].shape for split in ("train", "heldout")}
     assert sizes == {"train": (182625, 3), "heldout": (22655, 3)}

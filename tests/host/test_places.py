@@ -1,4 +1,4 @@
-"""URLs of object stores: what they name is read and written as if it were local, or refused."""
+"""URLs of object stores are read and written like local paths, or raise a clear error."""
 
 import http.server
 import socket
@@ -118,13 +118,13 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///key", "gs://"])
-def test_a_url_without_a_bucket_is_refused(url):
+def test_a_url_without_a_bucket_is_rejected(url):
     with pytest.raises(ConfigError, match="BUCKET"):
         StorePath.opened(url)
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    """Answers every request with the server's status and body."""
+class FixedResponse(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the `status` and `body` of the server."""
 
     def do_GET(self):
         self.send_response(self.server.status)
@@ -147,24 +147,24 @@ def endpoint(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "words"),
+    ("status", "body", "message"),
     [
         (403, b"<Error><Code>AccessDenied</Code></Error>", "refuses permission.*AWS_PROFILE"),
         (404, b"<Error><Code>NoSuchBucket</Code></Error>", "bucket s3://bucket does not exist"),
         (301, b"<Error><Code>PermanentRedirect</Code></Error>", "AWS_REGION"),
     ],
 )
-def test_a_store_that_refuses_is_one_clear_error(endpoint, status, body, words):
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+def test_a_refusal_of_the_store_raises_a_clear_error(endpoint, status, body, message):
+    with http.server.HTTPServer(("127.0.0.1", 0), FixedResponse) as server:
         server.status, server.body = status, body
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_address[1]}")
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             StorePath.opened("s3://bucket/job")
         server.shutdown()
 
 
-def test_a_store_that_cannot_be_reached_is_one_clear_error(endpoint):
+def test_a_store_that_cannot_be_reached_raises_a_clear_error(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     endpoint(f"http://127.0.0.1:{port}")
@@ -173,10 +173,10 @@ def test_a_store_that_cannot_be_reached_is_one_clear_error(endpoint):
 
 
 @pytest.mark.slow
-def test_a_store_that_never_answers_is_an_error_within_ten_seconds(endpoint):
+def test_a_store_that_never_answers_raises_an_error_within_ten_seconds(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(ConfigError, match="cannot be reached"):
             StorePath.opened("s3://bucket/job")
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - start < 10

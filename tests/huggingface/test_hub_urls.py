@@ -1,4 +1,4 @@
-"""hf:// URLs of models, tokenizers and datasets, with a local server that speaks the Hub's API."""
+"""Tests hf:// URLs of models, tokenizers and datasets, with a local server for the Hub's API."""
 
 import json
 import logging

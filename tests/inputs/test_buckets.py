@@ -1,4 +1,4 @@
-"""Length buckets against a plain stream of buckets, tf.data, and rows padded to seq_len."""
+"""Compares length buckets with a simple reference, tf.data, and rows padded to seq_len."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def batches_of(buckets, epoch, seed):
 
 
 @pytest.mark.parametrize("seed", [None, 0, 3])
-def test_a_batch_follows_once_its_bucket_is_full_and_no_row_is_lost(seed):
+def test_a_batch_is_emitted_once_its_bucket_is_full_and_no_row_is_lost(seed):
     lengths = row_lengths()
     buckets = Buckets(LENGTHS, BATCH_SIZES, lengths)
     for epoch in range(3):
@@ -43,7 +43,7 @@ def test_a_batch_follows_once_its_bucket_is_full_and_no_row_is_lost(seed):
             if len(waiting[bucket]) == BATCH_SIZES[bucket]:
                 expected.append((bucket, waiting[bucket]))
                 waiting[bucket] = []
-        # The rows that are left move to the next longer bucket.
+        # Rows that do not fill a batch move to the next longer bucket.
         rows = []
         for bucket, size in enumerate(BATCH_SIZES):
             rows = waiting[bucket] + rows
@@ -76,7 +76,7 @@ def test_full_batches_are_those_of_tf_data():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Documents of 2 to 31 ids."""
+    """Returns a folder with documents of 2 to 31 ids."""
     folder, rng = tmp_path_factory.mktemp("buckets"), np.random.default_rng(1)
     lines = [{"ids": rng.integers(0, 37, rng.integers(2, 32)).tolist()} for _ in range(101)]
     (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -100,7 +100,7 @@ def rows_of(batches, length=23):
 
 
 @pytest.mark.parametrize("too_long", ["split", "drop", "cut"])
-def test_one_pass_has_the_rows_that_are_padded_to_seq_len(folder, too_long):
+def test_one_pass_has_the_same_rows_as_padding_to_seq_len(folder, too_long):
     ours = pipeline(folder, shuffle=False, too_long=too_long)
     batches = list(ours.batches())
     assert len(batches) == ours.num_batches
@@ -109,7 +109,7 @@ def test_one_pass_has_the_rows_that_are_padded_to_seq_len(folder, too_long):
     assert [spec["ids"].shape[::-1] for spec in ours.element_specs()] == shapes
     plain = pipeline(folder, shuffle=False, too_long=too_long, bucket_lengths=())
     assert rows_of(batches) == rows_of(plain.batches())
-    # Only a row that has moved up at the end would fit into a shorter bucket.
+    # Only rows that moved to a longer bucket at the end would fit into a shorter one.
     short = [
         (batch["weights"].sum(axis=1) <= 5).sum() for batch in batches if batch["ids"].shape[1] > 5
     ]
@@ -118,7 +118,7 @@ def test_one_pass_has_the_rows_that_are_padded_to_seq_len(folder, too_long):
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
 def test_batches_do_not_depend_on_hosts_workers_or_where_they_start(folder, num_hosts):
-    whole = list(itertools.islice(pipeline(folder, batch_size=8).batches(), 40))
+    expected = list(itertools.islice(pipeline(folder, batch_size=8).batches(), 40))
     edges = [min(8, -(-8 // num_hosts) * k) for k in range(num_hosts + 1)]
     for start in (0, 17):
         ours = pipeline(folder, batch_size=8)
@@ -128,10 +128,10 @@ def test_batches_do_not_depend_on_hosts_workers_or_where_they_start(folder, num_
             itertools.islice(DataPosition.of_step(start).batches(ours, slice(a, b)), 23)
             for a, b in itertools.pairwise(edges)
         ]
-        for k, result in enumerate(zip(*parts, strict=True)):
-            joined = {name: np.concatenate([x[name] for _, x in result]) for name in whole[0]}
-            assert batches_sha256([joined]) == batches_sha256([whole[start + k]])
-            assert ours.num_rows(start + k) == len(joined["ids"])
+        for k, batches in enumerate(zip(*parts, strict=True)):
+            actual = {name: np.concatenate([x[name] for _, x in batches]) for name in expected[0]}
+            assert batches_sha256([actual]) == batches_sha256([expected[start + k]])
+            assert ours.num_rows(start + k) == len(actual["ids"])
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder):
     assert one == two == eight
 
 
-def test_the_log_tells_how_full_the_batches_are(folder, caplog):
+def test_the_log_reports_how_full_the_batches_are(folder, caplog):
     with caplog.at_level(logging.INFO):
         ours = pipeline(folder)
         ours.check()
@@ -164,11 +164,11 @@ def test_the_log_tells_how_full_the_batches_are(folder, caplog):
         ({"bucket_lengths": 5}, "5.*list"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(folder, settings, message):
+def test_incompatible_settings_are_rejected(folder, settings, message):
     with pytest.raises(ConfigError, match=f"bucket_lengths.*{message}"):
         pipeline(folder, **settings).check()
 
 
-def test_a_mixture_of_buckets_is_refused(folder):
+def test_a_mixture_of_buckets_is_rejected(folder):
     with pytest.raises(ConfigError, match="'some'.*bucket_lengths"):
         Mixture({"some": pipeline(folder)}, {"some": 1}, 4).check()

@@ -1,4 +1,4 @@
-"""Job directories in object stores: files are uploaded in parts, and a lease is the lock."""
+"""Tests job directories in object stores: files are uploaded in parts, and a lease is the lock."""
 
 import json
 import threading
@@ -88,14 +88,14 @@ def test_a_new_job_is_created_and_found(store):
     job = open_for_training(str(store), "lm.Synthetic")
     with job.uploading():
         job.write_config(json.dumps({"experiment": "lm.Synthetic"}), ["a=1"])
-    again = open_for_training(str(store), "lm.Synthetic")
-    assert again.config_txt.read_text() == "a=1\n" and again.path != job.path
+    reopened = open_for_training(str(store), "lm.Synthetic")
+    assert reopened.config_txt.read_text() == "a=1\n" and reopened.path != job.path
     assert open_for_reading(str(store)).location == store
     with pytest.raises(ConfigError, match="memory://bucket/jobs/one contains a job.*lm.Synthetic"):
         open_for_training(str(store), "lm.Other")
 
 
-def test_a_folder_with_other_files_or_without_a_job_is_refused(store):
+def test_a_folder_with_other_files_or_without_a_job_is_rejected(store):
     (store / "data.txt").write_bytes(b"x")
     with pytest.raises(ConfigError, match="contains data.txt but no config.json"):
         open_for_training(str(store), "lm.Synthetic")
@@ -103,7 +103,7 @@ def test_a_folder_with_other_files_or_without_a_job_is_refused(store):
         open_for_reading("memory://bucket/none")
 
 
-def test_a_directory_that_must_be_local_is_refused_as_a_url():
+def test_a_url_is_rejected_where_a_local_directory_is_required():
     with pytest.raises(ConfigError, match=r"URL \(s3\).*local directory"):
         local_directory("s3://bucket/x")
 
@@ -122,7 +122,7 @@ def test_a_lease_is_held_by_one_process_and_released(store, monkeypatch):
 
 @pytest.mark.parametrize("host", ["this", "other"])
 def test_the_lease_of_a_dead_process_is_taken(store, monkeypatch, host):
-    """At once on the same host, and after the lease has expired on another."""
+    """Immediately on the same host, and after the lease has expired on another host."""
     monkeypatch.setattr(job_lock, "LEASE_SECONDS", 1e9 if host == "this" else 0.3)
     monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
     name = job_lock.socket.gethostname() if host == "this" else "other"

@@ -1,4 +1,4 @@
-"""A server on the loopback interface that speaks the Hugging Face Hub's API, without Xet."""
+"""A server on the loopback interface that implements the Hugging Face Hub's API, without Xet."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""A local server with the protocol of S3."""
+"""A local server that implements the S3 API."""
 
 import contextlib
 import urllib.request
@@ -11,13 +11,13 @@ from praxis_lite.host import object_stores
 
 @contextlib.contextmanager
 def s3_bucket(bucket: str = "bucket") -> Iterator[str]:
-    """Starts a server, sets its clients' variables, and yields the URL of an empty bucket."""
+    """Starts a server, sets environment variables for clients, and yields an empty bucket's URL."""
     pytest.importorskip("obstore")
     threaded = pytest.importorskip("moto.server").ThreadedMotoServer
     server = threaded("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    object_stores._bucket.cache_clear()  # It has the endpoint of an earlier server.
+    object_stores._bucket.cache_clear()  # Its clients have the endpoint of an earlier server.
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://{host}:{port}",

@@ -1,4 +1,4 @@
-"""A job in an object store does what the same job does on disk, up to the last bit."""
+"""Tests that jobs in an object store are bitwise equal to jobs on disk."""
 
 import subprocess
 
@@ -24,11 +24,11 @@ def bucket():
         yield url
 
 
-def test_a_job_trains_resumes_evaluates_decodes_and_loads_in_a_store(bucket, tmp_path):
+def test_a_job_in_a_store_trains_resumes_evaluates_decodes_and_loads(bucket, tmp_path):
     local, stored = tmp_path / "job", f"{bucket}/jobs/job"
     for steps in (3, 5):
-        for place in (local, stored):
-            done = succeed(*TRAIN, f"run.num_train_steps={steps}", f"--job_log_dir={place}")
+        for job_log_dir in (local, stored):
+            done = succeed(*TRAIN, f"run.num_train_steps={steps}", f"--job_log_dir={job_log_dir}")
     assert "restored the checkpoint of step 3" in done.out
     for mode in ("eval", "decode", "summary", "report", "certify"):
         done = launch(f"--mode={mode}", f"--job_log_dir={stored}")

@@ -1,4 +1,4 @@
-"""Jobs on length buckets against rows padded to seq_len on one device, and over interruptions."""
+"""Compares jobs with length buckets to padded rows on one device, also after interruptions."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def loss(params, inputs, key):
 
 @register
 class Bucketed(Experiment):
-    """Predicts a learned number of each token from the mean of those before it."""
+    """Predicts a learned number of each token from the mean of the numbers before it."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
@@ -93,7 +93,7 @@ def files():
 
 @functools.cache
 def bucketed() -> JobDir:
-    """Returns a job that trains without interruption. It is shared: do not modify it."""
+    """Returns a job that trained without interruption. Tests share it and must not modify it."""
     job = JobDir(home() / "bucketed")
     succeed(EXP, f"--job_log_dir={job.path}")
     return job
@@ -113,7 +113,7 @@ def test_a_job_uses_every_row_once_and_in_order():
 
 
 @pytest.mark.slow
-def test_a_job_that_was_killed_resumes_with_the_next_batch():
+def test_a_killed_job_resumes_with_the_next_batch():
     job = as_it_died(bucketed(), 4)
     succeed(EXP, f"--job_log_dir={job.path}")
     assert losses(job) == losses(bucketed()) and len(losses(job)) == 9
@@ -128,7 +128,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_need_rows_that_their_devices_divide(tmp_path):
+def test_two_processes_require_a_batch_size_that_is_a_multiple_of_the_devices(tmp_path):
     sizes = ("--set", "datasets.train.batch_size=12")
     ended = process_pairs.run(EXP, f"--job_log_dir={tmp_path / 'job'}", *sizes, cwd=home())
     assert [process.code for process in ended] == [2, 2]
@@ -147,7 +147,7 @@ def test_a_job_can_be_explained_and_planned():
 
 
 @pytest.mark.nightly
-def test_a_check_passes():
+def test_praxis_check_passes():
     done = launch("--mode=check", EXP)
     assert done.code == 0, done.out
 
@@ -197,8 +197,8 @@ def train(partitioner, initial, batches):
 
 @pytest.mark.parametrize("accumulation_steps", slow_but([4], [1, 4]))
 @pytest.mark.parametrize("task", slow_but([mean_of_tokens], [mean_of_tokens, language_model]))
-def test_buckets_train_as_padded_rows_with_a_program_per_bucket(task, accumulation_steps):
-    """Rows of different lengths give each microbatch a different weight."""
+def test_buckets_train_like_padded_rows_with_one_program_per_bucket(task, accumulation_steps):
+    """With rows of different lengths, microbatches have different weights."""
     batches = list(rows().batches())
     assert {batch["ids"].shape for batch in batches} == SHAPES
     # The reference is a single batch on one device.
@@ -213,7 +213,7 @@ def test_buckets_train_as_padded_rows_with_a_program_per_bucket(task, accumulati
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), params, expected_params)
 
 
-def test_every_shape_is_compiled_ahead_of_the_first_step():
+def test_every_shape_is_compiled_before_the_first_step():
     partitioner = partitioner_on((1, 4, 2), mean_of_tokens())
     key = partitioner.key(0)
     state, batches = partitioner.init(key), map(partitioner.global_batch, rows().batches())
@@ -224,7 +224,7 @@ def test_every_shape_is_compiled_ahead_of_the_first_step():
     assert num_compiled() == before
 
 
-def test_an_evaluation_of_buckets_is_that_of_padded_rows():
+def test_evaluations_of_buckets_and_padded_rows_are_equal():
     partitioner = partitioner_on((1, 4, 2), mean_of_tokens())
     datasets = {"bucketed": rows(), "padded": rows(bucket_lengths=())}
     state = partitioner.init(partitioner.key(0))

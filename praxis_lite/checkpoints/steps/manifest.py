@@ -1,9 +1,9 @@
 """The manifest of a checkpoint, which describes its arrays, files and origin.
 
 Orbax only stores shapes that are padded for the mesh on which the state was saved. `manifest.json`
-adds the logical shapes, and the size and digest of every file. `commit.json` is written last and
-contains the digest of `manifest.json`. The digests (XXH3-128) detect damage but are not
-cryptographic signatures.
+adds the logical shapes, and the size and digest of every file (in an object store, the version
+instead of the digest). `commit.json` is written last and contains the digest of `manifest.json`.
+The digests (XXH3-128) detect damage but are not cryptographic signatures.
 """
 
 import functools
@@ -129,7 +129,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     manifest = json.loads(text)
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"has the format {manifest.get('format')!r}; this praxis_lite reads {FORMAT}"
+            f"has format {manifest.get('format')!r}; this praxis_lite version reads format {FORMAT}"
         )
     return manifest
 

@@ -1,16 +1,16 @@
 """Names, creates and deletes step folders atomically.
 
-The invariant is that a folder whose name is a number is always complete, even if a process is
-killed: it is renamed to the number after all its files are on disk, and renamed again before any
+The invariant on disk is that a folder whose name is a number is always complete, even if a process
+is killed: it is renamed to the number after all its files are on disk, and renamed again before any
 file is deleted. This file imports neither Orbax nor JAX, so that command-line tools start quickly.
 
     N            a step                        N.saving*    is being written
     N.damaged*   failed verification           N.deleting*  is being deleted
     N.abandoned* was rolled back; deleted after the next save
 
-Object stores cannot rename. There, a folder N is a step if it contains commit.json, which is
+Object stores have no renames. There, a folder N is a step if it contains commit.json, which is
 written last and deleted first. A damaged step contains commit.damaged.json instead, and any other
-folder is left by an interrupted save or deletion.
+folder was left by an interrupted save or deletion.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from praxis_lite.host.object_stores import StorePath
 __all__ = ("committed_steps", "numbered_steps")
 
 DAMAGED_JSON = "commit.damaged.json"
-# In an object store, the number of the newest step, because a listing may be outdated.
+# Contains the number of the newest step in an object store, because listings may be outdated.
 NEWEST_JSON = "newest.json"
 
 # Suffixes of folders that a killed save or deletion leaves behind.
@@ -37,7 +37,7 @@ LEFTOVERS = ("saving", "deleting")
 
 
 def numbered_steps(directory: Path | StorePath) -> list[int]:
-    """Returns the numbers of all step folders in order, damaged or not."""
+    """Returns the numbers of all step folders in order; of committed steps in an object store."""
     if isinstance(directory, StorePath):
         return _stored_steps(directory)
     return sorted(int(name) for name in _names(directory) if re.fullmatch(r"0|[1-9][0-9]*", name))
@@ -110,7 +110,8 @@ def publish(saving: Path | StorePath, step_dir: Path | StorePath) -> None:
 def put_aside(step_dir: Path | StorePath, kind: str) -> Path | StorePath:
     """Renames `N` to the first free name of `N.KIND`, `N.KIND-2`, ..., and returns the path.
 
-    In an object store, commit.json is deleted, and for a damaged step renamed.
+    In an object store, this deletes commit.json, or renames it to commit.damaged.json if `kind` is
+    "damaged". It returns the path of the renamed file, or of the step.
     """
     if isinstance(step_dir, StorePath):
         committed = step_dir / COMMIT_JSON
@@ -133,7 +134,7 @@ def remove(step_dir: Path | StorePath) -> None:
 
 
 def remove_leftover(path: Path | StorePath) -> None:
-    """Deletes a folder that was renamed, or in an object store, a step."""
+    """Deletes a renamed folder, or any step folder in an object store."""
     if isinstance(path, StorePath):
         (path / COMMIT_JSON).unlink()
         path.remove_folder()
@@ -151,7 +152,7 @@ def _stored_steps(directory: StorePath) -> list[int]:
 
 
 def _state(folder: StorePath) -> str:
-    """Returns "" for a step, "damaged", or "saving" for a leftover of a save or deletion."""
+    """Returns "" for a step, "damaged", or "saving" after an interrupted save or deletion."""
     if is_committed(folder):
         return ""
     return "damaged" if (folder / DAMAGED_JSON).is_file() else "saving"

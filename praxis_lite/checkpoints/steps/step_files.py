@@ -1,4 +1,4 @@
-"""Computes digests of a step's files, and verifies the files against them."""
+"""Computes digests of a step's files, and verifies the files with them."""
 
 import os
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ _NUM_THREADS = 8
 def verify(step_dir: Path | StorePath) -> list[str]:
     """Verifies a step by reading every file once.
 
-    In an object store, the sizes and versions of the files are compared instead, because the store
-    verifies the content, and a process then reads only the bytes that its devices need.
+    In an object store, only the sizes and versions of the files are compared. The store verifies
+    their content, and each process downloads only the bytes that its devices need.
 
     Returns:
       A line with the file's name for each error, or [] if the step is undamaged.
@@ -70,7 +70,7 @@ def committed_manifest(step_dir: Path | StorePath) -> tuple[dict[str, Any], list
         manifest = parse_manifest(text)
     except ValueError as error:
         raise ConfigError(
-            f"{step_dir / MANIFEST_JSON} {error}. Use the praxis_lite that wrote it."
+            f"{step_dir / MANIFEST_JSON} {error}. Use the praxis_lite version that wrote it."
         ) from None
     step = manifest["step"]
     if committed != commit_text(step, text).encode():
@@ -82,11 +82,11 @@ def committed_manifest(step_dir: Path | StorePath) -> tuple[dict[str, Any], list
 
 
 def synced_digests(step_dir: Path | StorePath) -> dict[str, dict[str, Any]]:
-    """Syncs all files and folders below a folder to disk.
+    """Syncs all files and folders below a folder to disk, and computes digests of the files.
 
     Returns:
-      The size and digest of each file, keyed by relative path. In an object store, the tag of
-      the version and the URL replace the digest.
+      The size and digest of each file, keyed by relative path. In an object store, the URL and the
+      version's tag replace the digest.
     """
     if isinstance(step_dir, StorePath):
         return {

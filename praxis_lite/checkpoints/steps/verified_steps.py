@@ -1,8 +1,9 @@
 """Verifies the steps of a directory before they are used, and sets damaged steps aside.
 
-A step is verified once per process, on first use, by reading all its files. Listing steps reads
-nothing. The job that owns the directory renames damaged steps. A process that only reads leaves
-damaged steps in place, because a job may be training in the directory.
+A step is verified once per process, on first use, by reading all its files (in an object store, by
+comparing their sizes and versions). Listing steps does not verify them. The job that owns the
+directory renames damaged steps. A process that only reads leaves damaged steps in place, because a
+job may be training in the directory.
 """
 
 import contextlib
@@ -175,7 +176,7 @@ class VerifiedSteps:
             if step_dirs.identity(self._dir(step)) != identity:
                 raise deleted from error
             raise
-        # A deletion starts with a rename, so a folder that still has its name is complete.
+        # A deletion starts by renaming the folder or deleting its commit, which changes `identity`.
         if step_dirs.identity(self._dir(step)) != identity:
             raise deleted
 
@@ -197,7 +198,7 @@ class VerifiedSteps:
             self.forget(step)
 
     def abandon_after(self, step: int) -> None:
-        """Renames all steps after `step` to N.abandoned."""
+        """Renames all steps after `step` to N.abandoned, or deletes their commits in a store."""
         for later in self.committed():
             if later > step:
                 name = step_dirs.put_aside(self._dir(later), "abandoned").name

@@ -29,7 +29,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
     Args:
       blocks: A module whose arrays are stacks of layers.
       num_layers: Number of layers.
-      num_stacked: Number of leading dims that stack layers in arrays that are still stacked.
+      num_stacked: Number of leading layer dims in arrays that are not `UnstackedLayers`.
     """
 
     def is_unstacked(x: Any) -> bool:
@@ -40,7 +40,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
 
     def layer(index: int) -> Any:
         return jax.tree.map(
-            # Arrays that are not weights, such as statistics, are still stacked.
+            # Arrays that are not weights, such as statistics, are always stacked.
             lambda x: (
                 x.layers[index] if is_unstacked(x) else x.reshape(-1, *x.shape[num_stacked:])[index]
             ),

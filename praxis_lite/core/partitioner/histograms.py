@@ -15,22 +15,22 @@ def histograms(trees: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
     """Returns the histogram of the finite values of each leaf of nested dicts, by path.
 
     Only comparisons, reductions and elementwise operations are used, so that the devices of a
-    sharded array exchange these sums and not its values.
+    sharded array exchange only the results of reductions.
 
     Args:
       trees: Nested dicts of arrays of any shape and dtype. A path is a key of this dict and the
         keys of the nested dicts, separated by slashes.
 
     Returns:
-      For each leaf, float32 arrays: "edges" [NUM_BINS + 1], evenly spaced from the least to the
+      For each leaf, float32 arrays: "edges" [NUM_BINS + 1], evenly spaced from the smallest to the
       largest value; "counts" [NUM_BINS]; and the scalars "mean", "std" and "num_not_finite". A bin
       includes its left edge, and the last bin also its right edge.
     """
     leaves = {path: jnp.atleast_1d(to_device(x)).astype(jnp.float32) for path, x in _by_path(trees)}
     statistics = {path: _statistics(x) for path, x in leaves.items()}
 
-    # A loop over the edges needs no memory for an array with a dim of bins. All leaves are in the
-    # same loop, so that XLA combines their collectives.
+    # Loop over the edges, because an array with a dim of bins would use too much memory. All leaves
+    # are in the same loop, so that XLA combines their collectives.
     def num_above(edges: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {path: _count((x >= edges[path]) & (x < jnp.inf)) for path, x in leaves.items()}
 
@@ -55,17 +55,17 @@ def _statistics(x: jax.Array) -> dict[str, jax.Array]:
     is_finite = jnp.isfinite(x)
     num_finite = _count(is_finite)
     divisor = jnp.maximum(num_finite, 1.0)
-    least = jnp.min(jnp.where(is_finite, x, jnp.inf))
+    smallest = jnp.min(jnp.where(is_finite, x, jnp.inf))
     largest = jnp.max(jnp.where(is_finite, x, -jnp.inf))
     # Like NumPy, use a range of 1 around the value if all values are equal.
-    margin = jnp.where(least == largest, 0.5, 0.0)
-    least = jnp.where(num_finite > 0, least - margin, 0.0)
+    margin = jnp.where(smallest == largest, 0.5, 0.0)
+    smallest = jnp.where(num_finite > 0, smallest - margin, 0.0)
     largest = jnp.where(num_finite > 0, largest + margin, 1.0)
     fractions = jnp.arange(NUM_BINS + 1, dtype=jnp.float32) / NUM_BINS
     mean = jnp.sum(jnp.where(is_finite, x, 0.0)) / divisor
     variance = jnp.sum(jnp.where(is_finite, jnp.square(x - mean), 0.0)) / divisor
     return {
-        "edges": least * (1.0 - fractions) + largest * fractions,
+        "edges": smallest * (1.0 - fractions) + largest * fractions,
         "mean": mean,
         "std": jnp.sqrt(variance),
         "num_not_finite": x.size - num_finite,

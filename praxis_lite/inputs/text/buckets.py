@@ -29,18 +29,16 @@ class EpochBatches(NamedTuple):
 class Buckets:
     """Assigns rows to batches in which all rows are padded to the same length.
 
-    Each epoch contains every row once. A row belongs to the bucket with the smallest sufficient
-    length, and a bucket's rows form batches in the order of the epoch. The rows that do not fill a
-    batch move to the next longer bucket, so only one batch, of the longest bucket, may have fewer
-    rows. Batches are sorted by their last row: a batch follows as soon as all of its rows have been
-    read, as in tf.data's `bucket_by_sequence_length`.
-
-    The number of batches is the same in every epoch.
+    Each epoch contains every row once, and has the same number of batches. A row belongs to the
+    shortest bucket that is long enough, and the rows of a bucket form batches in the epoch's order.
+    Rows that do not fill a batch move to the next longer bucket, so at most one batch per epoch is
+    incomplete; it is in the longest bucket. Batches are ordered by their last row: a batch is
+    emitted once all of its rows have been read, as in tf.data's `bucket_by_sequence_length`.
 
     Args:
       lengths: Length of each bucket, in increasing order.
       batch_sizes: Number of rows in a batch of each bucket.
-      row_lengths: Length of each row, at most the last of `lengths`.
+      row_lengths: Length of each row, at most lengths[-1].
     """
 
     lengths: Sequence[int]
@@ -49,18 +47,19 @@ class Buckets:
 
     @functools.cached_property
     def bucket_of_row(self) -> np.ndarray:
-        """int64[rows]: the bucket of each row."""
+        """The bucket of each row, int64[rows]."""
         return np.searchsorted(self.lengths, self.row_lengths)
 
     @functools.cached_property
     def batches_per_bucket(self) -> tuple[int, ...]:
         """The number of batches of each bucket in an epoch."""
-        counts, left, numbers = np.bincount(self.bucket_of_row, minlength=len(self.lengths)), 0, []
-        for count, batch_size in zip(counts.tolist(), self.batch_sizes, strict=True):
-            number, left = divmod(count + left, batch_size)
-            numbers.append(number)
-        numbers[-1] += left > 0
-        return tuple(numbers)
+        row_counts = np.bincount(self.bucket_of_row, minlength=len(self.lengths)).tolist()
+        batch_counts, num_left = [], 0
+        for num_rows, batch_size in zip(row_counts, self.batch_sizes, strict=True):
+            num_batches, num_left = divmod(num_rows + num_left, batch_size)
+            batch_counts.append(num_batches)
+        batch_counts[-1] += num_left > 0
+        return tuple(batch_counts)
 
     @property
     def num_batches(self) -> int:
@@ -71,29 +70,30 @@ class Buckets:
     def num_positions(self) -> int:
         """The number of tokens in the batches of an epoch, including padding."""
         shapes = zip(self.batches_per_bucket, self.batch_sizes, self.lengths, strict=True)
-        return sum(number * batch_size * length for number, batch_size, length in shapes)
+        return sum(num_batches * batch_size * length for num_batches, batch_size, length in shapes)
 
     def batch(self, index: int, seed: int | None) -> tuple[int, np.ndarray]:
-        """Returns a batch's bucket and rows; one batch of each epoch may have fewer rows.
+        """Returns the bucket of a batch, and the indices of its rows.
 
         Args:
-          index: Index of the batch, across epochs.
-          seed: Seed of the order of rows, which differs between epochs; None for their given order.
+          index: Index of the batch, counted over all epochs.
+          seed: Seed of the shuffled order of rows, which differs between epochs; None for the given
+            order.
         """
-        epoch, number = divmod(index, self.num_batches)
+        epoch, position = divmod(index, self.num_batches)
         batches = _epoch_batches(self, seed, epoch if seed is not None else 0)
-        start, stop = batches.starts[number : number + 2]
-        return int(batches.buckets[number]), batches.rows[start:stop]
+        start, stop = batches.starts[position : position + 2]
+        return int(batches.buckets[position]), batches.rows[start:stop]
 
     def epoch_batches(self, order: np.ndarray) -> EpochBatches:
-        """Returns the batches of an epoch, given its order of rows."""
+        """Returns the batches of an epoch in which the rows are read in the given order."""
         buckets, batches, left = self.bucket_of_row[order], [], np.empty(0, np.int64)
-        for bucket, (number, batch_size) in enumerate(
+        for bucket, (num_batches, batch_size) in enumerate(
             zip(self.batches_per_bucket, self.batch_sizes, strict=True)
         ):
-            # Positions in `order`: the rows of this bucket, then those left by shorter buckets.
+            # Positions in `order`: the rows of this bucket, then rows left from shorter buckets.
             positions = np.concatenate([np.flatnonzero(buckets == bucket), left])
-            edges = [batch_size * (k + 1) for k in range(number)]
+            edges = [batch_size * (k + 1) for k in range(num_batches)]
             *full, left = np.split(positions, edges)
             batches += [(positions.max(), bucket, positions) for positions in full]
         batches.sort(key=lambda batch: batch[0])

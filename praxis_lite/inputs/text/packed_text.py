@@ -1,4 +1,4 @@
-"""A pipeline of rows of documents, packed or padded, that do not attend to each other."""
+"""A pipeline of packed or padded rows of documents, which do not attend to each other."""
 
 import dataclasses
 import functools

@@ -66,7 +66,7 @@ class ByteTokenizer(Tokenizer):
 class CharacterTokenizer(Tokenizer):
     """A tokenizer whose ids are the indices of characters in a string.
 
-    There is no EOS, so that documents follow each other without a separator.
+    There is no EOS, so documents are concatenated without a separator.
 
     Args:
       characters: All characters that a text may contain, such as "".join(sorted(set(text))).
@@ -88,7 +88,7 @@ class CharacterTokenizer(Tokenizer):
           ConfigError: A character is not in `characters`.
         """
         try:
-            return np.array([self._ids[item] for item in checked_text(text)], np.int32)
+            return np.array([self._ids[character] for character in checked_text(text)], np.int32)
         except KeyError as error:
             raise ConfigError(
                 f"The text contains {error.args[0]!r}, which is not one of the "

@@ -127,7 +127,7 @@ def _train_and_write(
     (target / TOKENIZER_JSON).write_text(result.to_str(pretty=True), "utf-8")
     (target / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     (target / TEMPLATE).write_text(chat_template, "utf-8")
-    # An answer ends at the end of a turn or of the text.
+    # Either of these tokens ends an answer.
     ends = {"eos_token_id": [result.token_to_id(END), result.token_to_id(END_TURN)]}
     (target / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
 

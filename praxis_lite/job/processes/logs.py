@@ -26,8 +26,8 @@ __all__ = ("message_of", "set_supervised_process", "warn_once_per_job", "write_n
 
 LOGGER = logging.getLogger("praxis_lite")
 
-# Equal lines are folded for at most this long, so that a line that is repeated every minute, to
-# report that the process still waits, appears every time.
+# Equal lines are folded for at most this long, so that a line that is logged every minute while the
+# process waits appears each time.
 _FOLD_SECONDS = 30.0
 _PREFIX_FORMAT = "%(asctime)s %(levelname)s %(index)d: %(message)s"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -91,7 +91,7 @@ _supervised: int | None = None
 
 
 def set_supervised_process(index: int) -> None:
-    """Sets the process in the log of the supervisor of an elastic job's process."""
+    """Sets the process index in the log of a supervisor, which is that of its worker."""
     global _supervised
     _supervised = index
 
@@ -101,7 +101,7 @@ def _index() -> int:
 
 
 def message_of(line: str) -> str:
-    """Returns a line of a log as a terminal shows it, without time, level and process."""
+    """Removes the time and process from a log line, and the level if it is below WARNING."""
     date, _, rest = line.partition(" ")
     clock, _, rest = rest.partition(" ")
     level, _, rest = rest.partition(" ")
@@ -251,7 +251,9 @@ class JobLog(_FoldingHandler):
     def close(self) -> None:
         super().close()
         if self._file is not None:
-            with contextlib.suppress(OSError):  # Lines that did not fit are still in a buffer.
+            with contextlib.suppress(
+                OSError
+            ):  # The buffer may have lines that the disk cannot store.
                 self._file.close()
 
 
@@ -274,7 +276,7 @@ class _ToRoot(logging.Handler):
 
 @contextlib.contextmanager
 def _with_handler(handler: logging.Handler) -> Iterator[None]:
-    """Adds a handler, which gets all records from INFO on unless the user has set LOGGER's level.
+    """Adds a handler of records with at least level INFO, or LOGGER's level if the user has set it.
 
     The user's handlers get the same records as without this handler.
     """
@@ -335,7 +337,7 @@ def configure_log(*, verbose: bool, quiet: bool, log_format: LogFormat) -> None:
       quiet: Whether the output contains only warnings and errors.
       log_format: The format of the lines in the output.
     """
-    assert _command is not None, "A command runs."
+    assert _command is not None, "A command is running."
     LOGGER.setLevel(logging.DEBUG if verbose else logging.INFO)
     _command.setLevel(logging.WARNING if quiet else LOGGER.level)
     _command.log_format = log_format
@@ -371,7 +373,7 @@ def job_log() -> Iterator[None]:
 
 
 def open_job_log(path: Path) -> None:
-    """Appends the collected and all later log of a launch to a file, if `job_log` is entered."""
+    """Appends the collected and all later records of a launch to a file; used inside `job_log`."""
     for handler in _job_logs():
         handler.open(path)
 
@@ -380,7 +382,7 @@ def open_job_log(path: Path) -> None:
 def lines_of(logger: str) -> Iterator[None]:
     """Context manager that writes one logger's lines to standard output in a Python program.
 
-    This is not needed, and has no effect, in a command or if the program shows the complete log.
+    This has no effect in a command, or if the program already shows the complete log.
     """
     if _command is not None or (LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO)):
         yield
@@ -392,7 +394,7 @@ def lines_of(logger: str) -> Iterator[None]:
 
 
 def warn_once_per_job(message: str) -> None:
-    """Logs a warning that is the same in all processes of a job; only the first one prints it."""
+    """Logs a warning that is the same in all processes; only the first process prints it."""
     LOGGER.log(logging.WARNING if processes.is_first() else logging.INFO, "%s", message)
 
 

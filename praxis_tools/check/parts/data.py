@@ -18,7 +18,7 @@ from praxis_tools.check.tolerances import exact
 # Candidate batch sizes. The first sizes are small, divisible by 4 (for microbatches), and not
 # divisible by 8 (the number of devices), so that batches need padding rows.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
-# Number of batches in which batches of other shapes are looked for.
+# Number of batches to search for batches of other shapes.
 _NUM_SEARCHED = 100
 
 

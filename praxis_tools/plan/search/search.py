@@ -91,8 +91,8 @@ def search(
         best, seconds_left = fastest(plans), deadline - time.monotonic()
         if plans and seconds_left < 0:
             break
-        # According to the formulas, this candidate cannot be the fastest. Later ones can: only the
-        # candidates with the same preset and policy are in order of their estimates.
+        # According to the formulas, this candidate cannot be the fastest. A later one can be: only
+        # candidates with the same preset and policy are sorted by their estimates.
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             continue
         _log.info(

@@ -212,9 +212,9 @@ def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
     assert len(set(actual)) == len(actual)
 
 
-# Their own mesh divides their sizes. Most others have sizes that nothing divides.
+# The mesh of these experiments divides their sizes. Most others have sizes that no mesh divides.
 EVEN_EXPERIMENTS = {"explicit.NotebookDp", "explicit.NotebookFsdp"}
-# Their own layers merge dims, and JAX cannot tell what that does to an axis.
+# Layers of these experiments merge dims, for which JAX cannot infer the axes.
 UNTYPED_LAYERS = {"published.names.Mlp", "published.names.WaveNet"}
 
 # Of each kind of model one.

@@ -34,7 +34,7 @@ with signals.EndsBySignal():
         print("there", stacks.install_stacks_handler(), flush=True)
         while not stop.reason:
             time.sleep(0.02)
-os.kill(os.getpid(), signal.SIGINT)  # One that comes late.
+os.kill(os.getpid(), signal.SIGINT)  # A late signal.
 print("saved:", stop.reason)
 """
 
