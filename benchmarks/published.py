@@ -245,9 +245,9 @@ def measure(row: Row, args: argparse.Namespace, jobs: Path) -> None:
         write_cells(row, {**cells, "commit, versions, machine": environment()})
         draw(row, runs)
     compared = []
-    for mesh in args.meshes:
-        ((name, difference),) = differences(row.experiment, [mesh], SHORT).items()
-        settings = {**shared, "mesh.ici_mesh_shape": tuple(mesh)}
+    by_mesh = differences(row.experiment, args.meshes, SHORT) if args.meshes else {}
+    for mesh, (name, difference) in zip(args.meshes, by_mesh.items(), strict=True):
+        settings = {**shared, "mesh.ici_mesh_shape": mesh}
         figure, _ = measured(row, jobs / row.name / name, settings)
         compared.append(f"{name}: {difference:.1e}, {figure:.4g}")
         outcome = "equal" if difference <= LIMIT else "different"

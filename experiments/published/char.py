@@ -48,6 +48,13 @@ CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
 class Gpt(Published):
     """Base class: nanoGPT's model (GPT-2 with optional biases), trained on Shakespeare."""
 
+    batch_size: int
+    block_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    learning_rate: float
+    max_iters: int
     eval_interval = 250
     vocab_size = 65
     bias = False
