@@ -1,4 +1,4 @@
-"""Certificates in flight: right jobs are certified, and each fault is found where it is."""
+"""Certificates of training steps: correct jobs are certified, and each fault is located."""
 
 import contextlib
 import dataclasses
