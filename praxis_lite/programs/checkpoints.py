@@ -109,8 +109,8 @@ def _diff(directory: Path, *, other: str | None, step: int | None, other_step: i
     second = tools.step_dir_of(other_directory, other_step)
     if first == second:
         raise ConfigError(
-            f"Both sides are {first}. Specify a second job, or two steps with --step and "
-            "--other_step."
+            f"{first} would be compared with itself. Specify a second job, or two steps with "
+            "--step and --other_step."
         )
     lines = list(step_differences(first, second))
     if lines:

@@ -77,7 +77,7 @@ def _digest(args: argparse.Namespace) -> int | None:
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
-                    f"{name} cannot be combined with --job, which proves all batches of the "
+                    f"{name} cannot be combined with --job, which verifies all batches of the "
                     f"job's dataset {_TRAIN}. Remove one of the two."
                 )
         return _prove(args)

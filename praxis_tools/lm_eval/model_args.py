@@ -59,9 +59,10 @@ def model_from_args(args: Mapping[str, Any]) -> Any:
         )
     sources = [name for name in ("job", "pretrained") if name in args]
     if len(sources) != 1:
+        found = "both job=DIR and" if sources else "neither job=DIR nor"
         raise ConfigError(
-            f"--model_args contains {len(sources)} of job=DIR and pretrained=DIR; expected exactly "
-            "one. Set either a job directory or a Hugging Face model directory."
+            f"--model_args contains {found} pretrained=DIR; expected exactly one of them. Set "
+            "either a job directory or a Hugging Face model directory."
         )
     model = _load_job(args) if sources == ["job"] else _load_pretrained(args)
     harness_args = {name: args[name] for name in HARNESS_ARGS if name in args}

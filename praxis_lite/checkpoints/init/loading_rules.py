@@ -81,8 +81,9 @@ class CheckpointLoadingRules:
                 template.format(*[""] * re.compile(pattern).groups)
             except (IndexError, KeyError, ValueError):
                 raise ConfigError(
-                    f"{name}: the template {template!r} has more placeholders {{}} than the "
-                    f"pattern {pattern!r} has groups. Add a group in parentheses for each."
+                    f"{name}: the template {template!r} does not match the pattern {pattern!r}; "
+                    "expected at most one placeholder {} for each group in parentheses, and no "
+                    "other braces. Add groups, or remove placeholders."
                 ) from None
         if self.load_opt_states and self.partial_load_opt_states:
             raise ConfigError(

@@ -54,8 +54,8 @@ class TensorFiles:
     """The tensors in a directory's safetensors files.
 
     Args:
-      directory: Directory with model.safetensors, with several files and their index, or with a
-        job's tensors.json, which contains names, shapes and dtypes but no values.
+      directory: Directory that contains one of: model.safetensors; several safetensors files and
+        their index; a job's tensors.json, which lists names, shapes and dtypes without values.
 
     Attributes:
       file_of: File that contains each tensor.
@@ -118,9 +118,9 @@ class TensorFiles:
         file = self.file_of[name]
         if file == DESCRIBED:
             raise ConfigError(
-                f"{self.directory} describes a model but contains no weights, because it belongs "
-                "to a job. Specify the original directory of the model, or export the job with "
-                "praxis hf export JOB DIR."
+                f"{self.directory} contains no weights, only a job's copy of the model's config, "
+                "tokenizer and shapes. Specify the original directory of the model, or export the "
+                "job with praxis hf export JOB DIR."
             )
         start, stop = self._entry(name)["data_offsets"]
         data = self._data(file)[start:stop]

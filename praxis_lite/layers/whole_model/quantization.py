@@ -214,7 +214,7 @@ def log_rounding(
         what = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
         logger.info("%s: %s", what, ", ".join(paths))
     if not_dense:
-        logger.info("not rounded, because they are not dense layers: %s", ", ".join(not_dense))
+        logger.info("not rounded, because not in a dense layer: %s", ", ".join(not_dense))
 
 
 _rule = functools.partial(QuantizationRule, "", but_logits=True)

@@ -7,8 +7,8 @@ from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [
-    ({}, "--model_args contains 0 of job=DIR and pretrained=DIR"),
-    ({"job": "a", "pretrained": "b"}, "--model_args contains 2 of job=DIR and pretrained=DIR"),
+    ({}, "--model_args contains neither job=DIR nor pretrained=DIR"),
+    ({"job": "a", "pretrained": "b"}, "--model_args contains both job=DIR and pretrained=DIR"),
     ({"job": "a", "dtype": "float32"}, "--model_args contains dtype='float32'; expected only job"),
     ({"jobs": "a"}, "Did you mean job"),
     ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; expected 'attached', 'job', or axis sizes"),
