@@ -93,7 +93,7 @@ def why_not(run: Run) -> str:
 
 
 def mesh_of(run: Run) -> MeshConfig:
-    """Returns the mesh (replica, data, mdl) for data parallelism, FSDP and tensor parallelism."""
+    """Returns the run's mesh: data parallelism on `replica`, FSDP on `data`, the rest on `mdl`."""
 
     def along(part: str, *axes: str) -> int:
         return math.prod((run["mesh"][part] or {}).get(axis) or 1 for axis in axes)

@@ -36,7 +36,7 @@ def speed(settings: list[str], folder: Path, num_steps: int) -> dict[str, float]
     inputs = partitioner.global_batch(batch)
 
     def run(count: int) -> float:
-        """Runs this many steps, and returns the seconds taken."""
+        """Runs `count` steps, and returns the elapsed seconds."""
         nonlocal state
         start = time.perf_counter()
         for _ in range(count):

@@ -105,7 +105,7 @@ def clocks() -> tuple[float, float]:
 
 
 def each_since(before: tuple[float, float]) -> tuple[float, float]:
-    """Returns the wall and CPU seconds per step of a turn."""
+    """Returns the wall and CPU seconds per step since `before`, for a turn of PER_TURN steps."""
     wall, processor = clocks()
     return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
 

@@ -136,7 +136,7 @@ def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def compare(num_steps: int) -> dict[str, tuple[float, float]]:
-    """Returns {what: (library, plain JAX)} for the even model on a (1, 4, 2) mesh."""
+    """Returns (library, plain JAX) for each quantity, for the even model on a (1, 4, 2) mesh."""
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
     batch = random_batch(EVEN.vocab_size)
     ours = library(EVEN, mesh)
@@ -182,7 +182,7 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
 
 
 def uneven_against_even() -> dict[str, tuple[float, float]]:
-    """Returns {what: (uneven, next even size)} of the library's compiled train step."""
+    """Returns (uneven, next even size) for each quantity of the compiled train step."""
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
 
     def compiled(cfg: plain_jax_lm.Config) -> jax.stages.Compiled:

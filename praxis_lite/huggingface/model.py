@@ -1,4 +1,4 @@
-"""`load` and HuggingFaceModel: logits, generation and export with Hugging Face models on a mesh."""
+"""Loads Hugging Face models onto a mesh, for logits, generation and export."""
 
 import functools
 import logging

@@ -103,7 +103,7 @@ class Listener:
         """Called when an inner phase has ended and `phase` resumes."""
 
     def progress(self, step: int | None) -> None:
-        """Called with the step after a training step, or with None after smaller progress."""
+        """Called after progress in the main thread; `step` is the step that has ended, or None."""
 
     def report(self, facts: Mapping[str, Any]) -> None:
         """Called with facts, keyed by name, from any thread."""

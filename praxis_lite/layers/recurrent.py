@@ -321,7 +321,7 @@ def _starts_and_segments(
 def _window_after(
     window_BJNK: jax.Array, x_BTNK: jax.Array, skipped: jax.Array | None
 ) -> jax.Array:
-    """Returns the last J - 1 inputs up to each row's last token that is not skipped."""
+    """Returns the J - 1 inputs that end at each row's last unskipped token."""
     taps, length = window_BJNK.shape[1], x_BTNK.shape[1]
     x = jnp.concatenate([window_BJNK, x_BTNK.astype(window_BJNK.dtype)], axis=1)
     if skipped is None:

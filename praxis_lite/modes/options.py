@@ -247,7 +247,7 @@ def _set_argument(values: dict[str, Any], name: str, mode: Mode) -> None:
 
 
 def _arguments(parser: Parser) -> list[str]:
-    """Returns the positional arguments of a parser, as they are shown in its usage."""
+    """Returns a parser's positional arguments, formatted as in its usage line."""
     forms = {"?": "[{}]", "*": "[{} ...]"}
     return [
         forms.get(str(action.nargs), "{}").format(action.metavar)

@@ -43,7 +43,7 @@ class Utilization(Hook):
     def __init__(self, job: JobOnMesh, chip: Chip | None = None):
         self._job = job
         self._chip = chip or attached_chip(job)
-        # The flops of each shape of the batch, keyed by the shapes of its rows.
+        # The flops for each batch shape, keyed by the shapes of a row.
         self._flops: dict[tuple[tuple[int, ...], ...], dict[str, float]] = {}
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
@@ -57,7 +57,7 @@ class Utilization(Hook):
                 self._flops[_row_shapes(spec)] = self._count(self._chip, spec)
 
     def _count(self, chip: Chip, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, float]:
-        """Returns and logs the flops of the training step for a shape of the batch."""
+        """Returns and logs the flops of the training step for a batch shape."""
         partitioner = self._job.partitioner
         step = partitioner.train_step
         text = step.lower(spec).compile().as_text()

@@ -86,7 +86,7 @@ class NnxCheckpoint:
         return self._arrays[folder]
 
     def strings(self, step: object = None) -> list[str]:
-        """Returns a note if strings were saved. Their names are not read from Orbax's JSON."""
+        """Returns a description of the saved strings (not their names), or [] if there are none."""
         return [f"the strings in {_STRINGS}"] * (self._folder(step) / _STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:

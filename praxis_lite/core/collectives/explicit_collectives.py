@@ -161,8 +161,8 @@ class _OnMesh:
         # summed in the layout of the weights instead.
         del lay_out
         inputs = self._padded(inputs, accumulation_steps)
-        # Expected weight of a device's microbatch. Dividing by it keeps the differentiated value
-        # as large as the loss, so that the value stays in the range of float16.
+        # Expected weight of a device's microbatch. Loss x weight is divided by it, so that the
+        # differentiated value is about as large as the loss, and stays in the range of float16.
         size = max(num_weights_of(inputs), 1) / self.num_parts / accumulation_steps
 
         def on_a_device(
@@ -271,7 +271,7 @@ class _OnMesh:
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns padded weights for the `jax.shard_map`, and their specs over the data axes."""
+        """Pads the weights, and returns them with their `in_specs` for the `jax.shard_map`."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
         mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
         return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
@@ -364,7 +364,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes not already summed over in a gather's backward pass."""
+    """Sums a gradient over the data axes, except those that the weight's gather sums over."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad

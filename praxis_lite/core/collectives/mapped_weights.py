@@ -67,8 +67,8 @@ def gather_of(
 
         local_spec = PartitionSpec(*auto_spec[num_removed:])
         if manual and auto_axes:
-            # Make the other axes manual, too: otherwise, XLA extends an all-gather over some of the
-            # axes that split a dim to all of those axes.
+            # Make the other axes manual, too. Otherwise, XLA gathers a dim over all axes that split
+            # it, including those outside this all-gather.
             all_gather = jax.shard_map(
                 all_gather,
                 in_specs=local_spec,

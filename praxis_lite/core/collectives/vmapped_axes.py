@@ -53,7 +53,7 @@ def vmap_over(
 
 @contextlib.contextmanager
 def before_vmap(axes: Iterable[str]) -> Iterator[None]:
-    """Marks code whose gradient is later mapped over `axes` by a `vmap_over`.
+    """Declares that the gradient of the body's code will run inside `vmap_over(axes, ...)`.
 
     JAX's gradient of a `jax.shard_map` sums over every manual axis that does not split its inputs.
     That would include the axes of the vmap, so such a `jax.shard_map` needs a custom gradient.

@@ -243,7 +243,7 @@ class _Phase:
         return [segment for segment in segments if segment[0] < segment[1]]
 
     def _max_delay(self, targets: Sequence[Fraction]) -> int:
-        """Returns the largest time between release and deadline of rows with fractional targets."""
+        """Returns the longest delay from release to deadline, for rows with fractional targets."""
         pairs = zip(targets, self._parts, strict=True)
         return max(
             (-(-self._period // part) for target, part in pairs if target.denominator > 1 and part),

@@ -276,7 +276,7 @@ class _ToRoot(logging.Handler):
 
 @contextlib.contextmanager
 def _with_handler(handler: logging.Handler) -> Iterator[None]:
-    """Adds a handler of records with at least level INFO, or LOGGER's level if the user has set it.
+    """Adds a handler for records at level INFO or above, or at the level that the user has set.
 
     The user's handlers get the same records as without this handler.
     """

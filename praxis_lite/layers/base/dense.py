@@ -18,11 +18,11 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The matmul in a dense layer, by default exact and in the inputs' dtype.
+    """The matmul in a dense layer; this base class computes it unrounded, in the inputs' dtype.
 
-    Subclasses multiply differently. A product has settings but no arrays; additional weights belong
-    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, which
-    multiplies by `w`, and preserves adapters that have already been added.
+    Subclasses round the operands or add an adapter. A product has settings but no arrays;
+    additional weights belong to the layer. `layer.product = layer.product.over(other)` replaces the
+    innermost product, which multiplies by `w`, and preserves adapters that have been added.
     """
 
     def over(self, base: "Product") -> "Product":
@@ -53,7 +53,7 @@ class Product:
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
-        """Returns whether products over shards of the contracted dims add up to the product."""
+        """Returns whether the partial products of shards of the contracted dims can be summed."""
         return True
 
 
@@ -94,9 +94,9 @@ class StoredWeight(abc.ABC):
 class Dense(BaseLayer):
     """Computes an einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
 
-    Subclasses set the attributes. `w` may merge several dims of the equation. Adapters and
-    quantization apply to subclasses that do not override `__call__`. Override `finished` to reshape
-    outputs.
+    Subclasses set `equation`, and call `make` in the constructor. A dim of `w` may merge several
+    subscripts of the equation. To reshape the outputs, override `finished`. Do not override
+    `__call__`: adapters and quantization skip subclasses that do.
 
     Attributes:
       equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
@@ -157,10 +157,7 @@ class Dense(BaseLayer):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The equation's subscripts for each dim of `w`; several for a merged dim.
-
-        Stacked dims are omitted.
-        """
+        """The equation's subscripts for each dim of `w` except stacked dims; several if merged."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
         shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
@@ -193,7 +190,7 @@ class Dense(BaseLayer):
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
     def finished(self, outputs: jax.Array) -> jax.Array:
-        """Converts the sum of product and bias to the layer's results."""
+        """Returns the layer's results, given its outputs including the bias."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def biased(self, outputs: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def dropless(
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
     def pad(x: jax.Array, *parts: str) -> jax.Array:
-        """Pads each dim that is sharded to a multiple of its number of shards."""
+        """Pads each sharded dim to a multiple of its number of shards."""
         for dim, part in enumerate(parts):
             x = pad_to_multiple(x, num_shards[part], dim) if part else x
         return x

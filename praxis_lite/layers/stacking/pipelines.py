@@ -303,7 +303,7 @@ class Pipeline(BaseLayer):
         )
 
     def off_stages(self, tree: PyTree) -> PyTree:
-        """Inverts `on_stages`."""
+        """Reshapes the blocks or a cache from [R, S, P, ...] to the stored shape."""
         if len(self._stack_shape) == 3:
             return tree
         return unpad_stages(tree, self.num_layers // self.circular_repeat)
@@ -367,5 +367,5 @@ def pad_stages(tree: PyTree, num_stages: int) -> PyTree:
 
 
 def unpad_stages(tree: PyTree, num_layers: int) -> PyTree:
-    """Inverts `pad_stages`; `num_layers` is the number of layers in a repeat."""
+    """Reshapes [R, S, P, ...] to [R, num_layers, ...], and removes the padding of `pad_stages`."""
     return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree)

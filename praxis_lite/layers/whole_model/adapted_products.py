@@ -32,12 +32,12 @@ class DenseForm:
 
     @property
     def rank(self) -> str:
-        """The subscript of the rank, which does not occur in the equation."""
+        """The subscript of the adapter's rank dim: a letter that the equation does not contain."""
         return self._free()[0]
 
     @property
     def other_rank(self) -> str:
-        """A second subscript for the rank."""
+        """A second unused letter, for a product of two arrays that both have a rank dim."""
         return self._free()[1]
 
     def _free(self) -> list[str]:

@@ -82,7 +82,7 @@ class HbmTraffic:
         self._done_at_bytes[copy.name] = self._started_bytes
 
     def advance(self, seconds: float, instruction_bytes: int = 0) -> None:
-        """Advances the clock by the time of an instruction that moves `instruction_bytes`."""
+        """Advances the clock by `seconds`, in which an instruction moves `instruction_bytes`."""
         free_bytes = max(0.0, seconds * self.bandwidth - instruction_bytes)
         self._moved_bytes = min(self._started_bytes, self._moved_bytes + free_bytes)
 

@@ -124,7 +124,7 @@ def zeros_unreduced(weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def reduce_partial(x: jax.Array) -> jax.Array:
-    """Sums an unreduced gradient over its axes, or undoes `with_unreduced_gradient`."""
+    """Returns `x` without unreduced or reduced axes: an unreduced gradient is summed over them."""
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, type_spec(x)) if spec.reduced or spec.unreduced else x
 

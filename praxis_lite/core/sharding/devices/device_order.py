@@ -65,7 +65,7 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns whether slices are hosts, as with GPUs, instead of being numbered by `slice_index`.
+    """Returns whether each host is a slice, as with GPUs; otherwise `slice_index` defines slices.
 
     Raises:
       ConfigError: The DCN shape matches neither the number of slices nor the number of hosts.

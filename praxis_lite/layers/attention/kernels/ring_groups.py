@@ -75,7 +75,7 @@ class Ring(NamedTuple):
         return self._all_to_all(x, 2, 1)
 
     def by_time(self, x: jax.Array) -> jax.Array:
-        """Inverts `by_heads`."""
+        """Exchanges [B, T, N, ...] within the group: each device gets all heads of some tokens."""
         return self._all_to_all(x, 1, 2)
 
     def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
@@ -90,7 +90,7 @@ class Ring(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axes) * size, size)
 
     def to_zigzag(self, x: jax.Array) -> jax.Array:
-        """Rearranges consecutive tokens [B, T, ...] so that each group has its two pieces.
+        """Exchanges pieces of [B, T, ...] between groups, so that each group has its two pieces.
 
         With n groups, there are 2 n pieces. Group i has pieces 2 i and 2 i + 1, and needs pieces i
         and 2 n - 1 - i. One of these two has an even index and the other an odd index, so one
@@ -105,7 +105,7 @@ class Ring(NamedTuple):
         return jnp.concatenate(self._swap_if_odd(even, odd), axis=1)
 
     def from_zigzag(self, x: jax.Array) -> jax.Array:
-        """Inverts `to_zigzag`."""
+        """Moves the pieces of [B, T, ...] back, so that each group has consecutive tokens."""
         if not self.is_zigzag or self.is_paired:
             return x
         parts = self._swap_if_odd(*jnp.split(x, 2, axis=1))

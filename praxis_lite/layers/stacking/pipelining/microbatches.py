@@ -81,7 +81,7 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
 
 
 def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
-    """Reshapes [rows, ...] to [M, rows / M, ...], padded with copies of row 0.
+    """Splits rows [rows, ...] into microbatches [M, rows / M, ...], padded with copies of row 0.
 
     A microbatch consists of every M-th row, so that each device contributes rows to every
     microbatch.
@@ -94,7 +94,7 @@ def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> ja
 
 
 def to_rows(x_M: jax.Array, num_streams: int) -> jax.Array:
-    """Inverts `to_microbatches`."""
+    """Reshapes microbatches [M, rows / M, ...] to [rows, ...], in the original order of rows."""
     num_microbatches, microbatch_size = x_M.shape[:2]
     shape = num_streams, num_microbatches // num_streams, microbatch_size
     x = jnp.swapaxes(x_M.reshape(*shape, *x_M.shape[2:]), 1, 2)
