@@ -64,9 +64,9 @@ class Buffer:
     ) -> jax.Array:
         """Returns the buffer after tick t, given the stages' outputs before and after `shift`."""
         schedule = self._schedule
-        since = t - (schedule.num_stages - 1)
-        index, num_indices = since % schedule.period, schedule.num_microbatches
-        index = jnp.where((since >= 0) & (index < num_indices), index, num_indices)
+        elapsed = t - (schedule.num_stages - 1)
+        index, num_indices = elapsed % schedule.period, schedule.num_microbatches
+        index = jnp.where((elapsed >= 0) & (index < num_indices), index, num_indices)
         stored_SM = jax.lax.dynamic_update_index_in_dim(stored_SM, arrived_S, index, axis=1)
         return self._layout.constrain(stored_SM, row_dim=2)
 
@@ -207,5 +207,5 @@ class HandoverGradient:
 
     def inputs(self, grad_x_S: jax.Array, grad_stored: Any) -> jax.Array:
         """Returns the gradient of x_M before the first tick."""
-        _, pull = jax.vjp(self._handover.start, jnp.zeros_like(self._grad_outputs))
-        return pull((grad_x_S, grad_stored))[0]
+        _, vjp_fn = jax.vjp(self._handover.start, jnp.zeros_like(self._grad_outputs))
+        return vjp_fn((grad_x_S, grad_stored))[0]

@@ -65,7 +65,7 @@ class InterleavedTicks:
         return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
-        """Runs all ticks.
+        """Runs all ticks, and returns the gradients, the metrics and the loss weights.
 
         Returns:
           (gradients of the arrays at `floats`, gradients of the ends' weights, metrics [M, ...],
@@ -75,15 +75,15 @@ class InterleavedTicks:
         carry = self.start()
         # One scan per phase: the first ticks have no backward passes, and the last ticks no forward
         # passes.
-        for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
+        for ticks, has_forward, has_input_grads, has_weight_grads in self.schedule.phases:
             carry, _ = jax.lax.scan(
-                functools.partial(self.tick, does_forward, does_inputs, does_weights),
+                functools.partial(self.tick, has_forward, has_input_grads, has_weight_grads),
                 carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
         grad_floats = [
-            self.work.stack_layers(i, of)
-            for i, of in zip(self.floats, carry.grad_floats, strict=True)
+            self.work.stack_layers(i, grad)
+            for i, grad in zip(self.floats, carry.grad_floats, strict=True)
         ]
         return grad_floats, carry.grad_ends, carry.reported_M, carry.weight_M
 
@@ -125,19 +125,24 @@ class InterleavedTicks:
         )
 
     def tick(
-        self, does_forward: bool, does_inputs: bool, does_weights: bool, carry: Carry, t: jax.Array
+        self,
+        has_forward: bool,
+        has_input_grads: bool,
+        has_weight_grads: bool,
+        carry: Carry,
+        t: jax.Array,
     ) -> tuple[Carry, None]:
         """Returns the carry after tick t."""
-        if does_forward:
+        if has_forward:
             carry, y_S = self.forward(carry, t)
             # The loss comes first, so that the backward pass of a microbatch starts in the same
             # tick.
-            if does_inputs:
+            if has_input_grads:
                 carry = self.leave(carry, y_S, t)
             carry = carry._replace(x_S=self.constrain_activations(shift(y_S, 1)))
-        if does_inputs:
+        if has_input_grads:
             carry = self.backward(carry, t)
-        if does_weights:
+        if has_weight_grads:
             carry = self.weights(carry, t)
         return carry, None
 
@@ -192,7 +197,7 @@ class InterleavedTicks:
 
         return carry._replace(
             grad_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), grad_y, carry.grad_x_S),
-            grad_ends=_sum(carry.grad_ends, grad_ends, weight != 0),
+            grad_ends=_add_if(carry.grad_ends, grad_ends, weight != 0),
             grad_values=with_values_of_microbatch(
                 carry.grad_values, grad_values, microbatch, is_leaving
             ),
@@ -205,25 +210,28 @@ class InterleavedTicks:
         stages, layout = self.work.stages, self.work.layout
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
         has_weight = is_valid & (carry.weight_M[microbatch] != 0)
-        # The stage's input in its forward tick, from which the stage is recomputed.
-        place = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
-        x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, place))
+        # The input that each stage saved in its forward tick, from which the stage is recomputed.
+        index = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
+        x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, index))
         grad_x_S, residuals = self.by_inputs(
             microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
         )
         # Idle stages and microbatches with weight 0 may produce NaN.
         has_weight = has_weight.reshape(-1, *[1] * (x_S.ndim - 1))
         grad_x_S = self.constrain_activations(jnp.where(has_weight, grad_x_S, 0))
-        # At stage 0, the gradient leaves the pipeline and continues to the weights before it.
+        # At stage 0 in the first repeat, the gradient leaves the pipeline, and is backpropagated to
+        # the weights before the pipeline.
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
         grad_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(grad_x_S, 0))
-        grad_ends = _sum(carry.grad_ends, grad_ends, is_first & (carry.weight_M[microbatch] != 0))
+        grad_ends = _add_if(
+            carry.grad_ends, grad_ends, is_first & (carry.weight_M[microbatch] != 0)
+        )
         residuals = [
             layout.constrain(
-                jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_residuals, 1)
+                jax.lax.dynamic_update_index_in_dim(old, new, t % self.schedule.num_residuals, 1)
             )
-            for kept, new in zip(carry.residuals, residuals, strict=True)
+            for old, new in zip(carry.residuals, residuals, strict=True)
         ]
         return carry._replace(
             grad_x_S=self.constrain_activations(shift(grad_x_S, -1)),
@@ -239,10 +247,7 @@ class InterleavedTicks:
         grad_y_S: jax.Array,
         grad_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the gradients with respect to the stages' inputs, and residuals.
-
-        The residuals are for the weight gradients.
-        """
+        """Returns the gradients of the stages' inputs, and residuals for the weight gradients."""
 
         def first(
             arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
@@ -257,9 +262,9 @@ class InterleavedTicks:
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
         """Adds this tick's weight gradients to the carry."""
         stages = self.work.stages
-        # Number of ticks since the stage computed the input gradients, and with them these
-        # residuals.
-        since = stages if self.schedule.split_backward else 0 * stages
+        # Number of ticks since the stage computed these residuals, together with the input
+        # gradients.
+        delay = stages if self.schedule.split_backward else 0 * stages
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
         has_weight = is_valid & (carry.weight_M[microbatch] != 0)
 
@@ -268,16 +273,16 @@ class InterleavedTicks:
             totals: list,
             residuals: list,
             stage: Any,
-            since: Any,
+            delay: Any,
             m: Any,
             r: Any,
             has_weight: Any,
         ) -> list:
-            place = (t - since) % self.schedule.num_residuals
-            residuals = [pick(kept, place) for kept in residuals]
+            index = (t - delay) % self.schedule.num_residuals
+            residuals = [pick(residual, index) for residual in residuals]
             parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
             return jax.tree.map(
-                lambda total, part: add_at(total, _if(has_weight, part), r), totals, parts
+                lambda total, part: add_at(total, _zero_unless(has_weight, part), r), totals, parts
             )
 
         slot_axis = 0 if microbatch.ndim else None  # None if all stages share one microbatch.
@@ -288,7 +293,7 @@ class InterleavedTicks:
             carry.grad_floats,
             carry.residuals,
             stages,
-            since,
+            delay,
             microbatch,
             repeat,
             has_weight,
@@ -344,16 +349,16 @@ def _at(x_S: jax.Array, stage: int) -> jax.Array:
 # select separates it from the sum over ticks. A multiplication by a weight would prevent this.
 
 
-def _if(has_weight: jax.Array, gradient: jax.Array) -> jax.Array:
+def _zero_unless(has_weight: jax.Array, gradient: jax.Array) -> jax.Array:
     return jnp.where(has_weight, gradient.astype(jnp.float32), 0.0)
 
 
-def _sum(total: PyTree, gradients: PyTree, has_weight: jax.Array) -> PyTree:
-    return jax.tree.map(lambda a, g: a + _if(has_weight, g), total, gradients)
+def _add_if(total: PyTree, gradients: PyTree, has_weight: jax.Array) -> PyTree:
+    return jax.tree.map(lambda a, g: a + _zero_unless(has_weight, g), total, gradients)
 
 
 # Values that the stages assign are stored per microbatch until its loss is computed. `values` has
-# the model's layout [R, S, P, ...]; `kept` has the layout [S, M, R, P, ...].
+# the model's layout [R, S, P, ...]; `stored` has the layout [S, M, R, P, ...].
 
 
 def zeros_for_values(values: Values, num_microbatches: int) -> Values:
@@ -365,27 +370,27 @@ def zeros_for_values(values: Values, num_microbatches: int) -> Values:
 
 
 def with_stage_values(
-    kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
+    stored: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
 ) -> Values:
     """Writes a tick's values [P, ...] into a stage's stored values [M, R, P, ...] if `is_valid`."""
     return {
         path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
-        for path, a in kept.items()
+        for path, a in stored.items()
     }
 
 
-def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
+def values_of_microbatch(stored: Values, microbatch: jax.Array) -> Values:
     """Returns the stored values of one microbatch, [R, S, P, ...]."""
-    return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in kept.items()}
+    return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in stored.items()}
 
 
 def with_values_of_microbatch(
-    kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
+    stored: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
 ) -> Values:
     """Overwrites the stored values of one microbatch if `is_valid`."""
     return {
         path: a.at[:, microbatch].set(
             jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])
         )
-        for path, a in kept.items()
+        for path, a in stored.items()
     }

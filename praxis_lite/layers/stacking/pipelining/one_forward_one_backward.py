@@ -132,7 +132,7 @@ def _value_and_grad(
         replicated = jax.tree.map(lambda x: PartitionSpec(), results[0])
         return replicated, *jax.tree.map(type_spec, (non_trainable, params))
 
-    note_untyped("the Pipeline and its ends", "ticks of 1F1B have no types")
+    note_untyped("the Pipeline and its ends", "JAX cannot infer the types of 1F1B ticks")
     in_ticks = functools.partial(_grads_in_ticks, pipeline, loss_fn, **settings)
     return untyped(in_ticks, fixed, params, non_trainable, inputs, key, out=types)
 

@@ -133,8 +133,8 @@ class InterleavedSchedule:
     @property
     def num_saved_inputs(self) -> int:
         """Number of inputs that a stage stores: at most 2 R S - 1, regardless of M."""
-        in_all = self.first_backward + self.num_ticks
-        return min(2 * self.circular_repeat * self.num_stages - 1, in_all)
+        total_ticks = self.first_backward + self.num_ticks
+        return min(2 * self.circular_repeat * self.num_stages - 1, total_ticks)
 
     @property
     def num_residuals(self) -> int:

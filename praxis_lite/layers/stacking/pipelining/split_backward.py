@@ -1,4 +1,4 @@
-"""Splits a function into two: the first computes the results needed first, the second the others.
+"""Splits a function into one for the results that are needed first, and one for the others.
 
 A split backward pass first computes the gradient with respect to its inputs, because the previous
 stage is waiting for that gradient, and later computes the weight gradients (zero bubble,
@@ -41,9 +41,8 @@ def split_function(
 ) -> SplitFunction:
     """Splits a function that returns (results needed first, other results).
 
-    The function is traced, and its equations are assigned: those that the first results need to
-    `first`, and the remaining ones to `second`. Values from `first` that `second` uses are
-    residuals.
+    The function is traced. Equations that the first results depend on go to `first`, and all other
+    equations to `second`. Values from `first` that `second` uses are residuals.
 
     Args:
       function: The function to split.

@@ -115,22 +115,24 @@ class SplitModel:
 
     def grad_params(self, grad_leaves: dict[int, jax.Array], grad_ends: list[jax.Array]) -> PyTree:
         """Adds up the gradients of the blocks and ends into float32 gradients for all weights."""
-        numbers = list(grad_leaves)
+        indices = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
             leaves = self._leaves(params)
-            return [leaves[i] for i in numbers]
+            return [leaves[i] for i in indices]
 
-        leaves, pull = jax.vjp(floats, self._params)
+        leaves, vjp_fn = jax.vjp(floats, self._params)
         grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
-        rests = list(grad_leaves.values())
-        # If `pull` casts to 16 bits, each gradient is passed as a sum of three 16-bit terms, so
+        remainders = list(grad_leaves.values())
+        # If `vjp_fn` casts to 16 bits, each gradient is passed as a sum of three 16-bit terms, so
         # that the cast does not round it.
         num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
         for _ in range(num_parts):
-            parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
-            rests = [a - part.astype(a.dtype) for a, part in zip(rests, parts, strict=True)]
-            grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *pull(parts), strict=True)]
+            parts = [rest.astype(leaf.dtype) for rest, leaf in zip(remainders, leaves, strict=True)]
+            remainders = [
+                a - part.astype(a.dtype) for a, part in zip(remainders, parts, strict=True)
+            ]
+            grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *vjp_fn(parts), strict=True)]
         for i, g in zip(self._ends, grad_ends, strict=True):
             grads[i] += g
         return jax.tree.unflatten(self._form, grads)
@@ -142,8 +144,8 @@ class SplitModel:
     def enter_gradient(self, microbatch: jax.Array, grad_x: jax.Array) -> list[jax.Array]:
         """Backpropagates the gradient of x to the ends' weights."""
         ends = [self._params[i] for i in self._ends]
-        _, pull = jax.vjp(lambda ends: self._pipeline_args(self._with(ends), microbatch)[0], ends)
-        return pull(grad_x)[0]
+        _, vjp_fn = jax.vjp(lambda ends: self._pipeline_args(self._with(ends), microbatch)[0], ends)
+        return vjp_fn(grad_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
         """Returns (metrics, weight, grad_x, grad_ends, grad_values) for a microbatch.
@@ -164,12 +166,12 @@ class SplitModel:
         ) -> tuple[jax.Array, dict[str, Any]]:
             return self._loss_of_output(self._with(ends), microbatch, x, values | floats)
 
-        loss, pull, metrics = jax.vjp(loss_of, ends, x, floats, has_aux=True)
+        loss, vjp_fn, metrics = jax.vjp(loss_of, ends, x, floats, has_aux=True)
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
         if self._num_microbatches == 1:  # A single microbatch is not weighted.
             weight = jnp.ones_like(weight)
         # Backpropagate the weight instead of 1, to multiply all gradients by it.
-        grad_ends, grad_x, grad_values = pull(weight.astype(loss.dtype))
+        grad_ends, grad_x, grad_values = vjp_fn(weight.astype(loss.dtype))
         return metrics, weight, grad_x, grad_ends, grad_values
 
     def _with(self, ends: list[jax.Array]) -> list[jax.Array]:

@@ -45,7 +45,7 @@ def run_split_ticks(
     stream_io: bool,
     layout: StageLayout,
 ) -> tuple[jax.Array, Values]:
-    """Runs all ticks; returns x_M after all blocks, and the assigned values.
+    """Runs all ticks, and returns x_M after all blocks, and the assigned values.
 
     The inputs of each tick are saved, and the backward pass recomputes the tick from its inputs.
     The backward pass also stores the residuals of S microbatches for their weight gradients. See
@@ -167,15 +167,15 @@ class _Ticks:
             grad_x_S = self.work.layout.constrain(jnp.where(is_valid, grad_x_S, 0), row_dim=1)
             residuals = [
                 self.work.layout.constrain(
-                    jax.lax.dynamic_update_index_in_dim(kept, new, t % num_stages, axis=1)
+                    jax.lax.dynamic_update_index_in_dim(old, new, t % num_stages, axis=1)
                 )
-                for kept, new in zip(residuals, new_residuals, strict=True)
+                for old, new in zip(residuals, new_residuals, strict=True)
             ]
             return (*transposed.enter(grad_x_S, grad_stored, t), residuals), None
 
         def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
             # The microbatch that stage 0 has at tick t was on stage s at tick t + s.
-            residuals = [pick(kept, (t + stage) % num_stages) for kept in residuals]
+            residuals = [pick(residual, (t + stage) % num_stages) for residual in residuals]
             return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
 
         def weight_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
@@ -218,7 +218,7 @@ class _Ticks:
             carry, _ = jax.lax.scan(input_gradients_tick, carry, before)
         (carry, grad_floats), _ = jax.lax.scan(weight_gradients_tick, (carry, grad_floats), after)
         grad_floats = [
-            self.work.stack_layers(i, of) for i, of in zip(floats, grad_floats, strict=True)
+            self.work.stack_layers(i, grad) for i, grad in zip(floats, grad_floats, strict=True)
         ]
         # Map the gradients back to the arguments. Every stage had a copy of the inputs, so their
         # gradients are summed over stages.

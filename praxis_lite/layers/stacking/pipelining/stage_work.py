@@ -1,4 +1,4 @@
-"""A stage's work on one microbatch: a forward pass, and a backward pass in two parts."""
+"""The forward pass of a stage on a microbatch, and its backward pass, split into two parts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -105,17 +105,17 @@ class StageWork:
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
-        num_layers_here, values_P = len(leaves_P[0]), []
-        for index in range(num_layers_here):
+        layers_per_stage, values_P = len(leaves_P[0]), []
+        for index in range(layers_per_stage):
             block = jax.tree.unflatten(self.form, [leaf[index] for leaf in leaves_P])
             x, _, values = apply_layer_at(
                 block,
                 x,
-                stage * num_layers_here + index,
+                stage * layers_per_stage + index,
                 repeat,
                 microbatch,
                 num_layers=self.num_layers,
-                has_padding_layers=num_layers_here * self.num_stages > self.num_layers,
+                has_padding_layers=layers_per_stage * self.num_stages > self.num_layers,
                 key=key,
                 cache=None,
                 **inputs,
@@ -167,8 +167,8 @@ class StageWork:
                 return y, {path: assigned[path] for path in grad_values}
 
             # Differentiate with respect to x and the float arrays, with separate arrays per layer.
-            _, pull = jax.vjp(work, [self.unstack_layers(i, arrays[i], 0) for i in floats], x)
-            grad_floats, grad_x = pull((grad_y, grad_values))
+            _, vjp_fn = jax.vjp(work, [self.unstack_layers(i, arrays[i], 0) for i in floats], x)
+            grad_floats, grad_x = vjp_fn((grad_y, grad_values))
             return grad_x, grad_floats
 
         # Trace with the shapes of one stage, and one repeat or microbatch.

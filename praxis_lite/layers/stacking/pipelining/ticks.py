@@ -139,7 +139,7 @@ def run_ticks(
     rematerialized: Callable[..., AbstractContextManager[Any]],
     layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Runs all ticks; returns x_M after all blocks, the cache, and the assigned values.
+    """Runs all ticks, and returns x_M after all blocks, the cache, and the assigned values.
 
     Args:
       blocks: Module with arrays [R, S, P, ...].
@@ -172,8 +172,8 @@ def run_ticks(
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
         # Idle stages also compute, with an arbitrary layer and rows of the batch.
         block_P, x, inputs = stop_gradient_unless(is_valid, (block_P, x, inputs))
-        num_layers_here = jax.tree.leaves(block_P)[0].shape[0]
-        first = stage * num_layers_here
+        layers_per_stage = jax.tree.leaves(block_P)[0].shape[0]
+        first = stage * layers_per_stage
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, index_in_repeat, cache = layer
@@ -184,7 +184,7 @@ def run_ticks(
                 repeat,
                 microbatch,
                 num_layers=num_layers,
-                has_padding_layers=num_layers_here * num_stages > num_layers,
+                has_padding_layers=layers_per_stage * num_stages > num_layers,
                 key=key,
                 cache=cache,
                 **inputs,
@@ -192,7 +192,7 @@ def run_ticks(
             )
             return x, (cache, values)
 
-        layers = block_P, first + jnp.arange(num_layers_here), cache_P
+        layers = block_P, first + jnp.arange(layers_per_stage), cache_P
         x, (new_cache_P, values_P) = jax.lax.scan(step, x, layers)
         # Idle stages must not write to the cache.
         cache_RP = jax.tree.map(
