@@ -39,7 +39,7 @@ def named(x: PyTree, name: str) -> PyTree:
     """
     if not goes_to_host(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)
-    return _in_order(checkpoint_name(_in_order(x), name))
+    return _in_row_major_order(checkpoint_name(_in_row_major_order(x), name))
 
 
 def name_residuals(x: PyTree, name: str | None) -> PyTree:
@@ -47,5 +47,5 @@ def name_residuals(x: PyTree, name: str | None) -> PyTree:
     return x if name is None else checkpoint_name(x, name)
 
 
-def _in_order(x: PyTree) -> PyTree:
+def _in_row_major_order(x: PyTree) -> PyTree:
     return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), x)

@@ -1,4 +1,4 @@
-"""BaseLayer, the base class of layers, which declare their weights and how to shard them."""
+"""BaseLayer: the base class of layers, which declare their weights and the weights' sharding."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType

@@ -1,4 +1,4 @@
-"""Wrappers for layer methods: signatures, argument checks, name scopes, fallback to Auto axes."""
+"""Wraps layer methods with signatures, argument checks, name scopes and a fallback to Auto axes."""
 
 import contextlib
 import contextvars
@@ -47,7 +47,7 @@ class ConstructorSignature:
 
 def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a class's constructor, including `self`."""
-    init = layer_class.__init__  # type: ignore[misc]  # Of a class, not of an instance.
+    init = layer_class.__init__  # type: ignore[misc]  # Accessed on the class.
     return inspect.signature(init).parameters
 
 
@@ -87,7 +87,7 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
         checked.__signature__ = signature  # type: ignore[attr-defined]  # For `inspect`.
         # --set reads the types from here.
         init.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
-        return checked  # type: ignore[return-value]  # Of the same parameters.
+        return checked  # type: ignore[return-value]  # Has the signature set above.
 
     return decorated
 
@@ -101,9 +101,9 @@ def with_settings(
 
     Args:
       init: The constructor.
-      names: Names of the keyword arguments. Arguments that the constructor also declares, for type
-        checkers, are passed on to the constructor.
-      take: Called before the constructor with the layer and the passed arguments.
+      names: Names of the keyword arguments. If the constructor declares an argument as well (for
+        type checkers), it also receives the argument.
+      take: Called with the layer and the given keyword arguments, before the constructor.
     """
     if not names:
         return init
@@ -145,14 +145,15 @@ _path: contextvars.ContextVar[str] = contextvars.ContextVar("path", default="")
 
 @contextlib.contextmanager
 def _calling(layer: Any, name: str) -> Iterator[None]:
-    token, path = _caller.set(layer), _path.get()
-    inside = _path.set(f"{path}/{name}".strip("/") if name else path)
+    path = _path.get()
+    caller_token = _caller.set(layer)
+    path_token = _path.set(f"{path}/{name}".strip("/") if name else path)
     try:
         with jax.named_scope(name) if name else contextlib.nullcontext():
             yield
     finally:
-        _caller.reset(token)
-        _path.reset(inside)
+        _caller.reset(caller_token)
+        _path.reset(path_token)
 
 
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,8 +235,9 @@ def check_way(
       field: Name of the setting, such as "tensor_parallel".
       setting: Value of the setting.
       ways: Valid values.
-      unable: Settings that these collectives do not support, and whether each setting is used.
-      sharded: What the compiler shards if the setting is None, such as "the layer".
+      unable: Maps settings that these collectives do not support to whether they are used.
+      sharded: The computation that the compiler shards if the setting is None, such as "the
+        layer", for error messages.
 
     Raises:
       ConfigError: The value is unknown, or an unsupported setting is used.
@@ -269,7 +271,7 @@ def with_auto_fallback(
       layer: The layer.
       args: Positional arguments.
       kwargs: Keyword arguments.
-      path: Path of the layer, for recording the reason.
+      path: Path of the layer, under which the reason for the fallback is recorded.
     """
     if not is_typed():
         return method(layer, *args, **kwargs)
@@ -279,8 +281,8 @@ def with_auto_fallback(
         if not is_type_error(error):
             raise
         note_untyped(path, str(error).strip().splitlines()[0])
-    # `untyped` passes only arrays, so the layer and its arguments are taken apart and rebuilt
-    # inside.
+    # `untyped` passes only arrays, so the layer and its arguments are flattened here and
+    # unflattened in `function`.
     leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))
     is_array = [isinstance(x, jax.Array) for x in leaves]
     arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
@@ -289,10 +291,10 @@ def with_auto_fallback(
     def function(*arrays: jax.Array) -> Any:
         traced = iter(arrays)
         merged = [next(traced) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        # This is a copy of the layer. The values that it assigns to its variables are returned, and
-        # then assigned to the layer itself.
-        own, args, kwargs = jax.tree.unflatten(structure, merged)
-        return method(own, *args, **kwargs), assigned_values(own)
+        # The values that the copy of the layer assigns to its variables are returned, and then
+        # assigned to the layer itself.
+        layer_copy, args, kwargs = jax.tree.unflatten(structure, merged)
+        return method(layer_copy, *args, **kwargs), assigned_values(layer_copy)
 
     results, values = untyped(
         function, *arrays, out=lambda tree: jax.tree.map(lambda x: _type_like(x, like), tree)

@@ -1,4 +1,4 @@
-"""Dims of weights: sizes with a name and a sharding, chosen by the layer or its parent."""
+"""Dims of weights: sizes with a name and a sharding, which the layer or its parent chooses."""
 
 import math
 from collections.abc import Mapping, Sequence

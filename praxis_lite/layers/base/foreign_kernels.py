@@ -41,9 +41,8 @@ def without_vma(
     """Maps `function` over `axes` with a `jax.shard_map` that has check_vma=False.
 
     Pallas does not declare the axes over which results vary. Inside a `shard_map` that checks these
-    axes, JAX rejects the types of gradients through the unchecked `shard_map`. There, and in
-    `before_vmap`, the gradient is computed by a second `shard_map`, which recomputes the forward
-    pass.
+    axes, JAX rejects the types of gradients through the unchecked `shard_map`. In this case, and in
+    `before_vmap`, a second `shard_map` computes the gradient, and recomputes the forward pass.
 
     Args:
       function: A function of arrays with gradients, followed by arrays without gradients.

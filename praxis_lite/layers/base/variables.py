@@ -1,4 +1,4 @@
-"""Variables of layers other than weights, and functions that read or assign variables."""
+"""Defines variables for auxiliary losses and metrics, and reads or assigns layers' variables."""
 
 from collections.abc import Iterator
 from typing import TypeVar

@@ -68,8 +68,8 @@ class DenseForm:
     @property
     def between(self) -> str:
         """The subscripts of `inputs @ a`."""
-        kept = "".join(x for x in self.inputs if x not in self.summed)
-        return kept + "".join(x for x in self.stack if x not in kept) + self.rank
+        rows = "".join(x for x in self.inputs if x not in self.summed)
+        return rows + "".join(x for x in self.stack if x not in rows) + self.rank
 
 
 def form_of(layer: Dense) -> DenseForm:
@@ -194,11 +194,11 @@ class DecomposedProduct(AdaptedProduct):
     def _scales(
         self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
     ) -> jax.Array:
-        """Returns the learned length of each output's column, divided by its current length."""
+        """Returns the learned length of each column, divided by the column's current length."""
         dtype = jnp.promote_types(w.dtype, jnp.float32)
         w, a, b = (jax.lax.stop_gradient(x.astype(dtype)) for x in (w, a, b))
         r, s = form.rank, form.other_rank
-        a_again, b_again, gram = form.a.replace(r, s), form.b.replace(r, s), form.stack + r + s
+        other_a, other_b, gram = form.a.replace(r, s), form.b.replace(r, s), form.stack + r + s
 
         def sum_products(results: str, *factors: tuple[str, jax.Array]) -> jax.Array:
             letters = ",".join(f"...{letters}" for letters, _ in factors)
@@ -210,8 +210,8 @@ class DecomposedProduct(AdaptedProduct):
         w_squares = sum_products(form.kept, (form.weight, w), (form.weight, w))
         a_by_w = sum_products(form.b, (form.a, a), (form.weight, w))
         cross_terms = sum_products(form.kept, (form.b, a_by_w), (form.b, b))
-        a_by_a = sum_products(gram, (form.a, a), (a_again, a))
-        ab_squares = sum_products(form.kept, (gram, a_by_a), (form.b, b), (b_again, b))
+        a_by_a = sum_products(gram, (form.a, a), (other_a, a))
+        ab_squares = sum_products(form.kept, (gram, a_by_a), (form.b, b), (other_b, b))
         squares = w_squares + self.scale * (2 * cross_terms + self.scale * ab_squares)
         lengths = jnp.sqrt(jnp.maximum(squares, jnp.finfo(dtype).tiny))
         # m is the learned change of the length of w.

@@ -52,10 +52,10 @@ def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
       weight: The weight.
       summed_dims: The contracted dims of the weight.
     """
-    exact = weight.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(exact), axis=tuple(summed_dims), keepdims=True)
+    unrounded = weight.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(unrounded), axis=tuple(summed_dims), keepdims=True)
     scale = jnp.where(largest > 0, largest / 127, 1).astype(weight.dtype)
-    values = jnp.round(exact / scale.astype(jnp.float32))
+    values = jnp.round(unrounded / scale.astype(jnp.float32))
     return Int8Weight(jnp.clip(values, -127, 127).astype(jnp.int8), scale)
 
 
@@ -79,12 +79,12 @@ class TransposedWeight(StoredWeight):
 
     @staticmethod
     def supports(equation: str) -> bool:
-        """Returns whether inputs and outputs have the weight's subscripts in the weight's order."""
+        """Returns whether inputs and outputs contain the weight's subscripts in the same order."""
         operands, results = equation.split("->")
         input_letters, weight_letters = operands.split(",")
-        kept = "".join(letter for letter in weight_letters if letter in results)
+        output_letters = "".join(letter for letter in weight_letters if letter in results)
         summed = "".join(letter for letter in weight_letters if letter not in results)
-        return input_letters == f"...{summed}" and results.replace("...", "") == kept
+        return input_letters == f"...{summed}" and results.replace("...", "") == output_letters
 
     @property
     def dtype(self) -> Any:

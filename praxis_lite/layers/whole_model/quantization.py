@@ -18,10 +18,10 @@ With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, wit
 Matmuls of two activations (attention logits), experts, convolutions, recurrences, embeddings and
 LoRA's low-rank matmuls are never rounded; matching layers that are not rounded are logged. The
 weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (see
-four_bit_weights.py for 4 bits), so weights are rounded for every token in decoding. Numbers are
-rounded to nearest, also in the backward pass. A sum of more than 133,000 int8 products, such as a
+four_bit_weights.py for 4 bits), so weights are rounded for every token in decoding. Rounding is to
+nearest, in the backward pass as well. A sum of more than 133,000 int8 products, such as a
 weight gradient over all tokens on a device, can overflow int32 if nearly all products have the
-maximum size.
+maximum magnitude.
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
 a recipe from QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
@@ -129,7 +129,7 @@ class QuantizationRule:
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        assert self.qtype is not None, "Layers that stay exact are skipped."
+        assert self.qtype is not None, "Layers without rounding are skipped."
         return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
 
 
@@ -195,11 +195,11 @@ def is_matrix(node: Any) -> bool:
 
 def _unused_error(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
     is_matched = any(re.match(rule.regex, path) for path in paths)
-    what = "that no earlier rule matches" if is_matched else "of a dense layer"
+    kind = "that no earlier rule matches" if is_matched else "of a dense layer"
     near = did_you_mean(rule.regex, paths)
     shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
     return ConfigError(
-        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; expected the beginning "
+        f"QuantizationRule.regex {rule.regex!r} matches no weight {kind}; expected the beginning "
         f"of one of {shown}.{near} Correct the pattern, or remove the rule."
     )
 
@@ -211,8 +211,8 @@ def log_rounding(
     """Logs which weights are rounded, once per process for each model."""
     logger = logging.getLogger(__name__)
     for qtype, paths in names:
-        what = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
-        logger.info("%s: %s", what, ", ".join(paths))
+        rounding = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
+        logger.info("%s: %s", rounding, ", ".join(paths))
     if not_dense:
         logger.info("not rounded, because not in a dense layer: %s", ", ".join(not_dense))
 

@@ -1,4 +1,4 @@
-"""Matmuls for dense layers, with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
+"""Matmuls of dense layers with 8-bit operands, using Qwix, or with 4-bit weights."""
 
 import dataclasses
 import functools
@@ -125,11 +125,13 @@ def _einsum(
             factor.astype(jnp.float32),
             jnp.dtype(qtype),
             channelwise_axes=[
-                i for i, letter in enumerate(local) if letter in outputs and scales == "channel"
+                i
+                for i, letter in enumerate(subscripts)
+                if letter in outputs and scales == "channel"
             ],
             calibration_method=_CALIBRATION[qtype],
         )
-        for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
+        for subscripts, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
     size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
     parts = {  # The number of parts per contracted dim, if the dim divides evenly.
@@ -137,15 +139,15 @@ def _einsum(
         for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
     }
-    # No dim is summed over several devices: one product with its scales.
+    # If no dim is summed over several devices, a single product with its scales suffices.
     if not parts:
         return _product(equation, out, *rounded).astype(dtype)
     # Give each part an uppercase subscript, which the product keeps. The sum over parts follows
     # after the scales have been applied.
     part_letters = dict(zip(parts, string.ascii_uppercase, strict=False))
     rounded = [
-        jax.tree.map(functools.partial(_split_dims, local, parts), factor)
-        for local, factor in zip(letters.split(","), rounded, strict=True)
+        jax.tree.map(functools.partial(_split_dims, subscripts, parts), factor)
+        for subscripts, factor in zip(letters.split(","), rounded, strict=True)
     ]
     first_letters = {ord(x): part_letters[x] + x for x in parts}
     equation = letters.translate(first_letters)
@@ -202,17 +204,17 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
                     PartitionSpec(
                         *(
                             entries.get(a) if size > 1 else None
-                            for a, size in zip(local, factor.scale.shape, strict=True)
+                            for a, size in zip(subscripts, factor.scale.shape, strict=True)
                         )
                     ),
                 ),
             )
-            for local, factor in ((x_letters, x), (y_letters, y))
+            for subscripts, factor in ((x_letters, x), (y_letters, y))
         )
         settings["out_sharding"] = PartitionSpec(*(entries[letter] for letter in order))
     # For dot_general: ((summed dims of y, of x), (batch dims of y, of x)).
     dims = tuple(
-        tuple(tuple(map(local.index, group)) for local in (y_letters, x_letters))
+        tuple(tuple(map(subscripts.index, group)) for subscripts in (y_letters, x_letters))
         for group in (summed, batch)
     )
     product = qwix.dot_general(y, x, dims, **settings)
@@ -358,8 +360,8 @@ def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
 
     if mesh.empty:
         return ()
-    # Mesh axes for each subscript: of batch and time, and of the weight's dims without the axes
-    # over which the weight is gathered.
+    # Mesh axes of each subscript. Axes over which the weight is gathered are removed from the
+    # weight's dims.
     row_axes = axes_by(rows, rows_split)
     batch_axes, all_row_axes = row_axes.get(rows[:1], set()), set().union(*row_axes.values())
     firsts = [letters[0] for letters in layer.letters]

@@ -25,8 +25,8 @@ from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 # with other axis names, write similar dicts.
 _OVER_DATA, _OVER_ALL = ("replica", "data"), ("replica", "data", "mdl")
 
-# In each pair of matmuls, the outputs of the first and the inputs of the second are sharded, with
-# one sum over `mdl` after each pair (Megatron, arXiv:1909.08053).
+# Shards the outputs of the first and the inputs of the second matmul in each pair, with one sum
+# over `mdl` after the pair (Megatron, arXiv:1909.08053).
 _TENSOR_PARALLEL: dict[str, DimSplit] = {
     "heads": "mdl",
     "mlp": "mdl",

@@ -54,11 +54,11 @@ def set_sharding_params(
       ConfigError: The preset or a dim name is unknown, or two dims of an array get the same axis.
     """
     preset = _resolve(preset)
-    unsplit: dict[str, str] = {}
-    _set_splits(model, preset, False, unsplit)
+    unsharded: dict[str, str] = {}
+    _set_splits(model, preset, False, unsharded)
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
         return model  # The preset does not shard any weight.
-    for name, fields in unsplit.items():
+    for name, fields in unsharded.items():
         logging.getLogger(__name__).warning(
             "set_sharding_params does not change %s, which is replicated, because the preset does "
             "not define its sharding. Set its %s, or name its dims in its class: "
@@ -91,8 +91,8 @@ def _resolve(preset: str | Preset) -> Preset:
     return {"residual_batch": preset.get("batch"), **preset}
 
 
-def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    for dims in row.values():
+def _names(declared: Mapping[str, Any]) -> Iterator[str]:
+    for dims in declared.values():
         if isinstance(dims, Mapping):
             yield from _names(dims)
         else:
@@ -101,32 +101,32 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _declared_dims() -> list[Mapping[str, Any]]:
     """Returns the logical dims that the loaded layer classes declare."""
-    rows, classes = [], [BaseLayer]
+    declarations, classes = [], [BaseLayer]
     while classes:
         layer = classes.pop()
-        rows += [layer.splits, layer.preset_settings, layer.template_splits]
+        declarations += [layer.splits, layer.preset_settings, layer.template_splits]
         classes += layer.__subclasses__()
-    return rows
+    return declarations
 
 
 def _set_splits(
-    config: fdl.Buildable, preset: Preset, gets_splits: bool, unsplit: dict[str, str]
+    config: fdl.Buildable, preset: Preset, parent_sets_splits: bool, unsharded: dict[str, str]
 ) -> None:
     """Sets the sharding in a config and its templates.
 
     Args:
       config: The config.
       preset: The mesh axes, keyed by dim name.
-      gets_splits: Whether the config is the template of a layer that passes the sharding when it
-        calls the template.
-      unsplit: Output dict: maps names of classes whose weights are not sharded to the fields that
+      parent_sets_splits: Whether the config is the template of a layer that passes the sharding
+        when it calls the template.
+      unsharded: Output dict: maps names of classes whose weights are not sharded to the fields that
         would shard them.
     """
     layer = fdl.get_callable(config)
     parameters = inspect.signature(layer).parameters
-    row = _row(layer)
-    if row is not None and ("expert" in preset or "expert" not in _names(row)):
-        _set_row(config, row, preset)
+    declared = _declared(layer)
+    if declared is not None and ("expert" in preset or "expert" not in _names(declared)):
+        _set_declared(config, declared, preset)
     fields = [  # Not empty for layers with weights.
         name
         for name in parameters
@@ -134,22 +134,22 @@ def _set_splits(
     ]
     is_split = any(getattr(config, name, None) is not None for name in fields)
     is_replicated = inspect.isclass(layer) and issubclass(layer, REPLICATED_LAYERS)
-    if fields and not (is_split or gets_splits or is_replicated):
-        unsplit[_name(layer)] = ", ".join(fields)
+    if fields and not (is_split or parent_sets_splits or is_replicated):
+        unsharded[_class_name(layer)] = ", ".join(fields)
     if inspect.isclass(layer):  # A function, such as `adapted`, passes on its settings.
-        gets_splits = bool(fields)
+        parent_sets_splits = bool(fields)
     if _learns_positions(config, parameters):
         config.position_emb_tpl = fdl.Partial(TrainablePositionalEmbedding)
-    # Recurse into the templates. A row may also have entries for the layers of a template, which
-    # override what the recursion sets.
+    # Recurse into the templates. A layer may also declare dims for the layers of a template, which
+    # override the settings from the recursion.
     for name, templates in _templates(config, parameters):
         items = templates if isinstance(templates, list | tuple) else [templates]
-        new = [_with_splits(item, preset, gets_splits, unsplit) for item in items]
+        new = [_with_splits(item, preset, parent_sets_splits, unsharded) for item in items]
         if any(element is not old for element, old in zip(new, items, strict=True)):
             setattr(config, name, new if items is templates else new[0])
-        inner = (row or {}).get(name)
-        if inner is not None and isinstance(new[0], fdl.Buildable):
-            _set_row(new[0], inner, preset)
+        template_dims = (declared or {}).get(name)
+        if template_dims is not None and isinstance(new[0], fdl.Buildable):
+            _set_declared(new[0], template_dims, preset)
 
 
 def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> bool:
@@ -187,20 +187,22 @@ def _with_splits(template: Any, *args: Any) -> Any:
         return template
     before = fdl.ordered_arguments(config)
     _set_splits(config, *args)
-    is_set = _row(fdl.get_callable(config)) is not None or fdl.ordered_arguments(config) != before
+    is_set = (
+        _declared(fdl.get_callable(config)) is not None or fdl.ordered_arguments(config) != before
+    )
     return config if is_set else template
 
 
-def _row(layer: Any) -> Mapping[str, Any] | None:
+def _declared(layer: Any) -> Mapping[str, Any] | None:
     """Returns a class's dim names, keyed by setting or template; None if the class has none."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
-    row = {**named, **layer.preset_settings, **layer.template_splits}
-    return row or ({} if issubclass(layer, _CONTAINERS) else None)
+    declared = {**named, **layer.preset_settings, **layer.template_splits}
+    return declared or ({} if issubclass(layer, _CONTAINERS) else None)
 
 
-def _name(layer: Any) -> str:
+def _class_name(layer: Any) -> str:
     return getattr(layer, "__name__", repr(layer))
 
 
@@ -210,11 +212,11 @@ def _in_preset(name: str | None, dims: Sequence[str | None], preset: Preset) -> 
     return "expert_embed" if is_of_experts else name
 
 
-def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> None:
-    for field, dims in row.items():
+def _set_declared(config: fdl.Buildable, declared: Mapping[str, Any], preset: Preset) -> None:
+    for field, dims in declared.items():
         if isinstance(dims, Mapping):
-            continue  # The dims of a template.
-        # A setting other than a sharding, whose value the preset contains.
+            continue  # Dims for a template; see `_set_splits`.
+        # A setting, such as tensor_parallel, whose value is in the preset.
         if isinstance(dims, str):
             if preset.get(dims) is not None or getattr(config, field, None) is not None:
                 setattr(config, field, preset.get(dims))
@@ -229,8 +231,8 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
                 if axis in name_of:
                     raise ConfigError(
                         "set_sharding_params: the preset shards two dims of "
-                        f"{_name(fdl.get_callable(config))}.{field} {dims} over the mesh axis "
-                        f"{axis!r}: {name_of[axis]!r} and {name!r}. An axis can shard only one dim "
+                        f"{_class_name(fdl.get_callable(config))}.{field} {dims} over the mesh "
+                        f"axis {axis!r}: {name_of[axis]!r} and {name!r}. An axis can shard only one dim "
                         "of an array. Change the entry of one of these dims in the preset."
                     )
                 name_of[axis] = name
