@@ -73,12 +73,14 @@ def dropless(
         if num_shards["expert"] == 1:
             outputs = local_experts(x_nD, experts_nK, gates_nK, weights)
         else:
-            over = Exchange(roles.expert, num_shards["expert"], free)
-            outputs = exchange_in_rounds(local_experts, over, x_nD, gates_nK, weights, experts_nK)
+            exchange = Exchange(roles.expert, num_shards["expert"], free)
+            outputs = exchange_in_rounds(
+                local_experts, exchange, x_nD, gates_nK, weights, experts_nK
+            )
         # The new dim is P: each device returns a partial sum for its shard of F.
         return outputs.reshape(1, *x.shape)
 
-    # Only one device, or inside a shard_map over all axes: nothing is sharded.
+    # On one device, or inside a shard_map over all axes, nothing is sharded.
     if not free or math.prod(num_shards.values()) == 1:
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 

@@ -65,7 +65,7 @@ class Exchange(NamedTuple):
 
 def exchange_in_rounds(
     local_experts: LocalExperts,
-    over: Exchange,
+    exchange: Exchange,
     x_nD: jax.Array,
     gates_nK: jax.Array,
     weights: Weights,
@@ -78,7 +78,7 @@ def exchange_in_rounds(
 
     Args:
       local_experts: Computes the outputs of this device's experts; 0 for rows with a gate of 0.
-      over: The group of devices that exchange tokens.
+      exchange: The group of devices that exchange tokens.
       x_nD: Tokens.
       gates_nK: Gates; choices with a gate of 0 are not sent.
       weights: Weights of this device's experts.
@@ -86,8 +86,8 @@ def exchange_in_rounds(
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
-    num_slots = over.num_slots(experts_nK.size, num_tokens * min(num_chosen, num_local))
-    num_rows = over.num_shards * num_slots
+    num_slots = exchange.num_slots(experts_nK.size, num_tokens * min(num_chosen, num_local))
+    num_rows = exchange.num_shards * num_slots
 
     def plan_rounds(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
         """Returns a function that maps a round's index to slots [n, K], and the number of rounds.
@@ -96,10 +96,10 @@ def exchange_in_rounds(
         """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
         # Number the choices per target device. A choice with position p is sent in round p // C.
-        position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], over.num_shards)[0]
+        position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], exchange.num_shards)[0]
         # The all-to-alls are collective, so all devices run as many rounds as the largest load
         # needs.
-        last = jax.lax.pmax(jnp.max(jnp.where(is_sent_nK, position_nK, -1)), over.all_axes)
+        last = jax.lax.pmax(jnp.max(jnp.where(is_sent_nK, position_nK, -1)), exchange.all_axes)
 
         def slots_of_round(index: jax.Array) -> jax.Array:
             is_now_nK = is_sent_nK & (position_nK // num_slots == index)
@@ -112,9 +112,9 @@ def exchange_in_rounds(
         return dispatch(x_nKM.reshape(1, -1, 1), slots_nK.reshape(1, -1, 1), num_rows)[0]
 
     def send(x_nD: jax.Array, experts_nK: jax.Array, slots_nK: jax.Array) -> tuple:
-        rows_ND = over.swap(dispatch(x_nD[None], slots_nK[None], num_rows)[0])
+        rows_ND = exchange.swap(dispatch(x_nD[None], slots_nK[None], num_rows)[0])
         # Send expert + 1, so that 0 marks empty slots.
-        expert_N1 = over.swap(in_slots(experts_nK % num_local + 1, slots_nK))
+        expert_N1 = exchange.swap(in_slots(experts_nK % num_local + 1, slots_nK))
         is_taken_N1 = (expert_N1 > 0).astype(jnp.float32)
         return rows_ND, jnp.where(expert_N1 > 0, expert_N1 - 1, num_local), is_taken_N1
 
@@ -139,7 +139,7 @@ def exchange_in_rounds(
             rows_ND, expert_N1, is_taken_N1 = send(x_nD, experts_nK, slots_nK)
             # The experts' devices compute with gates of 1. The sender applies the gates to the
             # outputs.
-            y_ND = over.swap(local_experts(rows_ND, expert_N1, is_taken_N1, weights))
+            y_ND = exchange.swap(local_experts(rows_ND, expert_N1, is_taken_N1, weights))
             return combine(y_ND[None], slots_nK[None], gates_nK[None])[0]
 
         return sum_rounds(num_rounds, one_round)
@@ -156,8 +156,8 @@ def exchange_in_rounds(
         def one_round(index: jax.Array) -> tuple:
             slots_nK = slots_of_round(index)
             rows_ND, experts_N1, is_taken_N1 = send(x_nD, experts_nK, slots_nK)
-            gate_N1 = over.swap(in_slots(gates_nK, slots_nK))
-            grad_ND = over.swap(dispatch(grad_nD[None], slots_nK[None], num_rows)[0])
+            gate_N1 = exchange.swap(in_slots(gates_nK, slots_nK))
+            grad_ND = exchange.swap(dispatch(grad_nD[None], slots_nK[None], num_rows)[0])
             # The output is the sum of gate x y: the gradient of y is gate x grad, and the gradient
             # of the gate is the dot product of y and grad.
             y_ND, vjp = jax.vjp(
@@ -169,7 +169,7 @@ def exchange_in_rounds(
             grad_gate_N1 = jnp.sum(
                 y_ND.astype(jnp.float32) * grad_ND.astype(jnp.float32), axis=1, keepdims=True
             )
-            grad_rows_ND, grad_gate_N1 = over.swap(grad_rows_ND), over.swap(grad_gate_N1)
+            grad_rows_ND, grad_gate_N1 = exchange.swap(grad_rows_ND), exchange.swap(grad_gate_N1)
             # grad_rows already contains the gates.
             ones_nK = jnp.ones_like(gates_nK)
             grad_gates_nK = jnp.take(grad_gate_N1[:, 0], slots_nK, mode="fill", fill_value=0)

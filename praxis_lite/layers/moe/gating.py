@@ -26,7 +26,7 @@ Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Tokens(NamedTuple):
-    """Tokens to route.
+    """The tokens to route, with their router logits and masks.
 
     Attributes:
       x: Tokens [G, S, D].
@@ -74,8 +74,8 @@ class Gating:
         policy = self.second_expert_policy
         require_choice(f"{layer}.second_expert_policy", policy, SECOND_EXPERT_POLICIES)
 
-        def check(holds: bool, name: str, expected: str, change: str = "") -> None:
-            require(holds, f"{layer}.{name}", getattr(self, name), expected, change)
+        def check(is_valid: bool, name: str, expected: str, change: str = "") -> None:
+            require(is_valid, f"{layer}.{name}", getattr(self, name), expected, change)
 
         optional = {"num_groups": 0, "min_group_size": None}
         for name in ("num_experts", "num_experts_per_token", *optional):
@@ -97,8 +97,8 @@ class Gating:
             "Add experts, or lower num_experts_per_token (gating_func='top_k').",
         )
         factor, capacity_dim = self.unadjusted_expert_capacity_factor, self.expert_capacity_dim
-        has_none = factor <= 0 and (capacity_dim <= 0 or gating == "expert_choice")
-        if factor < 0 or capacity_dim < 0 or (has_none and not self.dropless):
+        has_no_capacity = factor <= 0 and (capacity_dim <= 0 or gating == "expert_choice")
+        if factor < 0 or capacity_dim < 0 or (has_no_capacity and not self.dropless):
             needed = "the factor" if gating == "expert_choice" else "one of them"
             raise ConfigError(
                 f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim is "

@@ -232,8 +232,8 @@ def _set_declared(config: fdl.Buildable, declared: Mapping[str, Any], preset: Pr
                     raise ConfigError(
                         "set_sharding_params: the preset shards two dims of "
                         f"{_class_name(fdl.get_callable(config))}.{field} {dims} over the mesh "
-                        f"axis {axis!r}: {name_of[axis]!r} and {name!r}. An axis can shard only one dim "
-                        "of an array. Change the entry of one of these dims in the preset."
+                        f"axis {axis!r}: {name_of[axis]!r} and {name!r}. An axis can shard only "
+                        "one dim of an array. Change the entry of one of these dims in the preset."
                     )
                 name_of[axis] = name
         setattr(config, field, split)

@@ -160,7 +160,7 @@ def context_parallel_attention(
 
     On each device, heads are first exchanged within the group (`Ring.by_heads`), and tokens are
     rearranged into zig-zag pieces. Then the device attends to the gathered or circulating keys, and
-    both rearrangements are inverted. Sinks and means of values are applied outside the
+    both rearrangements are undone. Sinks and means of values are applied outside the
     `jax.shard_map`, to the complete outputs and their logsumexp.
 
     Args:
@@ -207,7 +207,9 @@ def context_parallel_attention(
     # Sinks, the extra logit and the mean for fully masked queries depend on the logsumexp over all
     # keys, so they are applied at the end. A kernel for complete sequences applies them itself.
     may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
-    gives_sums = is_by_time and (may_see_none or sinks_N is not None or options.extra is not None)
+    returns_log_sums = is_by_time and (
+        may_see_none or sinks_N is not None or options.extra is not None
+    )
 
     def pad(x: jax.Array) -> jax.Array:
         return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_row_shards, dim=0)
@@ -251,19 +253,19 @@ def context_parallel_attention(
             )
         # Both results get the layout of the queries, so that they can be sent back in the same way.
         results = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
-        return tuple(ring.by_time(ring.from_zigzag(x)) for x in results[: 1 + gives_sums])
+        return tuple(ring.by_time(ring.from_zigzag(x)) for x in results[: 1 + returns_log_sums])
 
     spec = PartitionSpec(rows, time, heads, None)
     outputs = without_vma(
         on_one_device,
         (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
         (PartitionSpec(rows),) * len(arrays),
-        (spec, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
+        (spec, PartitionSpec(rows, time, heads))[: 1 + returns_log_sums],
         set(mesh.axis_names) - set(mesh.manual_axes),
     )(q, k, v, *sinks, *arrays.values())
     # Remove the padding of rows, time and heads.
     encoded = outputs[0][:B, :T, :N]
-    if not gives_sums:
+    if not returns_log_sums:
         return encoded
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32) if may_see_none else None
     log_sums = outputs[1][:B, :T, :N].reshape(B, T, G, -1).transpose(0, 2, 3, 1)

@@ -52,8 +52,7 @@ def cudnn_attention(
     """Computes attention outputs [B, T, N, K] with cuDNN's flash attention (arXiv:2307.08691).
 
     Supports 16-bit inputs, without a mask or with a causal mask that may have a window. Each device
-    processes its shard of the batch and heads; `split` is the sharding of [B, T, N, K]. The kernel
-    has been lowered for CUDA, but has not been run on a GPU yet.
+    processes its shard of the batch and heads; `split` is the sharding of [B, T, N, K].
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values circulate, and each group attends to one part at a time.
+"""Ring attention: keys and values circulate, and each group attends to one group's keys at a time.
 
 See Liu et al. 2023, arXiv:2310.01889. The functions are called inside `jax.shard_map`, and have a
 custom gradient.
@@ -82,16 +82,16 @@ def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
 
     def ring_step(step: Any, carry: Any) -> Any:
         kv, result = carry
-        following = ring.shift(kv, 1)  # Overlaps with the attention.
-        return following, add_step(step, kv, result)
+        next_kv = ring.shift(kv, 1)  # Overlaps with the attention.
+        return next_kv, add_step(step, kv, result)
 
     # The loop excludes the first step, which uses this group's keys, and the last step, which sends
     # nothing.
-    following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
+    next_kv = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
     result = block_attention.attend(q, k, v, mask, ring, 0)
     if num_steps > 1:
-        following, result = jax.lax.fori_loop(1, num_steps - 1, ring_step, (following, result))
-        result = add_step(num_steps - 1, following, result)
+        next_kv, result = jax.lax.fori_loop(1, num_steps - 1, ring_step, (next_kv, result))
+        result = add_step(num_steps - 1, next_kv, result)
     return name_residuals((result[0].astype(q.dtype), result[1]), residual_name)
 
 
@@ -122,19 +122,19 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
     # The gradients of keys and values travel with them, and each group adds its part.
     def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
         arrived = ring.shift(d_kv, 1)
-        dq_part, d_here = gradients(step, kv)
-        return dq + dq_part, jax.tree.map(jnp.add, arrived, d_here)
+        dq_part, d_local = gradients(step, kv)
+        return dq + dq_part, jax.tree.map(jnp.add, arrived, d_local)
 
     def ring_step(step: Any, carry: Any) -> Any:
         kv, dq, d_kv = carry
         return ring.shift(kv, 1), *add_step(step, kv, dq, d_kv)
 
-    following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
+    next_kv = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
     dq, d_kv = gradients(0, (k, v))
     if num_steps > 1:
-        carry = jax.lax.fori_loop(1, num_steps - 1, ring_step, (following, dq, d_kv))
-        following, dq, d_kv = carry
-        dq, d_kv = add_step(num_steps - 1, following, dq, d_kv)
+        carry = jax.lax.fori_loop(1, num_steps - 1, ring_step, (next_kv, dq, d_kv))
+        next_kv, dq, d_kv = carry
+        dq, d_kv = add_step(num_steps - 1, next_kv, dq, d_kv)
         d_kv = ring.shift(d_kv, 1 - num_steps)  # Return to the group that owns the keys.
     dk, dv = d_kv
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

@@ -50,6 +50,7 @@ class Ring(NamedTuple):
 
     @property
     def is_paired(self) -> bool:
+        """Whether a group's devices already have both of its zig-zag pieces."""
         return self.is_zigzag and self.group_size % 2 == 0
 
     def group_index(self) -> jax.Array:

@@ -262,7 +262,9 @@ class TokamaxSplash(RowSplash):
         block_q, block_kv = self.block_sizes
         # To sum dq, the kernel uses an output that aliases an input. JAX's plain interpreter does
         # not support this.
-        adds_up = self.lengths[1] // block_kv > _MAX_SEPARATE_DQ and self.interpret is not True
+        accumulates_dq = (
+            self.lengths[1] // block_kv > _MAX_SEPARATE_DQ and self.interpret is not True
+        )
         config = splash.SplashConfig(
             block_q=block_q,
             block_kv=block_kv,
@@ -270,7 +272,7 @@ class TokamaxSplash(RowSplash):
             block_kv_dkv=block_kv,
             attn_logits_soft_cap=self.options.cap or None,
             use_base2_exp=False,
-            dq_reduction_steps=3 if adds_up else None,
+            dq_reduction_steps=3 if accumulates_dq else None,
             interpret=self.interpret,
             residual_checkpoint_name=self.residual_name,
         )
