@@ -38,7 +38,7 @@ REPLICATED = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class ExplicitCollectives:
-    """Runs train and eval steps with explicit collectives; pass it to a Partitioner as `gradients`.
+    """Runs train and eval steps with explicit collectives, as the `gradients` of a Partitioner.
 
     The layout of the state does not change, so checkpoints are interchangeable. Along `data_axes`,
     each device runs the model on its rows of the batch:
@@ -220,9 +220,9 @@ class _OnMesh:
         return metrics, non_trainable, unpad_tree(grads, trainable, specs)
 
     def _weighted_loss(self, loss_fn: accumulation.LossFn, size: float) -> accumulation.LossFn:
-        """Returns a function that computes loss x weight / size for a device's rows and blocks.
+        """Returns a function that computes loss x weight / size from a device's rows and blocks.
 
-        Its metrics are those of `loss_fn`, with the prefix "mean/".
+        It returns the metrics of `loss_fn` under names with the prefix "mean/".
         """
 
         def weighted_loss(

@@ -1,4 +1,4 @@
-"""Passes weights to a `jax.shard_map`, replicated or as blocks that are gathered when read."""
+"""Passes weights to a `jax.shard_map`: replicated, or as blocks that are gathered when read."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +112,7 @@ def mapped_weight(
     manual_axes: Sequence[str],
     axis_sizes: Mapping[str, int],
 ) -> MappedWeight:
-    """Decides how a weight is passed to a `jax.shard_map`.
+    """Returns the description of how a weight is passed to a `jax.shard_map`.
 
     Args:
       path: Path of the weight, for messages.

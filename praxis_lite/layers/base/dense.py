@@ -53,7 +53,7 @@ class Product:
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
-        """Returns whether the partial products of shards of the contracted dims can be summed."""
+        """Returns whether the product is the sum of the products of shards of contracted dims."""
         return True
 
 

@@ -97,7 +97,7 @@ def collective_spec(
     in_fusion: bool,
     both_links: bool,
 ) -> CollectiveSpec:
-    """Extracts the cost-relevant properties of a collective from its HLO instruction.
+    """Returns the spec of a collective, given its HLO instruction.
 
     Args:
       instruction: The collective, or the `send` instruction of a transfer between slices.
@@ -153,7 +153,7 @@ def _links(
     mesh: PhysicalMesh,
     both_links: bool,
 ) -> tuple[int, bool]:
-    """Returns how many links a collective uses simultaneously, and whether they form rings."""
+    """Returns the number of links that a collective uses at once, and whether they form rings."""
     if not chip.torus_dims:
         return 1, True
     if kind == "collective-permute":

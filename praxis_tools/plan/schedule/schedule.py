@@ -117,7 +117,7 @@ class _Scheduler:
         ).run(name, 1)
 
     def compute(self, instruction: Instruction, computation: Computation, count: int) -> float:
-        """Adds an instruction that is not a transfer to the timeline, and returns its seconds."""
+        """Adds an instruction other than a transfer to the timeline, and returns its seconds."""
         seconds = compute_seconds(
             instruction, computation, self.program, self.chip, self.efficiencies
         )
@@ -125,7 +125,7 @@ class _Scheduler:
         if "tpu_custom_call" in instruction.attributes and not flops and not seconds:
             self.timeline.unknown_kernels.add(instruction.name)
         if self.chip.clock is not None and seconds:
-            # The compiler's cycle counts ignore the limit set by HBM bandwidth.
+            # The compiler's cycle counts do not take the HBM bandwidth into account.
             num_bytes = bytes_moved(instruction, computation, self.program, bytes_in_hbm)
             seconds = max(seconds, num_bytes / self.hbm.bandwidth)
             self.hbm.advance(seconds, num_bytes)
@@ -136,7 +136,7 @@ class _Scheduler:
     def add_seconds(
         self, instruction: Instruction, seconds: float, *, is_compute: bool = False
     ) -> None:
-        """Adds an instruction's time to the timeline, as either compute or memory time."""
+        """Adds an instruction's time to the timeline, as compute time or memory time."""
         if not seconds:
             return
         if is_compute:
@@ -146,7 +146,7 @@ class _Scheduler:
         self.timeline.instruction_seconds[instruction.name] += seconds
 
     def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
-        """Adds `count` times the matmul flops of an instruction to the timeline.
+        """Adds the matmul flops of `count` executions of an instruction to the timeline.
 
         Returns:
           The flops per execution; for a fusion, the flops of all fused instructions.
@@ -231,7 +231,7 @@ class _Scheduler:
         outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns an instruction's layer or, if unknown, a layer near the outer instruction."""
+        """Returns an instruction's layer or, if unknown, the layer of a related instruction."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer)
@@ -286,7 +286,7 @@ class _ComputationRun:
         }
 
     def seconds(self) -> float:
-        """Simulates all instructions and returns the time at which the last instruction ends."""
+        """Simulates all instructions, and returns the end time of the last instruction."""
         for instruction in self._computation.values():
             self._run(instruction)
         return self._now
