@@ -5,7 +5,7 @@ the temporary memory from the executable (`memory_analysis`). For T tokens, D in
 and chunks of C classes in float32, the expected memory is:
 
     chunked, at most   4 (2 C D + 4 C T + 16 T D) bytes
-    whole, at least    4 T V bytes
+    no chunks, at least   4 T V bytes
 
 The chunked terms are the weight and its gradient for one chunk; the logits, their exponentials and
 gradients for one chunk; and the values stored per token. Only the gradient of the weight grows with
@@ -58,13 +58,15 @@ def main() -> None:
     print(f"{num_classes:,} classes, {INPUT_DIMS} input dims; bytes")
     print(f"{'tokens':>7}{'chunk':>8}{'measured':>15}{'formula':>15}{'ratio':>8}")
     for tokens in TOKENS:
-        whole = temporary_bytes(num_classes, INPUT_DIMS, tokens, None)
+        measured = temporary_bytes(num_classes, INPUT_DIMS, tokens, None)
         formula = 4 * tokens * num_classes
-        print(f"{tokens:>7}{'whole':>8}{whole:>15,}{formula:>15,}{whole / formula:>8.2f}")
+        print(f"{tokens:>7}{'none':>8}{measured:>15,}{formula:>15,}{measured / formula:>8.2f}")
         for chunk_size in CHUNK_SIZES:
-            result = temporary_bytes(num_classes, INPUT_DIMS, tokens, chunk_size)
+            measured = temporary_bytes(num_classes, INPUT_DIMS, tokens, chunk_size)
             formula = allowed_bytes(tokens, INPUT_DIMS, chunk_size)
-            print(f"{tokens:>7}{chunk_size:>8}{result:>15,}{formula:>15,}{result / formula:>8.2f}")
+            print(
+                f"{tokens:>7}{chunk_size:>8}{measured:>15,}{formula:>15,}{measured / formula:>8.2f}"
+            )
 
 
 if __name__ == "__main__":
