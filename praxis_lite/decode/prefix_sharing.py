@@ -38,10 +38,11 @@ def block_size(decoder: Decoder, prompt_length: int) -> int:
     )
     if size < min(largest, smallest):
         raise ConfigError(
-            f"{type(decoder).__name__}.num_cached_prefixes is {decoder.num_cached_prefixes}, but "
-            f"prompts padded to {prompt_length} tokens cannot be split into blocks of at least "
-            f"{smallest} tokens that fit into the {row_length} slots of a cache row. Make the "
-            "prompt length a multiple of 64, or set num_cached_prefixes=0."
+            f"{type(decoder).__name__}.num_cached_prefixes={decoder.num_cached_prefixes} requires "
+            f"that prompts be read in blocks of at least {min(largest, smallest)} tokens, but "
+            f"prompts of length {prompt_length}, padded to a whole number of blocks, exceed the "
+            f"{row_length} slots of a cache row. Make the prompt length a multiple of 64, or set "
+            "num_cached_prefixes=0."
         )
     return size
 

@@ -181,7 +181,7 @@ def test_no_block_ends_behind_the_cache(max_decode_steps, chunk, expected):
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(ConfigError, match="num_cached_prefixes is 2.*131 tokens.*multiple of 64"):
+    with pytest.raises(ConfigError, match="num_cached_prefixes=2 .*length 131.*multiple of 64"):
         block_size(Greedy(seqlen=131, num_cached_prefixes=2), 131)
     with pytest.raises(ConfigError, match="num_cached_prefixes.*2.*fprop_for_prefix=False"):
         Greedy(num_cached_prefixes=2, fprop_for_prefix=False)
