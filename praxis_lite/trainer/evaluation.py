@@ -40,7 +40,7 @@ class Evaluator:
     """Computes weighted means of a task's metrics over a single pass through each dataset.
 
     Attributes:
-      partitioner: The task on its mesh.
+      partitioner: Partitioner of the task, with its mesh.
       pipelines: Evaluation datasets, keyed by name.
       max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
       note: Function that prints a line. If a metric is not finite, this function is called with a
@@ -150,7 +150,7 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
     """Evaluates a checkpoint on every dataset except `train`, and prints and records the results.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
 
     Raises:

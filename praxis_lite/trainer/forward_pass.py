@@ -28,7 +28,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     `task.predict(params, *args, None)`.
 
     Args:
-      partitioner: The task on its mesh.
+      partitioner: Partitioner of the task, with its mesh.
 
     Returns:
       The function, which returns NumPy arrays and compiles once for each combination of shapes.

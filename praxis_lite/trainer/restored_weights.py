@@ -18,7 +18,7 @@ def restored_weights(
     """Restores the weights from a checkpoint, without optimizer slots.
 
     Args:
-      partitioner: The task on its mesh.
+      partitioner: Partitioner of the task, with its mesh.
       job_dir: The job's directory.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
       use_ema: Whether to use the exponential moving averages of the weights.

@@ -55,7 +55,7 @@ class StartingPoints:
     """Creates or restores the state from which a job starts.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       sources: Additional sources of initial states, keyed by the name of the setting in `run` that
         selects the source.
 

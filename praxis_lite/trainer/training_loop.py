@@ -60,7 +60,7 @@ def run_training_loop(
     never wait for the host. Before a hook with `waits=True`, the metrics are read immediately.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       start: The state and step to train from; the state is donated.
       checkpoints: The checkpoints to which hooks save.
       stop: The stop request, polled after every step and before every batch of an evaluation.

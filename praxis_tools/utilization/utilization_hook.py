@@ -34,7 +34,7 @@ class Utilization(Hook):
     in praxis_tools/plan/chips.py.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       chip: Chip of the devices. If None, the chip of the attached devices is used.
     """
 

@@ -76,7 +76,7 @@ def complete_state(
     for the given weights. All other slots and averages are initialized from the weights, as in Pax.
 
     Args:
-      partitioner: The task on its mesh.
+      partitioner: Partitioner of the task, with its mesh.
       key: The random key.
       arrays: Padded and sharded arrays, keyed by their paths in a TrainState, such as
         "mdl_vars/params/...".

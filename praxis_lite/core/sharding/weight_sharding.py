@@ -142,7 +142,8 @@ def decide_shardings(
     def decide(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
         leaf, is_param = _leaf(path, spec, declared, axis_sizes), path[0] == "params"
         index = first_match(declared.pairs, leaf.path) if is_param else None
-        # A pattern of the job has priority over logical names, and these over the layer's split.
+        # The job's patterns take precedence over logical names, which take precedence over the
+        # layer's own split.
         if index is not None:
             used.add(index)
             split, by, message = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)

@@ -214,7 +214,7 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def with_context(
     messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
 ) -> Conversation:
-    """Combines messages with the CONTEXT_KEYS in their row into a conversation.
+    """Returns the conversation with the given messages and the CONTEXT_KEYS of their row.
 
     Args:
       messages: Messages as returned by `conversation`.

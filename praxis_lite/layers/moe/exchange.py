@@ -90,9 +90,10 @@ def exchange_in_rounds(
     num_rows = exchange.num_shards * num_slots
 
     def plan_rounds(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
-        """Returns a function that maps a round's index to slots [n, K], and the number of rounds.
+        """Returns (slots_of_round, num_rounds).
 
-        A choice that is not sent in the round has slot N.
+        `slots_of_round` maps the index of a round to the slot of each choice, [n, K]. A choice that
+        is not sent in this round has slot N.
         """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
         # Number the choices per target device. A choice with position p is sent in round p // C.

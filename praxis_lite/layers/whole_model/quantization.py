@@ -121,7 +121,7 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def apply(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns `product` with its matmul by `w` rounded; adapters are not rounded.
+        """Returns `product` with a quantized matmul by `w`; matmuls of adapters stay exact.
 
         Args:
           product: The product of a dense layer.

@@ -36,7 +36,7 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
 
     Args:
       job: The job, as built from its config.
-      partitioner: The job's task on its mesh.
+      partitioner: Partitioner of the job's task, with the job's mesh.
       root: The field, "datasets" or "decode_datasets".
       mode: The mode, as for `partitioner_of`. In mode "explain", no batch is read.
 
@@ -82,7 +82,7 @@ def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
     """Returns the train, eval or decode step for a dataset's batches.
 
     Args:
-      partitioner: The job's task on its mesh.
+      partitioner: Partitioner of the job's task, with the job's mesh.
       root: The job's field that contains the dataset: "datasets" or "decode_datasets".
       name: Name of the dataset. In "datasets", all datasets except "train" are for evaluation.
     """

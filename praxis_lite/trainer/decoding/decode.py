@@ -32,7 +32,7 @@ def decode(
     """Decodes every decode dataset with a checkpoint's weights, and writes records.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
       prompts: Prompts from the command line; the job must contain them as its only decode dataset.
         Their continuations are printed as they are decoded. If None, the experiment's decode
@@ -75,7 +75,7 @@ def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:
     Each prompt is the conversation so far, formatted by the tokenizer's chat template.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       step: The checkpoint's step, "best", or None for the newest checkpoint.
       lines: The user's messages; an empty line starts a new conversation.
 

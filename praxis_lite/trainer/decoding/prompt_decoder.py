@@ -47,7 +47,7 @@ class PromptDecoder:
     """Decodes prompt datasets with a checkpoint's weights.
 
     Attributes:
-      partitioner: The task on its mesh.
+      partitioner: Partitioner of the task, with its mesh.
       mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
       step: The checkpoint's step.
       seed: Seed for sampling; the step and the batch index are folded in.

@@ -29,7 +29,7 @@ class LoopState:
     The TrainState is never stored here, because it is donated to the next step.
 
     Attributes:
-      job: The job on its mesh, with its datasets, settings and files.
+      job: The job, placed on its mesh, with its datasets, settings and files.
       first_step: Number of steps completed before this launch, or before the roll-back.
       is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
       skipped_batches: Indices of training batches that are skipped after loss spikes.

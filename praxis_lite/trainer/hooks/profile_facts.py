@@ -71,7 +71,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     """Writes the files that supplement a profile's trace, with `profile.json` last.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       folder: The profile's folder.
       steps: The traced steps.
       seconds: Duration of the trace.

@@ -167,7 +167,7 @@ def open_trackers(
     """Returns a job's trackers. Only the first process has trackers.
 
     Args:
-      job: The job on its mesh.
+      job: The job, placed on its mesh.
       launched: The config of the launch.
       first_step: Number of steps completed before this launch.
       note: Function that prints a line.
