@@ -84,6 +84,8 @@ class Hierarchy(BaseLayer):
       num_levels: Number of levels; T is fan ** num_levels.
     """
 
+    has_types = False  # JAX cannot infer the type of the reshape over Explicit axes.
+
     def __init__(self, n_embd: int, n_hidden: int, *, fan: int, num_levels: int, rngs: nnx.Rngs):
         fan_in = WeightInit.GaussianSqrtFanIn()
         self.embedding = Embedding(VOCAB_SIZE, n_embd, weight_init=WeightInit.Gaussian(), rngs=rngs)

@@ -119,8 +119,8 @@ class TaskOnMesh:
                 raise ConfigError(
                     f"JAX has no type for a result{location} over the Explicit axes "
                     f"{self.explicit_axes}: {error} Specify its sharding there (out_sharding=, "
-                    "jax.sharding.reshard), wrap the computation in praxis_lite.core.untyped, or "
-                    "set mesh.axis_types=auto."
+                    "jax.sharding.reshard), wrap the computation in praxis_lite.core.untyped, set "
+                    "has_types = False in the BaseLayer, or set mesh.axis_types=auto."
                 ) from error
 
         return typed

@@ -78,6 +78,15 @@ class BaseLayer(nnx.Module):
                 cls.__init__, cls.splits, _set_sharding_settings
             )
 
+    @property
+    def has_types(self) -> bool:
+        """Whether JAX can infer the types of the layer's results over Explicit mesh axes.
+
+        If False, the layer is computed over Auto axes, and dims of its results that are also dims
+        of its first argument are typed like these. A subclass may set `has_types = False`.
+        """
+        return True
+
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
         """Converts sizes to `Dim`s with the names and sharding of a setting.
 

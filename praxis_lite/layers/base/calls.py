@@ -21,7 +21,7 @@ from praxis_lite.core.errors import (
 )
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.core.sharding.devices.axis_types import (
-    is_type_error,
+    UnevenType,
     is_typed,
     note_untyped,
     type_spec,
@@ -261,26 +261,28 @@ def with_auto_fallback(
     kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Calls `method`, falling back to Auto axes if JAX cannot infer the types of the results.
+    """Calls `method`, over Auto axes if its results have no types over Explicit axes.
 
-    With Auto axes, the leading dims of the results are typed like the first array among the
-    arguments, up to the first dim with a different size.
+    This applies to layers that declare it (`BaseLayer.has_types`), and to layers that split a dim
+    over Explicit axes that do not divide it. The leading dims of the results are then typed like
+    the first array among the arguments, up to the first dim with a different size.
 
     Args:
       method: The method.
       layer: The layer.
       args: Positional arguments.
       kwargs: Keyword arguments.
-      path: Path of the layer, under which the reason for the fallback is recorded.
+      path: Path of the layer, under which the reason for using Auto axes is recorded.
     """
     if not is_typed():
         return method(layer, *args, **kwargs)
-    try:
-        return method(layer, *args, **kwargs)
-    except Exception as error:
-        if not is_type_error(error):
-            raise
-        note_untyped(path, str(error).strip().splitlines()[0])
+    if layer.has_types:
+        try:
+            return method(layer, *args, **kwargs)
+        except UnevenType as error:
+            note_untyped(path, str(error))
+    else:
+        note_untyped(path, f"{type(layer).__name__}.has_types is False")
     # `untyped` passes only arrays, so the layer and its arguments are flattened here and
     # unflattened in `function`.
     leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))

@@ -290,6 +290,11 @@ class Pipeline(BaseLayer):
         )
 
     @property
+    def has_types(self) -> bool:
+        """False if it runs in ticks, for which JAX has no types (docs/upstream.md)."""
+        return not self.is_in_ticks
+
+    @property
     def is_in_ticks(self) -> bool:
         """Whether to run in ticks; depends on the mesh if `pipelined` is None."""
         return self.layout.num_devices > 1 if self.pipelined is None else self.pipelined

@@ -14,6 +14,7 @@ from praxis_lite.config.build import build
 from praxis_lite.core import ConfigError, Learner, MeshConfig, Partitioner, Task, make_mesh
 from praxis_lite.experiment.registry import get_experiment, list_experiments
 from praxis_lite.experiments.finetune import LORA
+from praxis_lite.experiments.published.names import Hierarchy
 from praxis_lite.layers import adapted, set_sharding_params, with_reference
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -227,16 +228,26 @@ QUICK_EXPERIMENTS = EVEN_EXPERIMENTS | {
 }
 
 
+def explicit_step_of(name: str) -> tuple[Any, dict[str, Any]]:
+    job = build(get_experiment(name)().config())
+    placed = on_mesh(job, job.task, tuple(job.mesh.ici_mesh_shape), axis_types="explicit")
+    return placed.partitioner.train_step, job.datasets["train"].element_spec()
+
+
 @pytest.mark.parametrize("name", slow_but(QUICK_EXPERIMENTS, list_experiments()))
 def test_an_experiment_is_typed_or_says_what_to_change(name):
-    job = build(get_experiment(name)().config())
-    step = on_mesh(
-        job, job.task, tuple(job.mesh.ici_mesh_shape), axis_types="explicit"
-    ).partitioner.train_step
+    step, spec = explicit_step_of(name)
     try:
-        step.trace(job.datasets["train"].element_spec())
+        step.trace(spec)
     except ConfigError as error:
         assert name not in EVEN_EXPERIMENTS
         assert "mesh.axis_types=auto" in str(error)
     else:
         assert bool(step.untyped) == (name in UNTYPED_LAYERS)
+
+
+def test_a_layer_that_should_declare_that_it_has_no_types_is_named(monkeypatch):
+    monkeypatch.setattr(Hierarchy, "has_types", True)
+    step, spec = explicit_step_of("published.names.Mlp")
+    with pytest.raises(ConfigError, match=r"names\.py:\d+ \(x = x\.reshape.*has_types = False"):
+        step.trace(spec)

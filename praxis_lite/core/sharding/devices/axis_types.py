@@ -189,12 +189,7 @@ def untyped(
 
 
 def is_type_error(error: Exception) -> bool:
-    """Returns whether JAX raised `error` because a result has no type over Explicit axes.
-
-    Callers catch the error and compute over Auto axes. Layers cannot declare this in advance: the
-    same layer has a type for some batch shapes and meshes but not for others (see `UnevenType`),
-    and custom layers may use any JAX operation.
-    """
+    """Returns whether `error` was raised because a result has no type over Explicit axes."""
     # JAX does not export the class of this error, and different errors are raised for the carry of
     # a loop.
     words = ("should be replicated", "aval mesh", "shard", "equal types")
