@@ -153,7 +153,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     # The mesh axes of a merged dim shard its first letter. The rank is not sharded.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
-    fan_in = math.prod(size_of[letter] for letter in form.summed)
+    fan_in = math.prod(size_of[letter] for letter in form.contracted)
     forms = (form.a, form.b, form.kept)
     inits: tuple[Initializer, ...] = (WeightInit.Gaussian(fan_in**-0.5), zeros, zeros)
     for name, letters, init in zip(layer.product.weights, forms, inits, strict=False):

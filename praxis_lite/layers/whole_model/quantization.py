@@ -79,7 +79,7 @@ class QuantizationRule:
         If None, 64.
       scales: For 8 bits: "channel" for one scale per output channel of a weight and per token, or
         "tensor" for one scale per array, over all devices.
-      but_logits: Whether to exclude layers that compute logits.
+      exclude_logits: Whether to exclude layers that compute logits.
 
     Raises:
       ConfigError: A type is unknown, integer and float types are mixed, `regex` is invalid, or a
@@ -91,7 +91,7 @@ class QuantizationRule:
     bwd_qtype: str | None = None
     block_size: int | None = None
     scales: str = "channel"
-    but_logits: bool = False
+    exclude_logits: bool = False
 
     def __post_init__(self) -> None:
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
@@ -128,9 +128,11 @@ class QuantizationRule:
           rows_split: Sharding of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
-            return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
+            return product.with_base(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
         assert self.qtype is not None, "Layers without rounding are skipped."
-        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
+        return product.with_base(
+            RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
+        )
 
 
 def quantized(
@@ -158,7 +160,7 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                is_exact = rule.qtype is None or (rule.but_logits and node.makes_logits)
+                is_exact = rule.qtype is None or (rule.exclude_logits and node.makes_logits)
                 if not is_exact:
                     node.product = rule.apply(node.product, _rows_split(path[: -len("/w")], nodes))
                 names.setdefault(None if is_exact else rule.qtype, []).append(path)
@@ -217,7 +219,7 @@ def log_rounding(
         logger.info("not rounded, because not in a dense layer: %s", ", ".join(not_dense))
 
 
-_rule = functools.partial(QuantizationRule, "", but_logits=True)
+_rule = functools.partial(QuantizationRule, "", exclude_logits=True)
 # As in arXiv:2209.05433: more digits in the forward pass, a wider range in the backward pass.
 _float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
 
