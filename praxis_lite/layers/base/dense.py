@@ -201,7 +201,7 @@ class Dense(BaseLayer):
         return outputs + broadcast_as(self.reshape_for_broadcast(self.b[...], outputs), outputs)
 
     def reshape_for_broadcast(self, x: jax.Array, outputs: jax.Array) -> jax.Array:
-        """Reshapes `x`, which has the weight's output dims, so that it broadcasts to the outputs."""
+        """Reshapes `x`, which has the weight's output dims, to broadcast to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))
