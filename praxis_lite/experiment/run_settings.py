@@ -117,7 +117,7 @@ class LossSpikeSettings:
     Attributes:
         factor: A loss above this multiple of the median of the last 100 losses is a spike, if the
             median is positive. None disables detection. If detection is enabled, lines in
-            metrics.jsonl contain `is_loss_spike` and `num_batches_left_out`.
+            metrics.jsonl contain `is_loss_spike` and `num_skipped_batches`.
         action: "report" prints a line. "roll_back" restores the newest checkpoint before the spike,
             or the initial state, and skips the batch.
 

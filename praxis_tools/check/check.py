@@ -318,12 +318,12 @@ class Check:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
-    def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
+    def run_or_skip(self, name: str, run: Callable[[], T]) -> T | None:
         """Returns `run()`, or adds a note and returns None if the call is not supported."""
         try:
             return run()
         except (Error, TypeError, ValueError) as error:
-            self.add_note(f"{what}: not checked. {str(error).splitlines()[0]}")
+            self.add_note(f"{name}: not checked. {str(error).splitlines()[0]}")
             return None
 
     def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:

@@ -150,7 +150,7 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
         if check.own_shape in check.meshes:
             own_mesh.check_parts(check, check.meshes[check.own_shape])
     except CheckFailed as error:
-        check.print_progress(f"{error.failed[0].what} differs; locating the cause")
+        check.print_progress(f"{error.failed[0].kind} differs; locating the cause")
         check.certificate.first_difference = first_difference(check, error.runner, error.failed)
     return check.certificate
 

@@ -198,7 +198,7 @@ def predicted_fields(
         "mfu": model_flops / (middle * peak),
         "hfu": timeline.flops / (middle * peak),
         "tokens_per_second": num_units / num_devices / middle,
-        "expert_turn_seconds": timeline.expert_turn_seconds or None,
+        "expert_round_seconds": timeline.expert_round_seconds or None,
         "timeline": timeline,
         "notes": tuple(notes),
     }

@@ -155,13 +155,13 @@ def assert_collectives(
     assert not failures, f"The {step.name} step exceeds its limits:\n  " + "\n  ".join(failures)
 
 
-def _check_total(what: str, collectives: Iterable[hlo.Collective], limit: int) -> list[str]:
+def _check_total(description: str, collectives: Iterable[hlo.Collective], limit: int) -> list[str]:
     collectives = sorted(collectives, key=lambda x: -x.count * x.bytes)
     size = sum(x.count * x.bytes for x in collectives)
     if size <= limit:
         return []
     largest = "; ".join(map(_line, collectives[:3]))
-    return [f"{what}: {size:,} bytes, but the limit is {limit:,}. Largest: {largest}"]
+    return [f"{description}: {size:,} bytes, but the limit is {limit:,}. Largest: {largest}"]
 
 
 def _line(collective: hlo.Collective) -> str:
