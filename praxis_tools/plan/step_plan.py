@@ -83,8 +83,8 @@ class StepPlan:
       decoding: Time to first token and memory-bound limit of a decoding step.
       why_not: Advice if the step does not fit in memory, else "".
       notes: Messages about unknown kernels and about costs that were modeled instead of compiled.
-      expert_round_seconds: Time of one round of all-to-alls between experts; None if the step has no
-        such rounds. `step_seconds` includes one round, which is sufficient for even loads.
+      expert_round_seconds: Time of one round of all-to-alls between experts; None if the step has
+        no such rounds. `step_seconds` includes one round, which is sufficient for even loads.
       expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
         sends to another device's experts, divided by the number that it would send under even
         loads.

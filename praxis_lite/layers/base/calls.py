@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import (
     ConfigError,
     did_you_mean,
-    is_whole,
+    is_positive_int,
     require,
     require_choice,
 )
@@ -201,7 +201,7 @@ def require_positive(layer: object, **sizes: int) -> None:
       ConfigError: A size is not a positive integer.
     """
     for name, size in sizes.items():
-        require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
+        require(is_positive_int(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, first_few, is_whole, require
+from praxis_lite.core.errors import ConfigError, first_few, is_positive_int, require
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.base.dims import NONE
@@ -109,7 +109,7 @@ def adapted(
 
 
 def _check_rank(rank: int) -> None:
-    require(is_whole(rank), "lora.rank", rank, "a positive integer")
+    require(is_positive_int(rank), "lora.rank", rank, "a positive integer")
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:

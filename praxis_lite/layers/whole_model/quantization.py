@@ -41,7 +41,13 @@ from typing import Any
 
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
+from praxis_lite.core.errors import (
+    ConfigError,
+    did_you_mean,
+    is_positive_int,
+    require,
+    require_choice,
+)
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import Model
 from praxis_lite.core.sharding.leaf_paths import path_pattern
@@ -102,7 +108,7 @@ class QuantizationRule:
         has_blocks = self.qtype in WEIGHT_QTYPES
         if self.block_size is not None:
             require(
-                is_whole(self.block_size) and has_blocks,
+                is_positive_int(self.block_size) and has_blocks,
                 "QuantizationRule.block_size",
                 self.block_size,
                 "a positive integer if qtype is 'int4' or 'nf4', otherwise None",
