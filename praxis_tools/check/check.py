@@ -136,7 +136,7 @@ class Check:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
         seen_specs = [structs(batch) for batch in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
-            for full_batch in data.of_each_shape(pipeline):
+            for full_batch in data.first_batch_of_each_shape(pipeline):
                 batch = self.with_known_ids(full_batch)
                 if structs(batch) not in seen_specs:
                     shape = f", shape {next(iter(batch.values())).shape}"
