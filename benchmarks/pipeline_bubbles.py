@@ -127,7 +127,7 @@ def phases(
 ) -> list[tuple[int, float]]:
     """Returns (number of ticks, time per tick) for each loop of a schedule, by formulas."""
     sizes = NUM_STAGES, num_microbatches, circular_repeat
-    forward, by_inputs, by_weights = TIMES
+    forward, input_grads, weight_grads = TIMES
     if one_forward:
         return [
             (len(ticks), sum(time for time, is_done in zip(TIMES, parts, strict=True) if is_done))
@@ -135,11 +135,11 @@ def phases(
         ]
     schedule = Schedule(*sizes)
     if not split_backward:
-        return [(schedule.num_ticks, forward), (schedule.num_ticks, by_inputs + by_weights)]
+        return [(schedule.num_ticks, forward), (schedule.num_ticks, input_grads + weight_grads)]
     return [
         (schedule.num_ticks, forward),
-        (NUM_STAGES - 1, by_inputs),
-        (schedule.num_weight_ticks, by_inputs + by_weights),
+        (NUM_STAGES - 1, input_grads),
+        (schedule.num_weight_ticks, input_grads + weight_grads),
     ]
 
 

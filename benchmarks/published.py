@@ -107,7 +107,9 @@ class Run:
     seconds: float
 
 
-def trained(job_dir: Path, experiment: str, metric: str, settings: Mapping[str, Any]) -> Run:
+def train_and_evaluate(
+    job_dir: Path, experiment: str, metric: str, settings: Mapping[str, Any]
+) -> Run:
     """Trains an experiment, or resumes its job, and returns its curve on held-out data."""
     settings = {"run.trackers.tensorboard": None, **settings}
     model = praxis_lite.train(f"published.{experiment}", job_dir, settings=settings, progress=False)
@@ -116,15 +118,15 @@ def trained(job_dir: Path, experiment: str, metric: str, settings: Mapping[str, 
     return Run(columns["step"], columns[metric], seconds)
 
 
-def measured(row: Row, job_dir: Path, settings: Mapping[str, Any]) -> tuple[float, Run]:
+def measure_row(row: Row, job_dir: Path, settings: Mapping[str, Any]) -> tuple[float, Run]:
     """Returns a row's figure and curve. The curve of a sweep has the losses of the wide model."""
     if row.wide is None:
-        run = trained(job_dir, row.experiment, row.metric, settings)
+        run = train_and_evaluate(job_dir, row.experiment, row.metric, settings)
         return float(row.figure(run.values)), run
 
     def sweep(experiment: str) -> tuple[float, Run]:
         runs = [
-            trained(
+            train_and_evaluate(
                 job_dir / experiment / str(rate),
                 experiment,
                 row.metric,
@@ -219,13 +221,13 @@ def draw(row: Row, runs: Sequence[Run]) -> None:
     figure.savefig(DOCS / "results" / f"{row.name}.svg", metadata={"Date": None})
 
 
-def measure(row: Row, args: argparse.Namespace, jobs: Path) -> None:
+def report_row(row: Row, args: argparse.Namespace, jobs: Path) -> None:
     """Measures a row with several seeds, and prints and writes the result."""
     shared = {} if args.steps is None else {"run.num_train_steps": args.steps}
     figures, runs = [], []
     for seed in range(args.seeds):
         settings = {**shared, "run.seed": seed, "datasets.train.seed": seed}
-        figure, run = measured(row, jobs / row.name / str(seed), settings)
+        figure, run = measure_row(row, jobs / row.name / str(seed), settings)
         print(f"  seed {seed}: {figure:.4f}", flush=True)
         figures.append(figure)
         runs.append(run)
@@ -248,7 +250,7 @@ def measure(row: Row, args: argparse.Namespace, jobs: Path) -> None:
     by_mesh = differences(row.experiment, args.meshes, SHORT) if args.meshes else {}
     for mesh, (name, difference) in zip(args.meshes, by_mesh.items(), strict=True):
         settings = {**shared, "mesh.ici_mesh_shape": mesh}
-        figure, _ = measured(row, jobs / row.name / name, settings)
+        figure, _ = measure_row(row, jobs / row.name / name, settings)
         compared.append(f"{name}: {difference:.1e}, {figure:.4g}")
         outcome = "equal" if difference <= LIMIT else "different"
         print(f"  {compared[-1]}: the first {SHORT} losses are {outcome}", flush=True)
@@ -279,7 +281,7 @@ def main() -> None:
         simulate_devices(max(int(np.prod(mesh)) for mesh in args.meshes))
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
-            measure(row, args, args.jobs or Path(folder))
+            report_row(row, args, args.jobs or Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares the loss of lm.PyDocs under each quantization recipe with the loss in bfloat16.
 
-    python benchmarks/quantized_training.py [--steps 120] [--whole] [--settings PATH=VALUE ...]
+    python benchmarks/quantized_training.py [--steps 120] [--full-batch] [--settings PATH=VALUE ...]
 
 The script trains the experiment once with each recipe, on one simulated device. It prints the mean
 training loss over the last tenth of the steps and the final held-out loss, and exits with status 1
@@ -74,11 +74,11 @@ def main() -> int:
             if isinstance(rule, QuantizationRule)
         ],
     )
-    parser.add_argument("--whole", action="store_true", help="use the experiment's batch size")
+    parser.add_argument("--full-batch", action="store_true", help="use the experiment's batch size")
     parser.add_argument("--settings", nargs="*", default=[], help="as in --set, for all runs")
     options = parser.parse_args()
     print(f"{'recipe':<20}{'training':>10}{'':>9}{'held out':>10}{'':>9}{'seconds':>9}")
-    settings = [*([] if options.whole else FEW_TOKENS), *options.settings]
+    settings = [*([] if options.full_batch else FEW_TOKENS), *options.settings]
     base, worst = None, 0.0
     with tempfile.TemporaryDirectory() as root:
         for recipe in (None, *options.recipes):

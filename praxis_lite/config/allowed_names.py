@@ -95,7 +95,7 @@ def is_of_kind(module: str, value: Any) -> bool:
     return not isinstance(value, types.ModuleType)
 
 
-def refused(where: str, module: str, name: str) -> str:
+def not_allowed_message(where: str, module: str, name: str) -> str:
     """Returns the error message for a name that is not allowed in a config."""
     if module == "__main__":
         return (

@@ -18,7 +18,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config.allowed_names import is_allowed, refused
+from praxis_lite.config.allowed_names import is_allowed, not_allowed_message
 from praxis_lite.config.literals import dtype_name
 from praxis_lite.config.names import imported, name_of
 from praxis_lite.config.paths import describe, join
@@ -169,7 +169,7 @@ class _Writer:
                 "creates it."
             )
         if not is_allowed(*symbol, self._packages):
-            raise ConfigError(refused(f"{path}: the config", *symbol))
+            raise ConfigError(not_allowed_message(f"{path}: the config", *symbol))
         # Check that the name can be read back. This imports nothing, because the module is loaded.
         imported(*symbol)
         return ":".join(symbol)
@@ -252,7 +252,7 @@ class _Reader:
         # Without a warning: a recorded config cannot be changed.
         module, name = current_name(module, name)
         if not is_allowed(module, name, self._packages):
-            raise ConfigError(refused("config.json", module, name))
+            raise ConfigError(not_allowed_message("config.json", module, name))
         return imported(module, name)
 
 

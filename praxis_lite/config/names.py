@@ -13,7 +13,7 @@ from praxis_lite.config.allowed_names import (
     PUBLIC,
     is_allowed,
     is_of_kind,
-    refused,
+    not_allowed_message,
 )
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
@@ -54,15 +54,15 @@ def imported(module: str, name: str) -> Any:
         # Only follow attributes of modules and classes, because getattr on an instance may run
         # code.
         if depth > 0 and not isinstance(value, type):
-            raise ConfigError(refused("config.json", module, name))
+            raise ConfigError(not_allowed_message("config.json", module, name))
         value = getattr(value, part, None)
         if value is None:
             raise ConfigError(missing)
         # Reject imported names. For example, `os.system` is reachable in modules that import os.
         if not _is_defined_in(value, module, depth):
-            raise ConfigError(refused("config.json", module, name))
+            raise ConfigError(not_allowed_message("config.json", module, name))
     if not is_of_kind(module, value):
-        raise ConfigError(refused("config.json", module, name))
+        raise ConfigError(not_allowed_message("config.json", module, name))
     return value
 
 

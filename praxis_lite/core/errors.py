@@ -18,7 +18,7 @@ __all__ = (
     "first_few",
     "format_bytes",
     "is_number",
-    "is_whole",
+    "is_positive_int",
     "printable",
     "require",
     "require_choice",
@@ -101,7 +101,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_whole(value: object) -> bool:
+def is_positive_int(value: object) -> bool:
     """Returns whether `value` is a positive int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

@@ -70,25 +70,25 @@ class Round:
     """Stores a weight as int8, with a scale per output channel.
 
     Attributes:
-      summed_dims: Dims that the matmul contracts, as negative indices, so that the indices are the
+      contracted_dims: Dims that the matmul contracts, as negative indices, so that they are the
         same with and without stacked dims.
     """
 
-    summed_dims: tuple[int, ...]
+    contracted_dims: tuple[int, ...]
 
     def __call__(self, weight: jax.Array) -> Int8Weight:
-        return to_int8(weight, self.summed_dims)
+        return to_int8(weight, self.contracted_dims)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
     """Stores a weight with its output dims first, optionally in a different dtype."""
 
-    summed_dims: tuple[int, ...]
+    contracted_dims: tuple[int, ...]
     cast: Cast | None
 
     def __call__(self, weight: jax.Array) -> TransposedWeight:
-        return to_transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
+        return to_transposed(self.cast(weight) if self.cast else weight, self.contracted_dims)
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
@@ -232,7 +232,7 @@ def _dense_layers(task: Task, setting: str, value: Any) -> dict[str, tuple[Dense
     dense_layers = {
         f"params/{path}/w".replace("//", "/"): (node, dims)
         for path, node in _nodes(task)
-        if is_dense(node) and (dims := node.summed_dims)
+        if is_dense(node) and (dims := node.contracted_dims)
     }
     if not dense_layers:
         raise ConfigError(

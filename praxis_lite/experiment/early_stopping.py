@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from praxis_lite.checkpoints.steps.retention import check_watched_metric
-from praxis_lite.core.errors import ConfigError, is_whole, require
+from praxis_lite.core.errors import ConfigError, is_positive_int, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         check_watched_metric("early_stopping", self.metric, self.mode)
         expected = "a number of evaluations, 1 or more"
-        require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
+        require(is_positive_int(self.patience), "early_stopping.patience", self.patience, expected)
         require(
             self.min_delta >= 0,
             "early_stopping.min_delta",

@@ -15,7 +15,7 @@ from praxis_lite.config.config_json import LoadedConfig, load_config_file
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.errors import ConfigError, printable
-from praxis_lite.host.whole_files import not_written, write_whole
+from praxis_lite.host.atomic_files import not_written, write_atomically
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.tokenizers.files import (
     CONFIG,
@@ -72,13 +72,13 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
-                    write_whole(target / name, (source / name).read_bytes())
+                    write_atomically(target / name, (source / name).read_bytes())
                 else:
                     (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise not_written(target, error) from error
         # Write this file last, because it marks the copy as complete.
-        write_whole(target / CAME_FROM, os.fsencode(directory))
+        write_atomically(target / CAME_FROM, os.fsencode(directory))
 
 
 def tokenizers_of(config: fdl.Buildable, job_dir: JobDir) -> dict[str, Path | None]:

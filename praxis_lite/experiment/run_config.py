@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
-from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
+from praxis_lite.config.integer_settings import CHANGE, check_integers
+from praxis_lite.core.errors import ConfigError, is_positive_int, require, require_choice
 from praxis_lite.experiment.run_settings import (
     EvaluationSettings,
     LossSpikeSettings,
@@ -94,7 +94,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         # Seeds of JAX keys have 32 bits unless 64-bit types are enabled. The step counter is int32.
         ranges = {"seed": (0, 2**32 - 1), "num_train_steps": (1, 2**31 - 1)}
-        check_whole_numbers("run", self, ranges)
+        check_integers("run", self, ranges)
         require(
             isinstance(self.trackers, Mapping),
             "run.trackers",
@@ -113,7 +113,7 @@ class RunConfig:
                 CHANGE,
             )
             require(
-                tracker.every is None or is_whole(tracker.every),
+                tracker.every is None or is_positive_int(tracker.every),
                 f"run.trackers.{name}.every",
                 tracker.every,
                 "a number of steps, 1 or more, or None",

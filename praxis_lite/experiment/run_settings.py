@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
+from praxis_lite.config.integer_settings import CHANGE, check_integers
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.experiment.early_stopping import EarlyStopping
 
@@ -37,7 +37,7 @@ class EvaluationSettings:
     by_follower: bool = False
 
     def __post_init__(self) -> None:
-        check_whole_numbers("run.evaluation", self)
+        check_integers("run.evaluation", self)
         if self.by_follower and (self.every_steps is not None or self.at_start):
             raise ConfigError(
                 "run.evaluation.every_steps and run.evaluation.at_start cannot be combined with "
@@ -63,7 +63,7 @@ class SampleSettings:
     prompts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_whole_numbers("run.samples", self)
+        check_integers("run.samples", self)
         is_sequence = not isinstance(self.prompts, str)
         require(
             is_sequence and all(isinstance(prompt, str) for prompt in self.prompts),
@@ -107,7 +107,7 @@ class StopSettings:
     watchdog_exits: bool = False
 
     def __post_init__(self) -> None:
-        check_whole_numbers("run.stopping", self)
+        check_integers("run.stopping", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class LossSpikeSettings:
     Attributes:
         factor: A loss above this multiple of the median of the last 100 losses is a spike, if the
             median is positive. None disables detection. If detection is enabled, lines in
-            metrics.jsonl contain `is_loss_spike` and `num_batches_left_out`.
+            metrics.jsonl contain `is_loss_spike` and `num_skipped_batches`.
         action: "report" prints a line. "roll_back" restores the newest checkpoint before the spike,
             or the initial state, and skips the batch.
 

@@ -19,9 +19,9 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host import hub
+from praxis_lite.host.atomic_files import user_cache
 from praxis_lite.host.hub import RepoType, is_hub_url
 from praxis_lite.host.object_stores import StorePath, is_store_url
-from praxis_lite.host.whole_files import user_cache
 
 __all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file", "uploaded")
 
@@ -102,7 +102,7 @@ def local_files(pattern: str) -> str:
 
 
 def output_file(path: str | os.PathLike[str]) -> Path | StorePath:
-    """Converts the path of an output file to a path that `write_whole` accepts.
+    """Converts the path of an output file to a path that `write_atomically` accepts.
 
     Raises:
       ConfigError: The path is a URL that cannot be written.

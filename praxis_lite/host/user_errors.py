@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.host.whole_files import write_whole
+from praxis_lite.host.atomic_files import write_atomically
 
 
 class RemoteError(RuntimeError):
@@ -63,7 +63,7 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
     text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
     if path is not None:
         with contextlib.suppress(ConfigError):  # The disk may be full, or the directory deleted.
-            write_whole(path, text)
+            write_atomically(path, text)
             return ErrorReport(f"{message} The full traceback is in {path}.", status)
     try:
         fd, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")

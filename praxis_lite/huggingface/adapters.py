@@ -79,7 +79,7 @@ def write_peft(
             matrix = matrix_of(layer.equation, layer.letters)
             _check_maps_to_one_tensor(part, layer, matrix)
             # GPT-2 stores matrices as [in, out], which PEFT calls fan_in_fan_out.
-            is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
+            is_transposed = is_transposed or set(part.form[0]) == set(matrix.contracted)
             module = part.tensor.removesuffix(".weight")
             modules.append(module)
             w, a, b, *m = (
@@ -91,7 +91,7 @@ def write_peft(
             # and [out, rank].
             peft_tensors = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
             if m:  # Our m is the learned column norm minus the initial one; PEFT stores their sum.
-                norms = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
+                norms = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.contracted))
                 peft_tensors["magnitude_vector"] = norms.reshape(-1) + m[0].reshape(-1)
             for name, tensor in peft_tensors.items():
                 name = f"base_model.model.{module}.lora_{name}"

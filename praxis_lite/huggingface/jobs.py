@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax
 
-from praxis_lite.checkpoints.init.kept_arrays import whole_arrays, whole_layout
+from praxis_lite.checkpoints.init.packed_layouts import unpacked_arrays, unpacked_layout
 from praxis_lite.core.errors import ConfigError, first_few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
@@ -109,7 +109,8 @@ def export_job(
         check_upload(directory)  # Before the weights are read.
     model = load(job_log_dir, step)
     stored_layout = model.partitioner.layout.select("mdl_vars")
-    layout, mesh, task = whole_layout(stored_layout), model.partitioner.mesh, model.partitioner.task
+    layout = unpacked_layout(stored_layout)
+    mesh, task = model.partitioner.mesh, model.partitioner.task
     layers = adapted_layers(task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(
@@ -124,7 +125,7 @@ def export_job(
     # Weights that the job stores in packed form are exported in the form that their layers declare.
     paths = [leaf.path for leaf in stored_layout.leaves()]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
-    arrays = whole_arrays(stored_layout, arrays, mesh)
+    arrays = unpacked_arrays(stored_layout, arrays, mesh)
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
         base_model = (job_dir.huggingface / CAME_FROM).read_text("utf-8").strip()

@@ -24,7 +24,7 @@ from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.huggingface.pretrained import Pretrained
 from praxis_lite.huggingface.tensors.writing import MAX_FILE_BYTES
 from praxis_lite.inputs.text.length_classes import length_of_prompts
-from praxis_lite.inputs.text.token_ids import token_ids, whole_number
+from praxis_lite.inputs.text.token_ids import checked_int, token_ids
 from praxis_lite.trained_model.generation import changed_decoder
 from praxis_lite.trainer.forward_pass import forward_pass
 
@@ -197,7 +197,7 @@ class HuggingFaceModel:
           ConfigError: An id or position is out of range, or a setting does not exist.
         """
         argument = "generate: max_new_tokens"
-        max_new_tokens = whole_number(max_new_tokens, argument, 1)
+        max_new_tokens = checked_int(max_new_tokens, argument, 1)
         require(
             not isinstance(prompts, str) and len(prompts) > 0,
             "generate: prompts",

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.init.initial_state import random_weights
-from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
+from praxis_lite.checkpoints.init.packed_layouts import pack_weight, packed_paths, unpacked_layout
 from praxis_lite.core.errors import ConfigError, first_few, require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
@@ -68,7 +68,7 @@ class Pretrained:
         family = family_of(self.config)
         # `layout` may store some weights in a different format (for example, quantized);
         # `self.layout` contains the logical weights, which the tensors map to.
-        self.layout, self._stored_layout = whole_layout(layout), layout
+        self.layout, self._stored_layout = unpacked_layout(layout), layout
         self.files = TensorFiles(path)
         self._ignored_fields = family.ignored_fields(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
@@ -111,7 +111,7 @@ class Pretrained:
     def paths(self) -> set[str]:
         """Paths of the arrays that `read` returns, as the layout stores them."""
         paths = {part.path for part in (*self.parts, *self.reference_parts)}
-        return kept_paths(self._stored_layout, paths)
+        return packed_paths(self._stored_layout, paths)
 
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
@@ -134,7 +134,7 @@ class Pretrained:
             parts,
             self.files,
             note,
-            lambda path, weight: in_kept_form(self._stored_layout, path, weight, mesh),
+            lambda path, weight: pack_weight(self._stored_layout, path, weight, mesh),
         )
 
     def write(

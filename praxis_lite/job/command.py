@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable, shortened
+from praxis_lite.host.atomic_files import DISK_FULL, not_written
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import describe_error, explain_error
-from praxis_lite.host.whole_files import DISK_FULL, not_written
 from praxis_lite.job.processes.logs import command_log, is_json
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal

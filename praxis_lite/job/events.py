@@ -4,7 +4,8 @@ Job code uses the global `events`:
 
     with events.phase(SAVE, step=7):     # The activity of the main thread, whose time is measured.
         ...
-    events.progress(7)                   # The main thread has made progress.
+    events.step_ended(7)                 # The main thread has completed training step 7.
+    events.progress()                    # The main thread has made other progress.
     events.report(made=7)                # Facts, keyed by name, with JSON values.
 
 Without listeners, only the seconds spent in each kind of phase are measured (`JobEvents.seconds`),
@@ -102,8 +103,11 @@ class Listener:
     def resumes(self, phase: Phase) -> None:
         """Called when an inner phase has ended and `phase` resumes."""
 
-    def progress(self, step: int | None) -> None:
-        """Called after progress in the main thread; `step` is the step that has ended, or None."""
+    def step_ended(self, step: int) -> None:
+        """Called after the main thread has completed a training step."""
+
+    def progress(self) -> None:
+        """Called after other progress in the main thread."""
 
     def report(self, facts: Mapping[str, Any]) -> None:
         """Called with facts, keyed by name, from any thread."""
@@ -161,10 +165,15 @@ class JobEvents:
             for listener in self._listeners:
                 listener.resumes(outer)
 
-    def progress(self, step: int | None = None) -> None:
-        """Reports progress in the main thread, such as the end of training step `step`."""
+    def step_ended(self, step: int) -> None:
+        """Reports that the main thread has completed a training step."""
         for listener in self._listeners:
-            listener.progress(step)
+            listener.step_ended(step)
+
+    def progress(self) -> None:
+        """Reports progress in the main thread other than the end of a training step."""
+        for listener in self._listeners:
+            listener.progress()
 
     def report(self, **facts: Any) -> None:
         """Reports facts as JSON values (see the module docstring). Callable from any thread."""

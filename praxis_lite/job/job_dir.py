@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.hub import is_hub_url
 from praxis_lite.host.object_stores import StorePath, is_store_url
 from praxis_lite.host.places import local_folder
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes.exits import temporary_folder
@@ -139,8 +139,8 @@ class JobDir:
         """Writes `config.json` and `config.txt`, each atomically."""
         # Write config.json first, because it marks the directory as a job directory. If writing
         # config.txt fails, the next launch still accepts the directory.
-        write_whole(self.config_json, json_text.encode())
-        write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
+        write_atomically(self.config_json, json_text.encode())
+        write_atomically(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.atomic_files import new_directory
 from praxis_lite.host.object_stores import StorePath, is_store_url
 from praxis_lite.host.places import is_url, local_folder, uploaded
-from praxis_lite.host.whole_files import new_directory
 
 __all__ = ("directory", "local_directory", "output_directory")
 

@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import SplitSetting, splits
-from praxis_lite.layers.base.result_types import beside, elementwise
+from praxis_lite.layers.base.result_types import elementwise, reshard_like
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
@@ -215,7 +215,7 @@ class WeightNormL2(BaseLayer):
 def _to_rank(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Reshapes a weight [dim] to float32 [1, ..., 1, dim], to broadcast with `x`."""
     weight = elementwise(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return beside(weight, x)
+    return reshard_like(weight, x)
 
 
 def _over_rms(x: jax.Array, epsilon: float) -> jax.Array:

@@ -13,7 +13,7 @@ from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, SplitSetting, splits
+from praxis_lite.layers.base.dims import HEAD_SPLITS, NONE, RESIDUAL, Matrix, SplitSetting, splits
 
 # B batch, T time, D model dims, N heads (gate blocks), K dims per head, J taps.
 
@@ -190,7 +190,7 @@ class RgLruBlock(BaseLayer):
 
     cache_skips_padding = True
 
-    splits = OF_HEADS | splits(output=RESIDUAL)
+    splits = HEAD_SPLITS | splits(output=RESIDUAL)
     weight_split_dims_mapping: SplitDims
     activation_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import is_whole, require
+from praxis_lite.core.errors import is_positive_int, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DynamicLossScale:
     def __post_init__(self):
         lowest, highest = self.min_scale, self.max_scale
         for setting, is_valid, expected in (
-            ("growth_interval", is_whole(self.growth_interval), "a number of steps"),
+            ("growth_interval", is_positive_int(self.growth_interval), "a number of steps"),
             ("growth_factor", 1.0 < self.growth_factor < math.inf, "a number above 1"),
             ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
             ("min_scale", 0.0 < lowest < math.inf, "a number above 0"),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.core.errors import is_whole, require
+from praxis_lite.core.errors import is_positive_int, require
 from praxis_lite.optimizers.optimizer_settings import require_decay_rates, require_not_negative
 
 PyTree = Any
@@ -115,7 +115,7 @@ def scale_by_soap(
     require_not_negative("soap", eps=eps)
     counts = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
     for name, count in counts.items():
-        require(is_whole(count), f"soap: {name}", count, "a positive integer")
+        require(is_positive_int(count), f"soap: {name}", count, "a positive integer")
 
     def zero_squares(w: jax.Array) -> tuple[jax.Array, ...]:
         # Create an entry for every dim, so that the structure of the slots depends only on ranks.

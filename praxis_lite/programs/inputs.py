@@ -1,6 +1,7 @@
 """`praxis inputs`: prepares an experiment's data without its model, or digests its batches.
 
-`digest --job` proves which examples a job has trained on. The exit status is 1 if the proof fails.
+`digest --job` verifies which examples a job has trained on. The exit status is 1 if the
+verification fails.
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Inputs(Program):
     """Prepares the data of an experiment, or prints a digest of its batches."""
 
     name = "inputs"
-    summary = "prepares an experiment's data, or proves which examples a job used"
+    summary = "prepares an experiment's data, or verifies which examples a job used"
     logs_to_stderr = True
 
     def add_arguments(self, parser: Parser) -> None:
@@ -33,11 +34,11 @@ class Inputs(Program):
         commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
         digest = commands.add_parser(
             "digest",
-            help="print the SHA-256 of global batches, or prove which examples a job used",
+            help="print the SHA-256 of global batches, or verify which examples a job used",
             description="Prints the SHA-256 of a dataset's global batches, which does not depend "
             "on the number of processes. With --job, recomputes the data and compares it with the "
-            "processes' records, to prove that the job used every example exactly once, in order; "
-            "the exit status is 1 if the proof fails.",
+            "processes' records, to verify that the job used every example exactly once, in order; "
+            "the exit status is 1 if the verification fails.",
         )
         digest.add_argument("--dataset", metavar="NAME", help=f"default: {_TRAIN}")
         digest.add_argument("--processes", type=int, metavar="N", help="default: 1")
@@ -80,7 +81,7 @@ def _digest(args: argparse.Namespace) -> int | None:
                     f"{name} cannot be combined with --job, which verifies all batches of the "
                     f"job's dataset {_TRAIN}. Remove one of the two."
                 )
-        return _prove(args)
+        return _verify(args)
     if args.recorded_only:
         raise ConfigError("--recorded-only requires --job=DIR.")
     pipelines, dataset = _pipelines(args), args.dataset or _TRAIN
@@ -103,7 +104,7 @@ def _digest(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _prove(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     """Prints which examples a job used, and returns 1 if they differ from the expected examples."""
     from praxis_lite.experiment.recorded_examples import proof_of_examples
     from praxis_lite.installed_tools import installed_job_tools

@@ -18,7 +18,7 @@ from praxis_lite.decode.decoder import Decoder
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.pipeline_checks import checked_spec
-from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.text.token_ids import checked_int
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.generation import changed_decoder
 from praxis_lite.trained_model.shown_model import html_of, text_of
@@ -248,7 +248,7 @@ class TrainedModel:
         check_reads(partitioner.decode_step, checked_spec(pipeline, name), name)
         run = self.job.run
         mdl_vars = self._mdl_vars_for(partitioner, run.decode_use_ema_states)
-        seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
+        seed = run.seed if seed is None else checked_int(seed, "seed", 0, 2**32 - 1)
         step = self._restored_step()
         return PromptDecoder(partitioner, mdl_vars, step, seed).records(name, pipeline)
 

@@ -12,7 +12,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.host import host_memory
-from praxis_lite.host.whole_files import user_cache
+from praxis_lite.host.atomic_files import user_cache
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.job import processes
 from praxis_lite.trainer.checks.memory import SMALLER_STATE, SMALLER_STEP

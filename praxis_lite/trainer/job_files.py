@@ -12,7 +12,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.experiment.recorded_job import copy_tokenizers
-from praxis_lite.host.whole_files import write_whole
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.logs import warn_once_per_job
@@ -68,8 +68,8 @@ class ConfigFiles:
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:
     """Writes layout.json and layout.txt, and logs a summary, notes and warnings."""
     layout, table = partitioner.layout, layout_table(partitioner.layout)
-    write_whole(files.layout_json, layout_json(layout).encode())
-    write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
+    write_atomically(files.layout_json, layout_json(layout).encode())
+    write_atomically(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
     for line in optimizer_report(partitioner.bound_learner.groups):
         _log.info(line)
     _log.info("%s See layout.txt.", table.splitlines()[-1])

@@ -51,7 +51,7 @@ class Difference:
 
     Attributes:
       cause: "device" or "program".
-      what: The kind of values that differ: "replicas", "restored state", "gradients", "loss",
+      kind: The kind of values that differ: "replicas", "restored state", "gradients", "loss",
         "update of weights" or "update of slots".
       device: Description of the faulty device and its process; "" if the cause is unknown or is the
         program.
@@ -66,7 +66,7 @@ class Difference:
     """
 
     cause: str
-    what: str
+    kind: str
     device: str
     axis: str
     layer: str
@@ -80,7 +80,7 @@ class Difference:
         cause = self.device or ("a device" if self.cause == DEVICE else "the program")
         axis = f", axis {self.axis}" if self.axis else ""
         return (
-            f"{self.what}: {cause}{axis}, {location}; mesh {self.mesh}; differs by "
+            f"{self.kind}: {cause}{axis}, {location}; mesh {self.mesh}; differs by "
             f"{self.difference:.3g}, tolerance {self.tolerance:.3g}"
         )
 
@@ -197,7 +197,7 @@ class CauseSearch:
         positions = update.positions.get(worst.leaf, ())
         is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
         difference = self._worst_difference([worst], "", positions if is_device_fault else ())
-        return dataclasses.replace(difference, what=f"update of {worst.what}")
+        return dataclasses.replace(difference, kind=f"update of {worst.kind}")
 
     def _worst_difference(
         self, failed: Sequence[Comparison], layer: str, positions: Sequence[int], axes: str = ""
@@ -211,11 +211,11 @@ class CauseSearch:
           axes: Mesh axes that must be split for the difference to appear.
         """
         in_layer = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
-        same_kind = [x for x in failed if x.what == failed[0].what]
+        same_kind = [x for x in failed if x.kind == failed[0].kind]
         worst = max(in_layer or same_kind, key=lambda x: (x.share, x.difference))
         return Difference(
             DEVICE if positions else PROGRAM,
-            worst.what,
+            worst.kind,
             device_text(self._mesh, positions),
             position_text(self._mesh, positions[0]) if len(positions) == 1 else axes,
             layer or layer_of_leaf(self._layout, worst.leaf),

@@ -268,7 +268,7 @@ def compare_bits(expected: Measurements, actual: Measurements) -> list[Compariso
         ):
             difference = float(np.spacing(np.max(np.abs(expected.leaves[leaf]))))
         comparisons.append(
-            dataclasses.replace(comparison, what=tolerances.kind_of(leaf), difference=difference)
+            dataclasses.replace(comparison, kind=tolerances.kind_of(leaf), difference=difference)
         )
     return comparisons
 

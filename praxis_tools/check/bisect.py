@@ -53,24 +53,24 @@ def first_difference(
     """
     first = failed[0]
     axis, layer = None, ""
-    is_of_training = first.what in OF_TRAINING
+    is_of_training = first.kind in OF_TRAINING
     # Look for the smallest set of axes that reproduces the difference, and for the first layer.
     if runner is not None and split_axes(runner.mesh.shape) and first.mesh != "one device":
         axes = list(split_axes(runner.mesh.shape))
         if is_of_training and len(axes) > 1:
             axes = _fewest_axes(check, runner, first, axes)
         axis = "+".join(axes)
-    can_record_layers = is_of_training and first.what != "initial state"
+    can_record_layers = is_of_training and first.kind != "initial state"
     if runner is not None and can_record_layers and first.step is not None:
         layer = _first_layer(check, runner, first.step)
     # In this layer, or else among all comparisons of this kind, report the worst leaf.
-    same_kind = [x for x in failed if x.what == first.what and x.step == first.step]
+    same_kind = [x for x in failed if x.kind == first.kind and x.step == first.step]
     in_layer = [x for x in same_kind if layer and f"{layer}/" in f"{x.leaf}/"]
     worst = max(in_layer or same_kind, key=lambda x: x.share)
     if not layer:
         layer = layer_of(worst.leaf, names_of(check.one_device.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
-        worst.what,
+        worst.kind,
         layer,
         worst.leaf,
         worst.step,
@@ -108,12 +108,12 @@ def _fewest_axes(
                 smaller = check.on_mesh(shape)
                 comparisons = (
                     check.compare_initial(smaller)
-                    if first.what == "initial state"
+                    if first.kind == "initial state"
                     else check.compare_training(smaller, (first.step or 0) + 1)
                 )
             except MODEL_ERRORS:
                 continue
-            if any(not x.is_equal and x.what == first.what for x in comparisons):
+            if any(not x.is_equal and x.kind == first.kind for x in comparisons):
                 return list(subset)
     return list(axes)
 

@@ -18,7 +18,7 @@ class Comparison:
 
     Attributes:
       mesh: Name of the mesh, such as "data 4, mdl 2".
-      what: The kind of value, such as "gradients".
+      kind: The kind of value, such as "gradients".
       leaf: For example, the path of a weight or the name of a metric.
       step: Training step, counted from 0, or None if the value does not belong to a step.
       difference: Largest absolute difference between elements; infinity if the shapes differ or if
@@ -28,7 +28,7 @@ class Comparison:
     """
 
     mesh: str
-    what: str
+    kind: str
     leaf: str
     step: int | None
     difference: float
@@ -52,7 +52,7 @@ class FirstDifference:
     """The first failed comparison and the location of its cause.
 
     Attributes:
-      what: The kind of value; see `Comparison`.
+      kind: The kind of value; see `Comparison`.
       layer: Path of the first layer whose values differ, or "" if it is unknown.
       leaf: Leaf with the largest difference.
       step: Training step, counted from 0, or None.
@@ -63,7 +63,7 @@ class FirstDifference:
       tolerance: Largest allowed difference.
     """
 
-    what: str
+    kind: str
     layer: str
     leaf: str
     step: int | None
@@ -77,7 +77,7 @@ class FirstDifference:
         parts += [] if self.step is None else [f"step {self.step}"]
         parts += [f"axis {self.axis}" if self.axis else "even on one device"]
         return (
-            f"{self.what}: {', '.join(parts)}; mesh {self.mesh}; differs by {self.difference:.3g}, "
+            f"{self.kind}: {', '.join(parts)}; mesh {self.mesh}; differs by {self.difference:.3g}, "
             f"tolerance {self.tolerance:.3g}"
         )
 
@@ -127,7 +127,7 @@ class Certificate:
         """
         groups: dict[tuple[str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
-            groups.setdefault((comparison.mesh, comparison.what), []).append(comparison)
+            groups.setdefault((comparison.mesh, comparison.kind), []).append(comparison)
         return [(max(group, key=lambda x: x.share), len(group)) for group in groups.values()]
 
     def table(self) -> str:
@@ -135,11 +135,11 @@ class Certificate:
         return "\n".join(table_lines(self._cells(), right=(2, 3, 4)))
 
     def _cells(self) -> list[tuple[str, ...]]:
-        header: tuple[str, ...] = ("mesh", "what", "number", "difference", "tolerance", "why")
+        header: tuple[str, ...] = ("mesh", "kind", "number", "difference", "tolerance", "why")
         return [header] + [
             (
                 worst.mesh,
-                worst.what,
+                worst.kind,
                 f"{count:,}",
                 _number(worst.difference),
                 _number(worst.tolerance),

@@ -136,7 +136,7 @@ class Check:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
         seen_specs = [structs(batch) for batch in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
-            for full_batch in data.of_each_shape(pipeline):
+            for full_batch in data.first_batch_of_each_shape(pipeline):
                 batch = self.with_known_ids(full_batch)
                 if structs(batch) not in seen_specs:
                     shape = f", shape {next(iter(batch.values())).shape}"
@@ -318,12 +318,12 @@ class Check:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
-    def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
+    def run_or_skip(self, name: str, run: Callable[[], T]) -> T | None:
         """Returns `run()`, or adds a note and returns None if the call is not supported."""
         try:
             return run()
         except (Error, TypeError, ValueError) as error:
-            self.add_note(f"{what}: not checked. {str(error).splitlines()[0]}")
+            self.add_note(f"{name}: not checked. {str(error).splitlines()[0]}")
             return None
 
     def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:

@@ -10,7 +10,7 @@ import jax
 from praxis_lite.config.build import build
 from praxis_lite.config.overrides import check_required
 from praxis_lite.core.callables import function_name
-from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
+from praxis_lite.core.errors import ConfigError, is_positive_int, require, require_choice
 from praxis_lite.core.sharding.mesh import attached_devices, filled_mesh, simulate_devices
 from praxis_lite.experiment.experiment import Experiment
 from praxis_lite.experiment.launched_config import LaunchedConfig
@@ -76,7 +76,7 @@ def check_on_meshes(
         name = name or function_name(cls)
         packages = (*packages, cls.__module__.partition(".")[0])
         experiment = experiment.config()
-    require(is_whole(steps), "steps", steps, "a whole number, 1 or more")
+    require(is_positive_int(steps), "steps", steps, "a whole number, 1 or more")
     for part in parts or ():
         require_choice("A part of a check", part, PARTS)
     config = copy.deepcopy(experiment)
@@ -150,7 +150,7 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
         if check.own_shape in check.meshes:
             own_mesh.check_parts(check, check.meshes[check.own_shape])
     except CheckFailed as error:
-        check.print_progress(f"{error.failed[0].what} differs; locating the cause")
+        check.print_progress(f"{error.failed[0].kind} differs; locating the cause")
         check.certificate.first_difference = first_difference(check, error.runner, error.failed)
     return check.certificate
 

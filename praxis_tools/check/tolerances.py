@@ -19,10 +19,10 @@ OWN_DTYPES = "job's dtypes: 1e-5 x the leaf's maximum + 16 x the effect of round
 TIMES_NUDGED = 16.0
 
 
-def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
+def exact(mesh: str, kind: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
     """Compares leaves that must be bitwise equal."""
     return [
-        Comparison(mesh, what, leaf, None, difference, 0.0, EXACT)
+        Comparison(mesh, kind, leaf, None, difference, 0.0, EXACT)
         for leaf, difference in differences(expected, actual).items()
     ]
 
@@ -40,12 +40,12 @@ def with_loss_epsilon(comparison: Comparison) -> Comparison:
 
 def with_suffix(suffix: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
     """Appends a suffix to the kind of each comparison, as in "KIND, SUFFIX"."""
-    return [dataclasses.replace(x, what=f"{x.what}, {suffix}") for x in comparisons]
+    return [dataclasses.replace(x, kind=f"{x.kind}, {suffix}") for x in comparisons]
 
 
 def in_float64(
     mesh: str,
-    what: str,
+    kind: str,
     expected: Leaves,
     actual: Leaves,
     nudged: Leaves | None = None,
@@ -55,7 +55,7 @@ def in_float64(
 
     Args:
       mesh: Name of the mesh of the actual run.
-      what: Kind of value that is compared.
+      kind: Kind of value that is compared.
       expected: Results of the expected run.
       actual: Results of the actual run.
       nudged: Results of the expected run with perturbed weights. They reveal gradients that would
@@ -73,7 +73,7 @@ def in_float64(
         return RELATIVE * largest(expected[leaf]) + of_all + from_rounding
 
     return [
-        Comparison(mesh, what, leaf, step, difference, tolerance(leaf), FLOAT64)
+        Comparison(mesh, kind, leaf, step, difference, tolerance(leaf), FLOAT64)
         for leaf, difference in differences(expected, actual).items()
     ]
 
@@ -178,13 +178,13 @@ def by_kind(
     for leaf in dict.fromkeys([*expected, *actual]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
     comparisons = []
-    for what in sorted(kinds, key=ORDER.index):
-        leaves = kinds[what]
+    for kind in sorted(kinds, key=ORDER.index):
+        leaves = kinds[kind]
         expected_of_kind, actual_of_kind, nudged_of_kind = (
             {k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)
         )
         comparisons += in_float64(
-            mesh, what, expected_of_kind, actual_of_kind, nudged_of_kind, step
+            mesh, kind, expected_of_kind, actual_of_kind, nudged_of_kind, step
         )
     return comparisons
 

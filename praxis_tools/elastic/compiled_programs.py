@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.sharding.mesh import attached_devices
-from praxis_lite.host.whole_files import write_whole
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import compilation_cache_modules
 from praxis_tools.elastic.worker_assignment import Assignment, report
@@ -123,7 +123,7 @@ class _AtomicFileCache(compilation_cache.CacheInterface):
     def put(self, key: str, value: bytes) -> None:
         """Stores a serialized executable, unless it is already in the cache."""
         if not (self._path / key).exists():
-            write_whole(self._path / key, value)
+            write_atomically(self._path / key, value)
 
 
 def _hash_processor(hashed: "hashlib._Hash", devices: Any) -> None:

@@ -10,7 +10,7 @@ from praxis_lite.huggingface.family import family_of
 from praxis_lite.huggingface.model import HuggingFaceModel
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.pipeline_checks import checked_spec
-from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.text.token_ids import checked_int
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_lite.trainer.decoding.user_prompts import check_language_model
@@ -69,7 +69,7 @@ def evaluated_model(
     if max_length is None:
         max_length = num_positions or _known_length(model) or DEFAULT_MAX_LENGTH
     limit = {} if num_positions is None else {"maximum": num_positions}
-    max_length = whole_number(max_length, "max_length", 1, **limit)
+    max_length = checked_int(max_length, "max_length", 1, **limit)
     return EvaluatedModel(partitioner, model.mdl_vars, max_length, _info(model))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.huggingface.model import HuggingFaceModel
-from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.text.token_ids import checked_int
 from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_tools.lm_eval.evaluated_model import evaluated_model
 from praxis_tools.lm_eval.text_ids import TextIds
@@ -47,11 +47,11 @@ def harness_model(
         tokenizer, or an argument has an invalid value.
     """
     require_package("lm_eval", "harness_model")
-    num_rows = whole_number(batch_size, "batch_size", 1)
-    seed = whole_number(seed, "seed", 0, 2**32 - 1)
+    num_rows = checked_int(batch_size, "batch_size", 1)
+    seed = checked_int(seed, "seed", 0, 2**32 - 1)
     settings = {
-        "num_cached_prefixes": whole_number(num_cached_prefixes, "num_cached_prefixes", 0),
-        "num_speculative_tokens": whole_number(num_speculative_tokens, "num_speculative_tokens", 0),
+        "num_cached_prefixes": checked_int(num_cached_prefixes, "num_cached_prefixes", 0),
+        "num_speculative_tokens": checked_int(num_speculative_tokens, "num_speculative_tokens", 0),
     }
     evaluated = evaluated_model(model, max_length)
     text_ids = TextIds(evaluated.tokenizer, add_bos_token, prefix_token_id)

@@ -1,7 +1,7 @@
 """Tokenizes text in the same way as lm_eval's adapter for transformers (`hf`)."""
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.text.token_ids import checked_int
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
@@ -63,7 +63,7 @@ def _prefix_id(tokenizer: Tokenizer, prefix_token_id: int | None) -> int:
     if prefix_token_id is not None:
         vocab_size = tokenizer.vocab_size
         limits = (0,) if vocab_size is None else (0, vocab_size - 1)
-        return whole_number(prefix_token_id, "prefix_token_id", *limits)
+        return checked_int(prefix_token_id, "prefix_token_id", *limits)
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
     if tokenizer.eos_id is not None:

@@ -105,7 +105,7 @@ def _certify(
     json_file: Path | StorePath | None,
     html: Path | StorePath | None,
 ) -> int:
-    from praxis_lite.host.whole_files import write_whole
+    from praxis_lite.host.atomic_files import write_atomically
     from praxis_tools.report.certified.certificate import certify_jobs
     from praxis_tools.report.certified.certificate_page import page_of, text_of
     from praxis_tools.report.job_reader import JobReader, named_jobs
@@ -115,11 +115,11 @@ def _certify(
     print(text_of(certificate))
     if json_file is not None:
         text = json.dumps(certificate.as_json(), indent=1) + "\n"
-        write_whole(json_file, text.encode())
+        write_atomically(json_file, text.encode())
         print(f"\nCertificate: {json_file.absolute()}")
     if html is not None:
         states = {name: JobReader(name, job).read(0) for name, job in named.items()}
-        write_whole(html, page_of(certificate, states).encode("utf-8", "replace"))
+        write_atomically(html, page_of(certificate, states).encode("utf-8", "replace"))
         print(f"\nOpen this page in a browser: {html.absolute()}")
     return int(bool(certificate.faults))
 

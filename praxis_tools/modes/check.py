@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
@@ -69,7 +69,7 @@ class Check(Mode):
             shrink=shrink,
         )
         if json is not None:
-            write_whole(json, certificate.json_text().encode())
+            write_atomically(json, certificate.json_text().encode())
         print(f"\n{certificate}", flush=True)
         return int(not certificate.certified)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
@@ -34,7 +34,7 @@ class Explain(Mode):
         """Prints the explanation; raises ConfigError if the experiment is invalid."""
         explanation = explain_experiment(command, print)
         if html is not None:
-            write_whole(html, explanation.page().encode())
+            write_atomically(html, explanation.page().encode())
             print(f"\nOpen this page in a browser: {html.absolute()}")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import open_for_reading
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -182,10 +182,10 @@ class Plan(Mode):
                 expert_load,
             )
             if html is not None:
-                write_whole(html, plan.page().encode())
+                write_atomically(html, plan.page().encode())
                 print(f"\nOpen this page in a browser: {html.absolute()}")
             if json is not None:
-                write_whole(json, plan.json_text().encode())
+                write_atomically(json, plan.json_text().encode())
             plan.require_fit()
 
 

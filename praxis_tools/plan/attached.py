@@ -13,8 +13,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.job_on_mesh import partitioner_of
@@ -131,5 +131,5 @@ def measure(
         print(f"residual  {residual.ratio:.3g}, saved to {residuals} for later plans")
     if file is not None:
         record = plan.to_json() | {"measured_seconds": seconds}
-        write_whole(file, json.dumps(record, indent=1).encode())
+        write_atomically(file, json.dumps(record, indent=1).encode())
     return plan, seconds

@@ -62,13 +62,13 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             ),
         ]
         uneven_seconds = plan.uneven_seconds
-        if plan.expert_turn_seconds is not None and uneven_seconds is not None:
-            rounds = f"{plan.expert_turns} round{'s' if plan.expert_turns > 1 else ''}"
+        if plan.expert_round_seconds is not None and uneven_seconds is not None:
+            rounds = f"{plan.num_expert_rounds} round{'s' if plan.num_expert_rounds > 1 else ''}"
             pairs.append(
                 (
                     "experts",
                     f"{seconds_text(plan.step_seconds)} assumes even loads, in one round "
-                    f"of {seconds_text(plan.expert_turn_seconds)}; a load of {plan.expert_load:g} "
+                    f"of {seconds_text(plan.expert_round_seconds)}; a load of {plan.expert_load:g} "
                     f"times the even load takes {rounds}, at most "
                     f"{seconds_text(uneven_seconds)}",
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.checkpoints.init.kept_arrays import whole_layout
+from praxis_lite.checkpoints.init.packed_layouts import unpacked_layout
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
@@ -198,7 +198,7 @@ def predicted_fields(
         "mfu": model_flops / (middle * peak),
         "hfu": timeline.flops / (middle * peak),
         "tokens_per_second": num_units / num_devices / middle,
-        "expert_turn_seconds": timeline.expert_turn_seconds or None,
+        "expert_round_seconds": timeline.expert_round_seconds or None,
         "timeline": timeline,
         "notes": tuple(notes),
     }
@@ -206,7 +206,7 @@ def predicted_fields(
 
 def num_parameters(layout: StateLayout) -> int:
     """Returns the number of parameters of a model, excluding padding."""
-    leaves = whole_layout(layout).leaves()
+    leaves = unpacked_layout(layout).leaves()
     return sum(math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params"))
 
 

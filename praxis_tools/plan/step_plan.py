@@ -83,8 +83,8 @@ class StepPlan:
       decoding: Time to first token and memory-bound limit of a decoding step.
       why_not: Advice if the step does not fit in memory, else "".
       notes: Messages about unknown kernels and about costs that were modeled instead of compiled.
-      expert_turn_seconds: Time of one round of all-to-alls between experts; None if the step has no
-        such rounds. `step_seconds` includes one round, which is sufficient for even loads.
+      expert_round_seconds: Time of one round of all-to-alls between experts; None if the step has
+        no such rounds. `step_seconds` includes one round, which is sufficient for even loads.
       expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
         sends to another device's experts, divided by the number that it would send under even
         loads.
@@ -122,22 +122,22 @@ class StepPlan:
     decoding: Decoding | None = None
     why_not: str = ""
     notes: tuple[str, ...] = ()
-    expert_turn_seconds: float | None = None
+    expert_round_seconds: float | None = None
     expert_load: float = EXPERT_LOAD
     correction: Correction | None = None
     compiled: jax.stages.Compiled | None = None
 
     @property
-    def expert_turns(self) -> int:
+    def num_expert_rounds(self) -> int:
         """Number of rounds of all-to-alls between experts at `expert_load`."""
         return max(1, math.ceil(self.expert_load / SLACK))
 
     @property
     def uneven_seconds(self) -> float | None:
         """Upper bound of the step time at `expert_load`; None if there are no rounds."""
-        if self.expert_turn_seconds is None or self.step_seconds is None:
+        if self.expert_round_seconds is None or self.step_seconds is None:
             return None
-        return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
+        return self.step_seconds + (self.num_expert_rounds - 1) * self.expert_round_seconds
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON record that --json writes.

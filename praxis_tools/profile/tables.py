@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
-from praxis_lite.host.whole_files import write_whole
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.loop_state import LoopState
@@ -81,7 +81,7 @@ class ProfileTables(Hook):
         try:
             measured, memory = _read(folder)
             text = profile_text(measured, memory, _PRINTED_ROWS)
-            write_whole(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
+            write_atomically(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
             if measured.residual is not None:
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)

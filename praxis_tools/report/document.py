@@ -29,7 +29,7 @@ from praxis_tools.report.step_certificates import failed, summary
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
 # Columns with events at individual steps, which are marked on the page.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
-_NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
+_NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_skipped_batches"}
 # (total Base64 bytes, minimum points per curve, maximum points per curve) for training curves and
 # for evaluation curves. The page stays below 5 MB, with more points than a screen can show.
 _CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)

@@ -9,8 +9,8 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.shown_model import html_of
 from praxis_tools.report.document import MAX_CHARS_OF_SAMPLES, document
@@ -112,7 +112,7 @@ def print_reports(
         interval = follow_seconds if is_training else None
         if html is not None:
             text = report.page(reload_seconds=interval)
-            write_whole(html, text.encode("utf-8", "replace"))
+            write_atomically(html, text.encode("utf-8", "replace"))
         if interval is None:
             break
         for job in report.jobs:

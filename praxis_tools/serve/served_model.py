@@ -12,7 +12,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.inputs.text.length_classes import all_length_classes
-from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.text.token_ids import checked_int
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trainer.decoding.user_prompts import check_language_model, prompt_ids
 from praxis_tools.serve.api_error import ApiError
@@ -134,9 +134,9 @@ def create_served_model(
     if max_length is None:
         max_length = min(num_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
     limit = {} if num_positions is None else {"maximum": num_positions}
-    max_length = whole_number(max_length, "--max_length", 2, **limit)
-    whole_number(num_rows, "--num_rows", 1)
-    whole_number(max_waiting, "--max_queue", 1)
+    max_length = checked_int(max_length, "--max_length", 2, **limit)
+    checked_int(num_rows, "--num_rows", 1)
+    checked_int(max_waiting, "--max_queue", 1)
     # Only settings that affect speed are taken from the job. Each request has its own sampling
     # settings.
     settings = {

@@ -89,8 +89,11 @@ class ProgressRecorder(Listener):
     def resumes(self, phase: Phase) -> None:
         self.start_activity(phase.doing)
 
-    def progress(self, step: int | None) -> None:
-        self._step = self._step if step is None else step
+    def step_ended(self, step: int) -> None:
+        self._step = step
+        self.record_sign_of_life()
+
+    def progress(self) -> None:
         self.record_sign_of_life()
 
     def start_activity(self, doing: str) -> None:

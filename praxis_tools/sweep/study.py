@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.atomic_files import DISK_FULL, not_written, write_picture
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.text_table import unique_ends
-from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
 from praxis_tools.sweep.space import text_of
 from praxis_tools.sweep.sweep_settings import SweepSettings
 

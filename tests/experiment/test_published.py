@@ -55,7 +55,7 @@ def test_its_first_losses_are_equal_on_uneven_meshes(name):
 def test_it_reaches_the_published_figure(name, tmp_path):
     row = ROWS[name]
     require_data(row.experiment)
-    figure, _ = published.measured(row, tmp_path, {})
+    figure, _ = published.measure_row(row, tmp_path, {})
     assert row.accepted[0] <= figure <= row.accepted[1]
 
 
@@ -78,7 +78,7 @@ def test_it_has_as_many_parameters_as_the_source(name):
 
 def test_a_measurement_starts_with_the_initial_weights(tmp_path):
     settings = {**GPT, "n_layer": 1, "run.num_train_steps": 20, "eval_interval": 10}
-    figure, run = published.measured(ROWS["char-cpu"], tmp_path, settings)
+    figure, run = published.measure_row(ROWS["char-cpu"], tmp_path, settings)
     assert run.x.tolist() == [0, 10, 20]
     assert run.values[0] == pytest.approx(math.log(65), abs=0.05)  # Uniform over characters.
     assert figure == run.values[-1] < run.values[0]

@@ -10,9 +10,9 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.host import object_stores, optional_packages
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.host.places import local_file, local_folder, output_file, uploaded
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.sources.files.paths import matching_files
 
 pytest.importorskip("obstore")
@@ -72,7 +72,7 @@ def test_a_folder_is_downloaded_again_only_after_a_change(store, monkeypatch):
 
 def test_files_are_read_and_written(store):
     file = output_file("memory://bucket/folder/report.html")
-    write_whole(file, b"page")
+    write_atomically(file, b"page")
     assert local_file(str(file)).read_bytes() == b"page"
     with pytest.raises(FileNotFoundError, match="absent"):
         local_file("memory://bucket/folder/absent")

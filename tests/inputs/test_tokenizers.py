@@ -116,7 +116,7 @@ def test_text_comes_back_whole(tokenizer):
 
 
 def test_what_is_no_text_is_refused(tokenizer):
-    for encode in (tokenizer.encode, tokenizer.encode_with_places):
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
         with pytest.raises(ConfigError, match=r"'\\ud800'.*1"):
             encode("a\ud800b")
         with pytest.raises(ConfigError, match="None.*str"):
@@ -125,7 +125,7 @@ def test_what_is_no_text_is_refused(tokenizer):
 
 def test_tokens_know_where_they_stand_in_the_text(tokenizer):
     text = "né 😀 the fox"
-    ids, spans = tokenizer.encode_with_places(text)
+    ids, spans = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text, False).tolist()
     places = spans[:, 0]
     # Together they are the whole text, and each begins where the one before it ends, or with it.

@@ -16,7 +16,7 @@ from praxis_lite.host.file_reading import descriptor
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trackers.tensorboard import TensorBoard
 from praxis_lite.trackers.tracker_thread import TrackerThread
-from praxis_lite.trainer.metrics import kept_lines
+from praxis_lite.trainer.metrics import retrying_line_writer
 from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
 from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve
 from tests.support.job_runs import launch, lines_of, succeed
@@ -44,7 +44,7 @@ def steps_in(path):
 @pytest.fixture
 def at_once(monkeypatch):
     """Lets each line try again to write those that are kept."""
-    monkeypatch.setattr(kept_lines, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(retrying_line_writer, "_RETRY_SECONDS", 0.0)
 
 
 def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path, at_once):
@@ -84,10 +84,10 @@ def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tm
 
 def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
     path, now = tmp_path / "metrics.jsonl", [100.0]
-    monkeypatch.setattr(kept_lines.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(retrying_line_writer.time, "monotonic", lambda: now[0])
     opens = mock.Mock(side_effect=descriptor)
     with JsonLinesWriter(path, -1, lambda line: None) as writer:
-        monkeypatch.setattr(kept_lines, "descriptor", opens)
+        monkeypatch.setattr(retrying_line_writer, "descriptor", opens)
         with files_of_at_most(0):
             for step in range(1, 101):
                 writer.write({"step": step})
@@ -99,7 +99,7 @@ def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def failing(job, fails, number):
     """Lets the files of lines of a job fail at some steps, by an error of that number."""
-    fstat_of, add = os.fstat, kept_lines.RetryingLineWriter.add
+    fstat_of, add = os.fstat, retrying_line_writer.RetryingLineWriter.add
 
     def fstat(file):
         name = os.readlink(f"/proc/self/fd/{file}")
@@ -114,8 +114,8 @@ def failing(job, fails, number):
     fstat.step = 0
     with (
         mock.patch.object(os, "fstat", fstat),
-        mock.patch.object(kept_lines.RetryingLineWriter, "add", noting),
-        mock.patch.object(kept_lines, "_RETRY_SECONDS", 0.0),
+        mock.patch.object(retrying_line_writer.RetryingLineWriter, "add", noting),
+        mock.patch.object(retrying_line_writer, "_RETRY_SECONDS", 0.0),
     ):
         yield
 

@@ -46,7 +46,7 @@ def test_a_stack_keeps_the_layers_split_and_puts_its_own_entry_before_it():
             jnp.dtype("float32"),
             ("data", "mdl"),
             ("replica",),
-            num_dims_apart=1,
+            num_unstackable_dims=1,
             matrix=((0,), (1,)),
         )
     }

@@ -225,7 +225,7 @@ class TooFewNames(BaseLayer):
     splits = splits(weight=("embed",))
 
     def __init__(self, of="weight", *, rngs):
-        self.w = self.weight(self.dims(D, F, of=of), rngs=rngs)
+        self.w = self.weight(self.dims(D, F, setting_prefix=of), rngs=rngs)
 
 
 OF_FEED_FORWARD = "TransformerFeedForward.weight_split_dims_mapping"

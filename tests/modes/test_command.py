@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.host.whole_files import new_directory
+from praxis_lite.host.atomic_files import new_directory
 from praxis_lite.huggingface.tensors.writing import save_tensors
 from praxis_lite.job.command import run
 from praxis_lite.trainer.create_job import new_job_dir

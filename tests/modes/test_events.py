@@ -16,8 +16,11 @@ class Heard(Listener):
     def resumes(self, phase):
         self.calls.append(("resumes", phase.counts_as, phase.doing))
 
-    def progress(self, step):
-        self.calls.append(("progress", step))
+    def step_ended(self, step):
+        self.calls.append(("step_ended", step))
+
+    def progress(self):
+        self.calls.append(("progress",))
 
     def report(self, facts):
         self.calls.append(("report", dict(facts)))
@@ -50,12 +53,14 @@ def test_the_seconds_of_a_finer_phase_are_of_the_kind_around_it(events, clocks):
 def test_listeners_hear_what_the_main_thread_does_and_what_it_resumes(events):
     heard = Heard()
     with events.listening(heard), events.phase(STEP), events.phase(DISPATCH, 7):
-        events.progress(7)
+        events.step_ended(7)
+        events.progress()
         events.report(made=6, lost_to=None)
     assert heard.calls == [
         ("begins", STEP, "step", None),
         ("begins", STEP, "step on devices", 7),
-        ("progress", 7),
+        ("step_ended", 7),
+        ("progress",),
         ("report", {"made": 6, "lost_to": None}),
         ("resumes", STEP, "step"),
         ("resumes", "import", ""),
@@ -66,7 +71,7 @@ def test_a_listener_is_told_within_its_context_alone_and_an_exception_resumes_th
     heard = Heard()
     with pytest.raises(KeyError), events.listening(heard), events.phase(SAVE):
         raise KeyError
-    events.progress(1)
+    events.step_ended(1)
     assert heard.calls[-1] == ("resumes", "import", "")
 
 

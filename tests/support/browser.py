@@ -113,8 +113,8 @@ class Browser:
                 **({"text": "\r"} if key == "Enter" else {}),
             )
 
-    def screenshot(self, file: Path, *, whole: bool = False) -> None:
-        data = self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+    def screenshot(self, file: Path) -> None:
+        data = self.send("Page.captureScreenshot")["data"]
         file.write_bytes(base64.b64decode(data))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:

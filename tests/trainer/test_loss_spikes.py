@@ -126,8 +126,8 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
     assert "loss spike" not in quiet.out
     steps, expected = lines_of(rolled.metrics_jsonl), lines_of(without.metrics_jsonl)
     assert [line["step"] for line in steps] == list(range(1, 30))
-    assert [line.pop("num_batches_left_out") for line in steps] == [0] * 14 + [1] * 15
-    assert {line.pop("num_batches_left_out") for line in expected} == {0}
+    assert [line.pop("num_skipped_batches") for line in steps] == [0] * 14 + [1] * 15
+    assert {line.pop("num_skipped_batches") for line in expected} == {0}
     assert steps == expected
     (item, saved), (other, _) = state_of(rolled), state_of(without)
     jax.tree.map(np.testing.assert_array_equal, item, other)
@@ -166,7 +166,7 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
     assert "rolled back from the loss spike of step 16 to step 0" in done.out
     steps, expected = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[1].metrics_jsonl)
     for line in (*steps, *expected):
-        line.pop("num_batches_left_out", None)
+        line.pop("num_skipped_batches", None)
     assert steps == expected
 
 
@@ -223,7 +223,7 @@ def test_two_processes_find_the_same_spike_and_go_back_together(pair):
     alone, pair, ended = pair
     assert "rolled back from the loss spike of step 16 to step 14; batch 15" in ended[0].out
     steps, expected = lines_of(pair.metrics_jsonl), lines_of(alone.metrics_jsonl)
-    assert [line["num_batches_left_out"] for line in steps] == [0] * 14 + [1] * 15
+    assert [line["num_skipped_batches"] for line in steps] == [0] * 14 + [1] * 15
     assert steps == expected
     assert pair.non_finite_txt.read_text() == alone.non_finite_txt.read_text()
     assert "the batch's labels was NaN" in pair.non_finite_txt.read_text()

@@ -7,12 +7,12 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.init.initial_state import Note
-from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.init.packed_layouts import pack_weight, packed_paths, unpacked_layout
 from praxis_lite.checkpoints.init.planning import InitPlan, plan_init
 from praxis_lite.checkpoints.init.sources import opened
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
-from praxis_lite.host.whole_files import write_whole
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.job.job_dir import JobDir
 
 
@@ -20,12 +20,12 @@ class FromCheckpoints:
     """The initial state defined by `run.init_from_checkpoint_rules`."""
 
     def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
-        self.plan, self._layout = plan_init(whole_layout(layout), rules), layout
+        self.plan, self._layout = plan_init(unpacked_layout(layout), rules), layout
 
     @property
     def paths(self) -> Collection[str]:
         """Paths of the arrays that are loaded by the rules."""
-        return kept_paths(self._layout, self.plan.sources)
+        return packed_paths(self._layout, self.plan.sources)
 
     @property
     def step(self) -> int:
@@ -35,7 +35,7 @@ class FromCheckpoints:
     def keep(self, files: JobDir) -> None:
         """Writes init_from_checkpoint.txt."""
         lines = "\n".join(self.plan.lines()) + "\n"
-        write_whole(files.init_from_checkpoint_txt, lines.encode())
+        write_atomically(files.init_from_checkpoint_txt, lines.encode())
 
     def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
         """Reads the arrays selected by the rules into their shards, keyed by path."""
@@ -44,9 +44,9 @@ class FromCheckpoints:
         note("initializing the state; init_from_checkpoint.txt lists the source of each array")
         arrays = _loaded(self.plan, mesh)
         return {
-            kept: x
+            stored_path: x
             for path, weight in arrays.items()
-            for kept, x in in_kept_form(self._layout, path, weight, mesh).items()
+            for stored_path, x in pack_weight(self._layout, path, weight, mesh).items()
         }
 
 

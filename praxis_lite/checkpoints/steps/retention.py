@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from praxis_lite.core.errors import is_whole, require
+from praxis_lite.core.errors import is_positive_int, require
 
 
 def retained_steps(
@@ -54,7 +54,7 @@ class BestCheckpoints:
     def __post_init__(self) -> None:
         check_watched_metric("best_checkpoints", self.metric, self.mode)
         require(
-            is_whole(self.max_to_keep),
+            is_positive_int(self.max_to_keep),
             "BestCheckpoints.max_to_keep",
             self.max_to_keep,
             "a whole number, 1 or more",

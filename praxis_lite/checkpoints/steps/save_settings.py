@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
-from praxis_lite.config.whole_numbers import check_whole_numbers
+from praxis_lite.config.integer_settings import check_integers
 
 # The default interval, which limits how much training a killed job loses.
 SECONDS_BETWEEN_CHECKPOINTS = 600
@@ -43,7 +43,7 @@ class SaveSettings:
     save_non_finite: bool = False
 
     def __post_init__(self) -> None:
-        check_whole_numbers(
+        check_integers(
             "run.checkpoints",
             self,
             {"retries": (0, math.inf), "every_seconds": (0, math.inf)},

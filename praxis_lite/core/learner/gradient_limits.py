@@ -53,7 +53,7 @@ class GradientLimits:
                 f"{self.owner}.{clips[0]} and {clips[1]} are both set. Set one of them to 0."
             )
 
-    def keeps(self, grad_norm: jax.Array) -> jax.Array:
+    def accepts_step(self, grad_norm: jax.Array) -> jax.Array:
         """Returns a bool scalar: False if a step with this finite gradient norm must be skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from praxis_lite.core.callables import function_name
-from praxis_lite.core.errors import ConfigError, is_whole, require
+from praxis_lite.core.errors import ConfigError, is_positive_int, require
 from praxis_lite.core.learner.gradient_limits import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
@@ -144,7 +144,7 @@ class Learner:
         )
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
         setting = "Learner.gradient_accumulation_steps"
-        require(is_whole(steps), setting, steps, "a positive integer")
+        require(is_positive_int(steps), setting, steps, "a positive integer")
         expected = f"a sequence of mesh axes, such as ({axes!r},)"
         require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, expected)
         self.ema_decay = ema_decay
@@ -213,7 +213,7 @@ class Learner:
         declares_slots = any(spec.slot_axes is not None for spec in declared.values())
         if (self.slot_mesh_axes or declares_slots) and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
-        matched = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
+        matched = matched_paths(list(items), self.host_slots, "Learner.host_slots", fullmatch=True)
         on_host = frozenset(matched & names.keys())
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 

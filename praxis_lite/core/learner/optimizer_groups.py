@@ -97,10 +97,10 @@ def optimizer_names(
         the weights.
     """
     # A weight is frozen if it is excluded or, given patterns for inclusion, if it is not included.
-    frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
+    frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", fullmatch=True)
     if inclusion:
         setting = "Learner.bprop_variable_inclusion"
-        frozen |= set(paths) - matched_paths(paths, inclusion, setting, whole=True)
+        frozen |= set(paths) - matched_paths(paths, inclusion, setting, fullmatch=True)
     if paths and len(frozen) == len(paths):
         raise ConfigError(
             f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes every weight. "
@@ -127,7 +127,7 @@ def optimizer_names(
 
 
 def matched_paths(
-    paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
+    paths: Collection[str], patterns: Iterable[str], setting: str, *, fullmatch: bool = False
 ) -> set[str]:
     """Returns the paths that match any of the patterns.
 
@@ -135,13 +135,13 @@ def matched_paths(
       paths: Paths of all weights.
       patterns: Regular expressions.
       setting: Name of the setting, for messages.
-      whole: Whether patterns must match complete paths instead of the start of a path.
+      fullmatch: Whether patterns must match complete paths instead of the start of a path.
 
     Raises:
       ConfigError: A pattern matches no weight.
     """
     matched: set[str] = set()
-    match = re.fullmatch if whole else re.match
+    match = re.fullmatch if fullmatch else re.match
     for pattern in patterns:
         matches = {path for path in paths if match(pattern, path)}
         if not matches:
@@ -149,7 +149,7 @@ def matched_paths(
             raise ConfigError(
                 f"{setting}: {pattern!r} matches no weight.{did_you_mean(pattern, paths)} "
                 f"{_weights_of_model(paths)} A pattern must match the "
-                f"{'complete path' if whole else 'start of a path'}{hint}."
+                f"{'complete path' if fullmatch else 'start of a path'}{hint}."
             )
         matched |= matches
     return matched

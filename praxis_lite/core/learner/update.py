@@ -114,7 +114,7 @@ class BoundLearner:
         if learner.apply_separate_scaling:
             by_optimizer = groups.by_optimizer(grads_for_norms)
             norms = {name: global_norm(local) for name, local in by_optimizer.items()}
-        is_small = jnp.stack([learner.limits.keeps(norm) for norm in norms.values()]).all()
+        is_small = jnp.stack([learner.limits.accepts_step(norm) for norm in norms.values()]).all()
         num_updates = opt_states["num_updates"]
         rates = {"learning_rate": rate_at(learner.learning_rate, num_updates)}
         for aux in learner.auxiliary_optimizers:

@@ -47,7 +47,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         value_of(leaf).dtype,
         metadata.get("split_dims_mapping"),
         (*in_front, *stack),
-        num_dims_apart=0 if in_front else metadata.get("num_dims_apart", 0),
+        num_unstackable_dims=0 if in_front else metadata.get("num_unstackable_dims", 0),
         matrix=metadata.get("matrix"),
         memory_kind=metadata.get("memory_kind", DEVICE),
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),

@@ -29,14 +29,16 @@ def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., No
     """
 
     @functools.wraps(set_value)
-    def set_whole_value(variable: nnx.Variable[Any], value: Any, *, index: Any = MISSING) -> None:
+    def set_value_unchecked(
+        variable: nnx.Variable[Any], value: Any, *, index: Any = MISSING
+    ) -> None:
         old = variable.get_raw_value()
         are_traced = index is ... and is_traced(old) and is_traced(value)
         if are_traced and (old.shape, old.dtype) == (value.shape, value.dtype):
             index = MISSING  # Makes Flax skip the comparison.
         set_value(variable, value, index=index)
 
-    return set_whole_value
+    return set_value_unchecked
 
 
 if jax.__version_info__ < (0, 12):

@@ -26,17 +26,18 @@ class _Form:
     """Converts a weight to its decoding format.
 
     Attributes:
-      num_apart: Number of leading stacked dims along which the weight is unstacked.
+      num_unstacked_dims: Number of leading stacked dims along which the weight is unstacked.
       stored: Converts a layer's weight; None to keep the weight unchanged.
     """
 
-    num_apart: int
+    num_unstacked_dims: int
     stored: Stored | None
 
     def convert(self, x: jax.Array) -> PyTree:
-        layers = x.reshape(-1, *x.shape[self.num_apart :]) if self.num_apart else [x]
+        num_dims = self.num_unstacked_dims
+        layers = x.reshape(-1, *x.shape[num_dims:]) if num_dims else [x]
         stored = [layer if self.stored is None else self.stored(layer) for layer in layers]
-        return UnstackedLayers(stored) if self.num_apart else stored[0]
+        return UnstackedLayers(stored) if num_dims else stored[0]
 
 
 class DecodingWeights:
@@ -59,19 +60,21 @@ class DecodingWeights:
         self, layout: StateLayout, weight_specs: PyTree, mesh: Mesh, stored: Mapping[str, Stored]
     ):
         self._training, self._mesh = layout, mesh
-        num_apart = {path: spec.num_dims_apart for path, spec in spec_leaves(weight_specs)}
+        num_unstackable = {
+            path: spec.num_unstackable_dims for path, spec in spec_leaves(weight_specs)
+        }
 
         def form(keys: Any, spec: PartitionSpec) -> _Form:
             path = path_of(keys)
-            num = num_apart.get(path, 0)
+            num = num_unstackable.get(path, 0)
             is_split = any(layout.axis_sizes[x] > 1 for entry in spec[:num] for x in axes_of(entry))
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
             # Use a distinct size per dim to detect where the conversion moves each dim of the
             # weight.
-            sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_apart :])}
-            like = jax.ShapeDtypeStruct((*x.shape[: form.num_apart], *sizes), x.dtype)
+            sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_unstacked_dims :])}
+            like = jax.ShapeDtypeStruct((*x.shape[: form.num_unstacked_dims], *sizes), x.dtype)
             return jax.tree.map(
                 lambda stored: PartitionSpec(*map(sizes.get, stored.shape)),
                 jax.eval_shape(form.convert, like),
@@ -106,7 +109,7 @@ class DecodingWeights:
         check_tree(self._training, mdl_vars, name, self._mesh)
 
         def in_form(x: jax.Array, form: _Form, shardings: PyTree) -> PyTree:
-            if not form.num_apart and form.stored is None and not is_on_host(x):
+            if not form.num_unstacked_dims and form.stored is None and not is_on_host(x):
                 return x
             leaves, treedef = jax.tree.flatten(shardings)
             new = _in_form(form, treedef, *leaves)(x)

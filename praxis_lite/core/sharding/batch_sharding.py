@@ -119,7 +119,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
       ConfigError: The leaves have different numbers of rows.
     """
     num_local_rows = num_rows_of(inputs)
-    is_whole = num_rows is None
+    is_global = num_rows is None
     num_rows = num_local_rows if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
     shardings = jax.tree.map(
@@ -135,7 +135,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
         return GlobalBatch(jax.device_put(jax.tree.map(pad, inputs), shardings), num_rows)
     # Index of the first local row in the global batch. `block` returns the rows of a device, padded
     # at the end of the batch.
-    first = 0 if is_whole else process_rows(num_rows, mesh).start
+    first = 0 if is_global else process_rows(num_rows, mesh).start
 
     def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def block(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -35,8 +35,8 @@ class WeightSpec:
       declared_by: Description of what determined the sharding, for the layout report.
       matrix: The dims of a single layer's weight that a matmul contracts, and the dims that become
         dims of the matmul's output. None if unknown.
-      num_dims_apart: Number of leading stacked dims that the model also accepts unstacked
-        (`UnstackedLayers`).
+      num_unstackable_dims: Number of leading stacked dims that the model also accepts unstacked, as
+        `UnstackedLayers`.
       memory_kind: "pinned_host" for weights in host memory, which the model receives as
         `HostWeight`s.
     """
@@ -49,7 +49,7 @@ class WeightSpec:
     logical_axis_rules: tuple[tuple[str, MeshAxes], ...] = ()
     slot_axes: tuple[MeshAxes, ...] | None = None
     declared_by: str = ""
-    num_dims_apart: int = 0
+    num_unstackable_dims: int = 0
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     memory_kind: str = DEVICE
 

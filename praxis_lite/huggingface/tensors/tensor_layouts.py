@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
     def output_dim(self, form: Form) -> int:
         """Returns the index of the tensor's output dim; the last dim if it is not a matrix."""
-        outputs = [i for i, group in enumerate(form) if set(group) & set(self.matrix.made)]
+        outputs = [i for i, group in enumerate(form) if set(group) & set(self.matrix.outputs)]
         return outputs[0] if outputs else len(form) - 1
 
 
@@ -79,8 +79,8 @@ def piece_of(weight: Weight, has_layer: bool, has_expert: bool, where: str) -> P
     if matrix is None:
         matrix = _OF_TWO_DIMS if len(sizes) == 2 else NONE
     first = int(has_expert)
-    summed, made = (tuple(i - first for i in dims) for dims in matrix)
-    return Piece(sizes[first:], names[first:], Matrix(summed, made), description)
+    contracted, outputs = (tuple(i - first for i in dims) for dims in matrix)
+    return Piece(sizes[first:], names[first:], Matrix(contracted, outputs), description)
 
 
 def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
@@ -91,10 +91,10 @@ def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
     with the vocabulary first. Other weights keep the order of our dims, but a bias of shape [heads,
     head_dim] is flattened.
     """
-    summed, made = piece.matrix
-    others = [(i,) for i in range(len(piece.sizes)) if i not in (*summed, *made)]
-    if made:
-        return (*others, *((summed, made) if inputs_first else (made, summed)))
+    contracted, outputs = piece.matrix
+    others = [(i,) for i in range(len(piece.sizes)) if i not in (*contracted, *outputs)]
+    if outputs:
+        return (*others, *((contracted, outputs) if inputs_first else (outputs, contracted)))
     if piece.names == (_HEADS, _HEAD_DIM):
         return ((0, 1),)
     return tuple(sorted(others, key=lambda group: piece.names[group[0]] != CLASSES))

@@ -11,7 +11,7 @@ import datasets
 import pyarrow
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shortened
-from praxis_lite.host.whole_files import not_written
+from praxis_lite.host.atomic_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.sources.base import file_digest, unreadable_file
 from praxis_lite.inputs.sources.copied import ROWS_PER_BATCH, CopiedFiles

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.whole_files import not_written
+from praxis_lite.host.atomic_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VALUES = "values.json"

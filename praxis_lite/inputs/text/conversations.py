@@ -93,7 +93,7 @@ def tokens_of(
             rendered = functools.partial(chat.render_data, **variables)
             text = chat.checked(messages, variables, rendered)
             chosen = [_span(messages, index, text, rendered, tokenizer, where) for index in learned]
-    ids, offsets = tokenizer.encode_with_places(text)
+    ids, offsets = tokenizer.encode_with_offsets(text)
     is_answer = np.zeros(len(ids), bool)
     for start, stop in chosen:
         # Include a token that starts with the space before the answer. Otherwise, the first word of

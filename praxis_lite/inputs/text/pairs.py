@@ -165,7 +165,7 @@ def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
     """Tokenizes a prompt and an answer; only the answer and its end token are trained on."""
     # Encode both as a single string, so that no tokenizer inserts a space between them.
-    ids, offsets = tokenizer.encode_with_places(prompt + answer)
+    ids, offsets = tokenizer.encode_with_offsets(prompt + answer)
     started = tokenizer.with_start(ids)
     ended = tokenizer.with_end(started)
     # A token that spans both is part of the answer. Otherwise, the start of the answer would not be

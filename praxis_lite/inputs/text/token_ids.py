@@ -6,7 +6,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shortened
 
-__all__ = ("token_ids", "whole_number")
+__all__ = ("checked_int", "token_ids")
 
 _MAX = 2**31 - 1
 
@@ -49,7 +49,7 @@ def token_ids(
     return np.maximum(x, 0).astype(np.int32)
 
 
-def whole_number(value: Any, name: str, minimum: int, maximum: int = _MAX) -> int:
+def checked_int(value: Any, name: str, minimum: int, maximum: int = _MAX) -> int:
     """Returns an int; raises ConfigError unless `value` is an integer in the given range."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or not minimum <= value <= maximum:

@@ -71,11 +71,11 @@ class Tokenizer(abc.ABC):
         """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""
         return None
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a text without special tokens, and returns the character span of each token.
 
         Returns:
-          A tuple (ids, spans): int32[num_tokens], and int64[num_tokens, 2] with the index of each
+          A tuple (ids, offsets): int32[num_tokens], and int64[num_tokens, 2] with the index of each
           token's first character and the index after its last character. If several tokens encode
           parts of a character, the spans of all these tokens include the character.
 

@@ -57,7 +57,7 @@ class JsonTokenizer(Tokenizer):
         encoding = self._tokenizer.encode(checked_text(text), add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, np.int32)
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._tokenizer.encode(checked_text(text), add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, int).reshape(-1, 2)
 

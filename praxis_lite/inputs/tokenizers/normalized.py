@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, first_few, shortened
+from praxis_lite.host.atomic_files import user_cache
 from praxis_lite.host.optional_packages import optional_module, require_package
-from praxis_lite.host.whole_files import user_cache
 from praxis_lite.inputs.tokenizers.files import (
     ADDED_TOKENS,
     CONFIG,

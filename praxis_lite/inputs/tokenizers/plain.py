@@ -29,7 +29,7 @@ class ByteTokenizer(Tokenizer):
         data = text if isinstance(text, bytes) else checked_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a text, and returns the span of the character to which each byte belongs."""
         sizes = [len(item.encode()) for item in checked_text(text)]
         first = np.repeat(np.arange(len(text)), sizes)
@@ -96,7 +96,7 @@ class CharacterTokenizer(Tokenizer):
                 "CharacterTokenizer. Add it to `characters`, or remove it from the text."
             ) from None
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encodes a text; each token is one character."""
         ids = self.encode(text)
         first = np.arange(len(ids))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import require, shortened
+from praxis_lite.host.atomic_files import new_directory
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.host.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.corpus import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml

@@ -67,7 +67,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def step_ended(self, step: int) -> None:
         """Restarts the timer, and stores the step for reports."""
-        events.progress(step)
+        events.step_ended(step)
         self._step, self._doing = step, TRAINING
         self.last_sign = self._last_step = time.monotonic()
 

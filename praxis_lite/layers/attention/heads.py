@@ -21,7 +21,7 @@ from praxis_lite.layers.attention.projections import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, pad_to
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
+from praxis_lite.layers.base.dims import HEAD_SPLITS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T queries, S keys, D model dims, N query heads, G key/value heads, K dims per head.
@@ -33,7 +33,7 @@ class AttentionHeads(BaseLayer):
     See DotProductAttention, a subclass, for the settings.
     """
 
-    splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
+    splits = HEAD_SPLITS | splits(kv=(), output=RESIDUAL)
     weight_split_dims_mapping: SplitDims
     activation_split_dims_mapping: SplitDims
     kv_split_dims_mapping: SplitDims

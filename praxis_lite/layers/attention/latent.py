@@ -27,7 +27,7 @@ from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
+from praxis_lite.layers.base.dims import HEAD_SPLITS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -78,7 +78,7 @@ class MultiHeadLatentAttention(BaseLayer):
 
     cache_skips_padding = True
 
-    splits = OF_HEADS | splits(output=RESIDUAL)
+    splits = HEAD_SPLITS | splits(output=RESIDUAL)
     weight_split_dims_mapping: SplitDims
     activation_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims

@@ -113,8 +113,8 @@ class OneHeadedAttentionProjection(Dense):
             rngs=rngs,
         )
 
-    def finished(self, outputs: jax.Array) -> jax.Array:
-        return super().finished(outputs[..., None, :])
+    def postprocess_outputs(self, outputs: jax.Array) -> jax.Array:
+        return super().postprocess_outputs(outputs[..., None, :])
 
 
 class CombinedQKVProjectionLayer(Dense):
@@ -159,7 +159,7 @@ class CombinedQKVProjectionLayer(Dense):
         )
 
     # Other dense layers return one array. `__call__` is inherited from Dense.
-    def finished(  # type: ignore[override]
+    def postprocess_outputs(  # type: ignore[override]
         self, outputs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         return outputs[0], outputs[1], outputs[2]

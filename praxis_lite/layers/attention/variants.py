@@ -30,7 +30,7 @@ class MultiQueryDotProductAttention(DotProductAttention):
     settings, see DotProductAttention.
     """
 
-    @inherit_params(DotProductAttention, but=_ABSENT)
+    @inherit_params(DotProductAttention, exclude=_ABSENT)
     def __init__(
         self,
         input_dim: int | Mapping[str, int],
@@ -65,7 +65,7 @@ class GroupedQueryAttention(DotProductAttention):
 
     @inherit_params(
         DotProductAttention,
-        but=(
+        exclude=(
             *_ABSENT,
             "hidden_dim",
             "internal_enable_query_scale",

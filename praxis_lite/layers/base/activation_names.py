@@ -25,7 +25,7 @@ def offloaded(names: Set[str]) -> Iterator[None]:
         _OFFLOADED.reset(token)
 
 
-def goes_to_host(name: str) -> bool:
+def is_offloaded(name: str) -> bool:
     """Returns whether the current policy offloads activations with this name to host memory."""
     return name in _OFFLOADED.get()
 
@@ -37,7 +37,7 @@ def named(x: PyTree, name: str) -> PyTree:
     different layouts in the forward and backward passes, and then copy the stacked activations of
     all layers to the device and back.
     """
-    if not goes_to_host(name) or compiled_platform() != "tpu":
+    if not is_offloaded(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)
     return _in_row_major_order(checkpoint_name(_in_row_major_order(x), name))
 

@@ -22,7 +22,7 @@ from praxis_lite.layers.base.dims import (
     names_of,
     split_of,
 )
-from praxis_lite.layers.base.result_types import broadcast_beside
+from praxis_lite.layers.base.result_types import broadcast_typed_like
 from praxis_lite.layers.initializers import EinsumXavier, WeightInit
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | EinsumXavier
@@ -87,7 +87,7 @@ class BaseLayer(nnx.Module):
         """
         return True
 
-    def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
+    def dims(self, *sizes: int, setting_prefix: str = "weight") -> tuple[Dim, ...]:
         """Converts sizes to `Dim`s with the names and sharding of a setting.
 
         The names are those declared in `splits`, unless a parent has named the dims. If the setting
@@ -96,12 +96,12 @@ class BaseLayer(nnx.Module):
 
         Args:
           sizes: Sizes, or `Dim`s from a parent.
-          of: Prefix of the setting, such as "weight" for `weight_split_dims_mapping`.
+          setting_prefix: "weight" for `weight_split_dims_mapping`, for example.
 
         Raises:
           ConfigError: The layer has no such setting, or the setting does not match the sizes.
         """
-        setting = f"{of}{SPLIT}"
+        setting = f"{setting_prefix}{SPLIT}"
         require_choice(f"{type(self).__name__}.dims: the setting", setting, self.splits)
         return dims_of(
             sizes, self.splits[setting], getattr(self, setting), f"{type(self).__name__}.{setting}"
@@ -155,7 +155,7 @@ def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts `weight` (float32) to the shape of `like` and casts it to the dtype of `like`."""
     # Cast after the broadcast, so that gradients, such as the sum over all tokens for a bias, are
     # summed in float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
-    return broadcast_beside(weight, like).astype(like.dtype)
+    return broadcast_typed_like(weight, like).astype(like.dtype)
 
 
 def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import (
     ConfigError,
     did_you_mean,
-    is_whole,
+    is_positive_int,
     require,
     require_choice,
 )
@@ -51,7 +51,7 @@ def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(init).parameters
 
 
-def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
+def inherit_params(*bases: type, exclude: Collection[str] = ()) -> Callable[[Init], Init]:
     """Returns a decorator that replaces a constructor's `**settings` with parameters of `bases`.
 
     The parameters' names, types and defaults appear in the constructor's signature, for help,
@@ -59,7 +59,7 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
 
     Args:
       bases: Classes whose constructor parameters are inherited.
-      but: Parameters to omit.
+      exclude: Parameters to omit.
     """
 
     def decorated(init: Init) -> Init:
@@ -72,7 +72,7 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
             name: parameter.replace(kind=parameter.KEYWORD_ONLY)
             for base in bases
             for name, parameter in parameters_of(base).items()
-            if name not in local and name not in but
+            if name not in local and name not in exclude
         }
         signature = inspect.Signature([*local.values(), *shared.values()])
 
@@ -201,7 +201,7 @@ def require_positive(layer: object, **sizes: int) -> None:
       ConfigError: A size is not a positive integer.
     """
     for name, size in sizes.items():
-        require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
+        require(is_positive_int(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:
@@ -220,37 +220,37 @@ def require_floating(layer: object, **dtypes: Any) -> None:
         )
 
 
-def check_way(
+def check_collectives_setting(
     layer: object,
-    field: str,
-    setting: str | None,
-    ways: Mapping[str, str],
-    unable: Mapping[str, bool],
-    sharded: str,
+    setting: str,
+    value: str | None,
+    choices: Mapping[str, str],
+    unsupported: Mapping[str, bool],
+    computation: str,
 ) -> None:
     """Checks a setting that selects explicit collectives; None leaves them to the compiler.
 
     Args:
       layer: The layer, for error messages.
-      field: Name of the setting, such as "tensor_parallel".
-      setting: Value of the setting.
-      ways: Valid values.
-      unable: Maps settings that these collectives do not support to whether they are used.
-      sharded: The computation that the compiler shards if the setting is None, such as "the
+      setting: Name of the setting, such as "tensor_parallel".
+      value: Value of the setting.
+      choices: Valid values.
+      unsupported: Maps settings that these collectives do not support to whether they are used.
+      computation: The computation that the compiler shards if the value is None, such as "the
         layer", for error messages.
 
     Raises:
       ConfigError: The value is unknown, or an unsupported setting is used.
     """
-    if setting is None:
+    if value is None:
         return
     name = type(layer).__name__
-    require_choice(f"{name}.{field}", setting, ways)
-    if used := [other for other, is_used in unable.items() if is_used]:
+    require_choice(f"{name}.{setting}", value, choices)
+    if used := [other for other, is_used in unsupported.items() if is_used]:
         raise ConfigError(
-            f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit "
-            f"{'it' if len(used) == 1 else 'them'}, or set {field}=None to let the compiler shard "
-            f"{sharded}."
+            f"{name}.{setting} is {value!r}, which does not support {' or '.join(used)}. Omit "
+            f"{'it' if len(used) == 1 else 'them'}, or set {setting}=None to let the compiler "
+            f"shard {computation}."
         )
 
 

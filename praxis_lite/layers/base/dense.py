@@ -21,11 +21,12 @@ class Product:
     """The matmul in a dense layer; this base class computes it unrounded, in the inputs' dtype.
 
     Subclasses round the operands or add an adapter. A product has settings but no arrays;
-    additional weights belong to the layer. `layer.product = layer.product.over(other)` replaces the
-    innermost product, which multiplies by `w`, and preserves adapters that have been added.
+    additional weights belong to the layer. `layer.product = layer.product.with_base(other)`
+    replaces the innermost product, which multiplies by `w`, and preserves adapters that have been
+    added.
     """
 
-    def over(self, base: "Product") -> "Product":
+    def with_base(self, base: "Product") -> "Product":
         """Returns this product with its innermost product replaced by `base`."""
         return base
 
@@ -52,7 +53,7 @@ class Product:
         """Implements `Linear.column_factors`."""
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
-    def adds_up(self) -> bool:
+    def is_sum_of_shards(self) -> bool:
         """Returns whether the product is the sum of the products of shards of contracted dims."""
         return True
 
@@ -66,8 +67,8 @@ def in_order(equation: str) -> str:
     """
     operands, outputs = equation.split("->")
     weight = operands.split(",")[1]
-    summed = [letter for letter in weight if letter not in outputs]
-    return equation.translate(str.maketrans("".join(summed), "".join(sorted(summed))))
+    contracted = [letter for letter in weight if letter not in outputs]
+    return equation.translate(str.maketrans("".join(contracted), "".join(sorted(contracted))))
 
 
 class StoredWeight(abc.ABC):
@@ -95,8 +96,8 @@ class Dense(BaseLayer):
     """Computes an einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
 
     Subclasses set `equation`, and call `make` in the constructor. A dim of `w` may merge several
-    subscripts of the equation. To reshape the outputs, override `finished`. Do not override
-    `__call__`: adapters and quantization skip subclasses that do.
+    subscripts of the equation. To reshape the outputs, override `postprocess_outputs`. Do not
+    override `__call__`: adapters and quantization skip subclasses that do.
 
     Attributes:
       equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
@@ -141,8 +142,8 @@ class Dense(BaseLayer):
         matrix = matrix_of(self.equation, groups)
         if isinstance(init, EinsumXavier):
             leading = outputs.rpartition("...")[0]  # Subscripts that stack separate outputs.
-            output_dims = [i for i in matrix.made if groups[i] not in leading]
-            init = init.for_dims(matrix.summed, output_dims)
+            output_dims = [i for i in matrix.outputs if groups[i] not in leading]
+            init = init.for_dims(matrix.contracted, output_dims)
         self.w = self.weight(tuple(dim_of_group.values()), init=init, matrix=matrix, rngs=rngs)
         # `b` has the dims of `w` that occur in the outputs, in the order of the outputs.
         if bias_init is not None:
@@ -169,7 +170,7 @@ class Dense(BaseLayer):
         return tuple(groups)
 
     @property
-    def summed_dims(self) -> tuple[int, ...]:
+    def contracted_dims(self) -> tuple[int, ...]:
         """Negative indices of the contracted dims of `w`; () if a dim is only partly contracted."""
         outputs, groups = self.equation.split("->")[1], self.letters
         is_output = [{letter in outputs for letter in group} for group in groups]
@@ -189,18 +190,18 @@ class Dense(BaseLayer):
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
-    def finished(self, outputs: jax.Array) -> jax.Array:
-        """Returns the layer's results, given its outputs including the bias."""
+    def postprocess_outputs(self, outputs: jax.Array) -> jax.Array:
+        """Constrains the sharding of the outputs; subclasses may reshape or split them."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def biased(self, outputs: jax.Array) -> jax.Array:
         """Returns the outputs of the equation plus the bias, if any."""
         if self.b is None:
             return outputs
-        return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
+        return outputs + broadcast_as(self.reshape_for_broadcast(self.b[...], outputs), outputs)
 
-    def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Reshapes an array with the weight's output dims, so that it broadcasts to the outputs."""
+    def reshape_for_broadcast(self, x: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Reshapes `x`, which has the weight's output dims, to broadcast to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))
@@ -210,7 +211,7 @@ class Dense(BaseLayer):
         return x.reshape(shape)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        return self.finished(self.product(self, inputs))
+        return self.postprocess_outputs(self.product(self, inputs))
 
 
 def is_dense(layer: Any) -> bool:

@@ -19,12 +19,12 @@ class Matrix(NamedTuple):
     """The dims of a weight that form a matrix; the remaining dims stack matrices.
 
     Attributes:
-      summed: Dims that are contracted with the inputs.
-      made: Dims of the outputs.
+      contracted: Dims that are contracted with the inputs.
+      outputs: Dims of the outputs.
     """
 
-    summed: tuple[int, ...]
-    made: tuple[int, ...]
+    contracted: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 # For weights that are not matrices, such as embedding tables.
@@ -122,7 +122,7 @@ def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
 
 
 # Settings for weights [D, N, K], and for the heads [B, T, N, K] that these weights compute.
-OF_HEADS = splits(
+HEAD_SPLITS = splits(
     weight=("embed", "heads", "head_dim"),
     activation=("batch", "length", "activation_heads", "activation_head_dim"),
 )

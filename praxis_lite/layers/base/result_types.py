@@ -138,7 +138,7 @@ def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.reshape(x, shape, out_sharding=PartitionSpec(*split))
 
 
-def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+def reshard_like(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Reshards a weight like the last dims of `like`; dims of size 1 are replicated."""
     if not is_typed():
         return weight
@@ -150,14 +150,14 @@ def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     return jax.sharding.reshard(weight, spec)
 
 
-def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_typed_like(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed like `like`.
 
     The gradient is then summed with the sharding of `like`, without gathering a large array.
     """
     if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
-    return jnp.broadcast_to(beside(weight, like), like.shape, out_sharding=type_spec(like))
+    return jnp.broadcast_to(reshard_like(weight, like), like.shape, out_sharding=type_spec(like))
 
 
 def elementwise(weight: jax.Array) -> jax.Array:

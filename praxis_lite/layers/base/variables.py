@@ -103,8 +103,8 @@ def num_stacked_dims(variable: nnx.Variable) -> int:
     return len(metadata.get("stack_split_dims_mapping", ()))
 
 
-def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
-    """Returns abstract arrays for one block of a stack.
+def abstract_block(blocks: Tree, num_dims: int = 1) -> Tree:
+    """Returns one block of a stack, with abstract arrays.
 
     Args:
       blocks: Tree of stacked arrays.
@@ -113,13 +113,15 @@ def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
     return jax.eval_shape(lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks)
 
 
-def stacked(module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0) -> nnx.Module:
+def stacked(
+    module: nnx.Module, stack_split: DimSplit, *, num_unstackable_dims: int = 0
+) -> nnx.Module:
     """Declares the leading dim that `jax.vmap` has added to the arrays of `module`.
 
     Args:
       module: The stack of layers.
       stack_split: Sharding of the stacked dim.
-      num_dims_apart: Number of stacked dims for which decoding may pass `UnstackedLayers`.
+      num_unstackable_dims: Number of stacked dims for which decoding may pass `UnstackedLayers`.
 
     Returns:
       `module`.
@@ -136,6 +138,7 @@ def stacked(module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 
         )
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(
-            stack_split_dims_mapping=(stack_split, *inner), num_dims_apart=num_dims_apart
+            stack_split_dims_mapping=(stack_split, *inner),
+            num_unstackable_dims=num_unstackable_dims,
         )
     return module

@@ -97,7 +97,9 @@ class TrainablePositionalEmbedding(Embedding):
 
     splits = splits(weight=(None, "embed"), activation=())
 
-    @inherit_params(Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype"))
+    @inherit_params(
+        Embedding, exclude=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")
+    )
     def __init__(self, max_seq_length: int, embedding_dims: int, **settings: Any):
         require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
         super().__init__(max_seq_length, embedding_dims, **settings)

@@ -313,7 +313,7 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
     """
 
     @inherit_params(
-        SharedEmbeddingSoftmax, but=("has_bias", "scale_before_logits", "feed_forward_tpl")
+        SharedEmbeddingSoftmax, exclude=("has_bias", "scale_before_logits", "feed_forward_tpl")
     )
     def __init__(
         self,

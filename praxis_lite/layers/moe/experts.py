@@ -16,7 +16,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import Initializer, xavier
-from praxis_lite.layers.base.result_types import broadcast_beside, einsum
+from praxis_lite.layers.base.result_types import broadcast_typed_like, einsum
 from praxis_lite.layers.initializers import EinsumXavier
 
 # G groups, E experts, C slots per expert and group, D model dims, F hidden dims.
@@ -92,7 +92,7 @@ def expert_ffn(
         y = named(matmul(x, weights[f"w{name}"]), activation_name)
         if f"b{name}" not in weights:
             return y
-        return y + broadcast_beside(at_rows(weights[f"b{name}"]), y)
+        return y + broadcast_typed_like(at_rows(weights[f"b{name}"]), y)
 
     gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None
     hidden = on_hidden(activation(affine(x, "i_0", "expert_ffn1"), gate))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
+from praxis_lite.core.errors import ConfigError, is_positive_int, require, require_choice
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
 from praxis_lite.layers.moe.dispatch import ApplyExperts, route_expert_choice, route_through_slots
@@ -81,7 +81,7 @@ class Gating:
         for name in ("num_experts", "num_experts_per_token", *optional):
             value = getattr(self, name)
             is_unset = name in optional and value == optional[name]
-            check(is_whole(value) or is_unset, name, "a positive integer")
+            check(is_positive_int(value) or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
             gating != "top2" or num_chosen == 2,

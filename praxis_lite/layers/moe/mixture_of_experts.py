@@ -141,7 +141,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
     def couples_tokens(self) -> str | None:  # type: ignore[override]  # Depends on the settings.
         return None if self.gating.has_slots_for_all else "experts with a capacity"
 
-    @inherit_params(Gating, ResidualBranch, but=("output_dims",))
+    @inherit_params(Gating, ResidualBranch, exclude=("output_dims",))
     def __init__(
         self,
         input_dims: int,
@@ -200,7 +200,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.weight_split_dims_mapping = (E.split, D.split, F.split)
 
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
-        gate = self.dims(input_dims, num_experts, of="gate")
+        gate = self.dims(input_dims, num_experts, setting_prefix="gate")
         self.gate = self.weight(gate, init=init(False, input_dims), rngs=rngs)
         self.gate_correction = (
             self.weight((num_experts,), init=zeros, rngs=rngs)

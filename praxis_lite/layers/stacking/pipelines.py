@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, splits
-from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
+from praxis_lite.layers.base.variables import abstract_block, assign, assigned_values, stacked
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
     check_microbatches,
@@ -150,14 +150,14 @@ class Pipeline(BaseLayer):
         # From the innermost stacked dim: P, S (sharded) and R. If stages differ in size: L / R
         # (sharded) and R.
         for split in (None, stage_axis, None)[-num_stacked:]:
-            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else num_stacked)
+            blocks = stacked(blocks, split, num_unstackable_dims=0 if pipelined else num_stacked)
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked as [R, S, P], or a list if weights are unstacked."""
         if (layers := self._unstacked_layers()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
-        block = one_of_stack(self.blocks, len(self._stack_shape))
+        block = abstract_block(self.blocks, len(self._stack_shape))
         cache = block.init_cache(*args, **kwargs)
         stacks = jax.tree.map(lambda x: jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), cache)
         return jax.tree.map(lambda x: self.layout.constrain(x, dim=1), stacks)

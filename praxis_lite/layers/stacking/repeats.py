@@ -15,9 +15,9 @@ from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.variables import (
+    abstract_block,
     assign,
     assigned_values,
-    one_of_stack,
     put_on_host,
     stacked,
 )
@@ -94,7 +94,7 @@ class Repeat(BaseLayer):
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
         else:
             blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
-            self.blocks = stacked(blocks, stack_split, num_dims_apart=1)
+            self.blocks = stacked(blocks, stack_split, num_unstackable_dims=1)
             if offload_weights:
                 put_on_host(self.blocks)
         self.input_dropout = Dropout(input_dropout_prob)
@@ -107,7 +107,7 @@ class Repeat(BaseLayer):
             return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape)),
-            one_of_stack(self.blocks).init_cache(*args, **kwargs),
+            abstract_block(self.blocks).init_cache(*args, **kwargs),
         )
 
     def _unstacked_blocks(self) -> Sequence[Any] | None:

@@ -24,7 +24,7 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.base.calls import check_way
+from praxis_lite.layers.base.calls import check_collectives_setting
 from praxis_lite.layers.base.dense import Dense
 from praxis_lite.layers.stacking.collective_matmul import gather_and_scatter, ring_matmul
 
@@ -167,7 +167,7 @@ def _check_output(sharded: ShardedLayer, path: tuple, dim: int | None) -> None:
         return
     output = getattr(sharded.layer, sharded.output)
     is_scaled = any(
-        isinstance(node, Dense) and not node.product.adds_up()
+        isinstance(node, Dense) and not node.product.is_sum_of_shards()
         for _, node in nnx.compat.iter_graph(output)
     )
     if is_scaled or (dim is None and path[-1] not in ("b", "lora_b")):
@@ -209,9 +209,13 @@ TENSOR_PARALLEL = {
 }
 
 
-def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[str, bool]) -> None:
-    """Checks a layer's `tensor_parallel` setting; see `check_way`."""
-    check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
+def check_tensor_parallel(
+    layer: object, value: str | None, unsupported: Mapping[str, bool]
+) -> None:
+    """Checks a layer's `tensor_parallel` setting; see `check_collectives_setting`."""
+    check_collectives_setting(
+        layer, "tensor_parallel", value, TENSOR_PARALLEL, unsupported, "the layer"
+    )
 
 
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:

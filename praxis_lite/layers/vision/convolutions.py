@@ -19,7 +19,7 @@ from praxis_lite.layers.vision.batch_norms import BatchNorm
 
 # B batch, H height (or time), W width, C input channels, D output channels.
 PADDINGS = ("SAME", "VALID")
-_WINDOW_MATRIX = Matrix(summed=(0, 1, 2), made=(3,))
+_WINDOW_MATRIX = Matrix(contracted=(0, 1, 2), outputs=(3,))
 
 
 def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:

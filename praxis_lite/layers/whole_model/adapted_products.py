@@ -45,19 +45,19 @@ class DenseForm:
         return [x for x in "rs" + string.ascii_letters if x not in taken]
 
     @property
-    def summed(self) -> str:
+    def contracted(self) -> str:
         """The contracted subscripts."""
         return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
 
     @property
     def a(self) -> str:
         """The subscripts of lora_a."""
-        return self.stack + self.summed + self.rank
+        return self.stack + self.contracted + self.rank
 
     @property
     def b(self) -> str:
         """The subscripts of lora_b."""
-        taken = self.stack + self.summed
+        taken = self.stack + self.contracted
         return self.stack + self.rank + "".join(x for x in self.weight if x not in taken)
 
     @property
@@ -68,7 +68,7 @@ class DenseForm:
     @property
     def between(self) -> str:
         """The subscripts of `inputs @ a`."""
-        rows = "".join(x for x in self.inputs if x not in self.summed)
+        rows = "".join(x for x in self.inputs if x not in self.contracted)
         return rows + "".join(x for x in self.stack if x not in rows) + self.rank
 
 
@@ -95,8 +95,8 @@ class AdaptedProduct(Product):
     scale: float
     weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
 
-    def over(self, base: Product) -> Product:
-        return dataclasses.replace(self, base=self.base.over(base))
+    def with_base(self, base: Product) -> Product:
+        return dataclasses.replace(self, base=self.base.with_base(base))
 
     def kernel(self, layer: Dense) -> jax.Array:
         adapters = [getattr(layer, name)[...] for name in self.weights]
@@ -146,8 +146,8 @@ class AdaptedProduct(Product):
         a, b = (getattr(layer, name)[...] for name in self.weights[:2])
         return a, b
 
-    def adds_up(self) -> bool:
-        return self.base.adds_up()
+    def is_sum_of_shards(self) -> bool:
+        return self.base.is_sum_of_shards()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,9 @@ class DecomposedProduct(AdaptedProduct):
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         outputs = super().multiplied(layer, inputs)
-        return (outputs * layer.beside(outputs, self._scales_of(layer))).astype(outputs.dtype)
+        return (outputs * layer.reshape_for_broadcast(self._scales_of(layer), outputs)).astype(
+            outputs.dtype
+        )
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         scales = self._scales_of(layer)[None]
@@ -184,7 +186,7 @@ class DecomposedProduct(AdaptedProduct):
         scales = self._scales_of(layer)[:, None]
         return [(w * scales, a) for w, a in super().column_factors(layer)]
 
-    def adds_up(self) -> bool:
+    def is_sum_of_shards(self) -> bool:
         return False
 
     def _scales_of(self, layer: Dense) -> jax.Array:

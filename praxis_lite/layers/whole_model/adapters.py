@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, first_few, is_whole, require
+from praxis_lite.core.errors import ConfigError, first_few, is_positive_int, require
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.base.dims import NONE
@@ -109,7 +109,7 @@ def adapted(
 
 
 def _check_rank(rank: int) -> None:
-    require(is_whole(rank), "lora.rank", rank, "a positive integer")
+    require(is_positive_int(rank), "lora.rank", rank, "a positive integer")
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
@@ -153,7 +153,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     # The mesh axes of a merged dim shard its first letter. The rank is not sharded.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
-    fan_in = math.prod(size_of[letter] for letter in form.summed)
+    fan_in = math.prod(size_of[letter] for letter in form.contracted)
     forms = (form.a, form.b, form.kept)
     inits: tuple[Initializer, ...] = (WeightInit.Gaussian(fan_in**-0.5), zeros, zeros)
     for name, letters, init in zip(layer.product.weights, forms, inits, strict=False):

@@ -42,25 +42,25 @@ class Int8Weight(StoredWeight):
         outputs = jnp.einsum(
             in_order(layer.equation), inputs, kernel, preferred_element_type=jnp.float32
         )
-        return (outputs * layer.beside(outputs, self.scale)).astype(inputs.dtype)
+        return (outputs * layer.reshape_for_broadcast(self.scale, outputs)).astype(inputs.dtype)
 
 
-def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
+def to_int8(weight: jax.Array, contracted_dims: Sequence[int]) -> Int8Weight:
     """Rounds a weight to int8, with the largest value of each output channel scaled to 127.
 
     Args:
       weight: The weight.
-      summed_dims: The contracted dims of the weight.
+      contracted_dims: The contracted dims of the weight.
     """
     unrounded = weight.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(unrounded), axis=tuple(summed_dims), keepdims=True)
+    largest = jnp.max(jnp.abs(unrounded), axis=tuple(contracted_dims), keepdims=True)
     scale = jnp.where(largest > 0, largest / 127, 1).astype(weight.dtype)
     values = jnp.round(unrounded / scale.astype(jnp.float32))
     return Int8Weight(jnp.clip(values, -127, 127).astype(jnp.int8), scale)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["summed_dims"]
+    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["contracted_dims"]
 )
 @dataclasses.dataclass(frozen=True)
 class TransposedWeight(StoredWeight):
@@ -71,11 +71,11 @@ class TransposedWeight(StoredWeight):
 
     Attributes:
       values: The transposed weight.
-      summed_dims: Negative indices of the weight's contracted dims, which are last in `values`.
+      contracted_dims: Negative indices of the weight's contracted dims, which are last in `values`.
     """
 
     values: Any
-    summed_dims: tuple[int, ...]
+    contracted_dims: tuple[int, ...]
 
     @staticmethod
     def supports(equation: str) -> bool:
@@ -91,7 +91,7 @@ class TransposedWeight(StoredWeight):
         return self.values.dtype
 
     def astype(self, dtype: Any) -> jax.Array:
-        order = _order(self.values.ndim, self.summed_dims)
+        order = _order(self.values.ndim, self.contracted_dims)
         return jnp.transpose(self.values, tuple(np.argsort(order))).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
@@ -114,12 +114,14 @@ class TransposedWeight(StoredWeight):
         )
 
 
-def to_transposed(weight: jax.Array, summed_dims: Sequence[int]) -> TransposedWeight:
+def to_transposed(weight: jax.Array, contracted_dims: Sequence[int]) -> TransposedWeight:
     """Transposes a weight so that its contracted dims (negative indices) are last."""
-    summed_dims = tuple(summed_dims)
-    return TransposedWeight(jnp.transpose(weight, _order(weight.ndim, summed_dims)), summed_dims)
+    contracted_dims = tuple(contracted_dims)
+    return TransposedWeight(
+        jnp.transpose(weight, _order(weight.ndim, contracted_dims)), contracted_dims
+    )
 
 
-def _order(ndim: int, summed_dims: Sequence[int]) -> tuple[int, ...]:
-    last = [dim % ndim for dim in summed_dims]
+def _order(ndim: int, contracted_dims: Sequence[int]) -> tuple[int, ...]:
+    last = [dim % ndim for dim in contracted_dims]
     return (*(dim for dim in range(ndim) if dim not in last), *last)

@@ -128,10 +128,10 @@ def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
     """Returns pack functions, keyed by weight path, for dense layers that do not compute logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
-            to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
+            to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.contracted_dims[-1]
         )
         for path, node in nnx.compat.iter_graph(module)
-        if is_dense(node) and node.summed_dims and not node.makes_logits
+        if is_dense(node) and node.contracted_dims and not node.makes_logits
     }
 
 

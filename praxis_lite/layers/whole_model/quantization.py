@@ -41,7 +41,13 @@ from typing import Any
 
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
+from praxis_lite.core.errors import (
+    ConfigError,
+    did_you_mean,
+    is_positive_int,
+    require,
+    require_choice,
+)
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import Model
 from praxis_lite.core.sharding.leaf_paths import path_pattern
@@ -79,7 +85,7 @@ class QuantizationRule:
         If None, 64.
       scales: For 8 bits: "channel" for one scale per output channel of a weight and per token, or
         "tensor" for one scale per array, over all devices.
-      but_logits: Whether to exclude layers that compute logits.
+      exclude_logits: Whether to exclude layers that compute logits.
 
     Raises:
       ConfigError: A type is unknown, integer and float types are mixed, `regex` is invalid, or a
@@ -91,7 +97,7 @@ class QuantizationRule:
     bwd_qtype: str | None = None
     block_size: int | None = None
     scales: str = "channel"
-    but_logits: bool = False
+    exclude_logits: bool = False
 
     def __post_init__(self) -> None:
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
@@ -102,7 +108,7 @@ class QuantizationRule:
         has_blocks = self.qtype in WEIGHT_QTYPES
         if self.block_size is not None:
             require(
-                is_whole(self.block_size) and has_blocks,
+                is_positive_int(self.block_size) and has_blocks,
                 "QuantizationRule.block_size",
                 self.block_size,
                 "a positive integer if qtype is 'int4' or 'nf4', otherwise None",
@@ -128,9 +134,11 @@ class QuantizationRule:
           rows_split: Sharding of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
-            return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
+            return product.with_base(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
         assert self.qtype is not None, "Layers without rounding are skipped."
-        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
+        return product.with_base(
+            RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
+        )
 
 
 def quantized(
@@ -158,7 +166,7 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                is_exact = rule.qtype is None or (rule.but_logits and node.makes_logits)
+                is_exact = rule.qtype is None or (rule.exclude_logits and node.makes_logits)
                 if not is_exact:
                     node.product = rule.apply(node.product, _rows_split(path[: -len("/w")], nodes))
                 names.setdefault(None if is_exact else rule.qtype, []).append(path)
@@ -217,7 +225,7 @@ def log_rounding(
         logger.info("not rounded, because not in a dense layer: %s", ", ".join(not_dense))
 
 
-_rule = functools.partial(QuantizationRule, "", but_logits=True)
+_rule = functools.partial(QuantizationRule, "", exclude_logits=True)
 # As in arXiv:2209.05433: more digits in the forward pass, a wider range in the backward pass.
 _float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
 

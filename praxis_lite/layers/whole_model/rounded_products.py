@@ -298,7 +298,7 @@ class RoundedProduct(Product):
             'QuantizationRule("softmax", qtype=None) before the other rules.'
         )
 
-    def adds_up(self) -> bool:
+    def is_sum_of_shards(self) -> bool:
         return False
 
 
@@ -335,7 +335,7 @@ class RoundedWeight(Product):
     def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
         return [(self.kernel(layer).T, None)]
 
-    def adds_up(self) -> bool:
+    def is_sum_of_shards(self) -> bool:
         return False
 
 

@@ -247,7 +247,7 @@ _RESERVED_NAMES = {
     MFU,
     HFU,
     "is_loss_spike",
-    "num_batches_left_out",
+    "num_skipped_batches",
 }
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.host.whole_files import not_written
+from praxis_lite.host.atomic_files import not_written
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.processes.row_digests import (
     fingerprint_digest,
@@ -25,7 +25,7 @@ from praxis_lite.job.processes.same_everywhere import versions
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
+from praxis_lite.trainer.metrics.retrying_line_writer import RetryingLineWriter
 
 
 class Examples(Hook):

@@ -29,7 +29,7 @@ class LossSpikes(Hook):
             return {}
         return {
             "is_loss_spike": int(self._median is not None),
-            "num_batches_left_out": len(self._loop.skipped_batches),
+            "num_skipped_batches": len(self._loop.skipped_batches),
         }
 
     def after_metrics(self, metrics: StepMetrics) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.file_reading import read_json
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -84,9 +84,9 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     # This hits JAX's cache, because the loop has already compiled this step.
     compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
     stats, mesh = compiled.memory_analysis(), partitioner.mesh
-    write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
-    write_whole(folder / HLO_TXT, (compiled.as_text() or "").encode())
-    write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
+    write_atomically(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
+    write_atomically(folder / HLO_TXT, (compiled.as_text() or "").encode())
+    write_atomically(folder / HLO_PROTO, _hlo_proto(compiled, stats))
     facts = ProfileFacts(
         first_step=steps[0],
         last_step=steps[-1],
@@ -102,7 +102,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
         },
     )
     text = json.dumps(dataclasses.asdict(facts), indent=1)
-    write_whole(folder / "profile.json", text.encode())
+    write_atomically(folder / "profile.json", text.encode())
 
 
 def read_facts(folder: Path) -> ProfileFacts:

@@ -17,8 +17,8 @@ from praxis_lite.config.config_json import config_values
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.experiment.launched_config import LaunchedConfig
+from praxis_lite.host.atomic_files import not_written, write_atomically
 from praxis_lite.host.file_reading import content_of
-from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import SAMPLES, JobDir
 from praxis_lite.trackers.tracker import Ending, Histogram, TrackedRun, Tracker
@@ -233,7 +233,7 @@ def run_id(folder: Path) -> str:
     except OSError as error:
         raise not_written(path, error) from error
     new = uuid.uuid4().hex
-    write_whole(path, f'{{"id": "{new}"}}\n'.encode())
+    write_atomically(path, f'{{"id": "{new}"}}\n'.encode())
     return new
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from praxis_lite.core.errors import ConfigError, is_number
+from praxis_lite.host.atomic_files import not_written, write_atomically
 from praxis_lite.host.file_reading import (
     descriptor,
     finish_last_line,
@@ -23,8 +24,7 @@ from praxis_lite.host.file_reading import (
     opened,
     opened_to_append,
 )
-from praxis_lite.host.whole_files import not_written, write_whole
-from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
+from praxis_lite.trainer.metrics.retrying_line_writer import RetryingLineWriter
 
 __all__ = (
     "append_lines",
@@ -138,7 +138,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             # Other processes have appended lines between the lost ones. Replace the file
             # atomically.
             file.seek(0)
-            write_whole(self.path, file.read(cut) + b"".join(kept))
+            write_atomically(self.path, file.read(cut) + b"".join(kept))
         else:
             os.ftruncate(file.fileno(), cut)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.atomic_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.host.whole_files import write_picture
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, sampled_lines
 
 _TRAIN_COLOR = "#1f5fa8"

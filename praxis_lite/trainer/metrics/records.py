@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.host.atomic_files import not_written, write_atomically
 from praxis_lite.host.file_reading import content_of, opened
-from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics.json_lines import locked_folder, strict_json
 
@@ -42,7 +42,7 @@ def write_records(
                 number += 1
             os.replace(path, renamed)
             note(f"{path} contained different records, which were moved to {renamed.name}")
-        write_whole(path, content)
+        write_atomically(path, content)
 
 
 def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -56,7 +56,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
             content += b"\n"
         known = set(content.splitlines(keepends=True))
         new = [line for line in _lines(path, records) if line not in known]
-        write_whole(path, content + b"".join(new))
+        write_atomically(path, content + b"".join(new))
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def assert_collectives(
     max_bytes: int | None = None,
     max_bytes_over: Mapping[str, int] | None = None,
     no_gather_in_backward_of: Sequence[str] = (),
-    no_gather_of_whole_weights: bool = False,
+    no_gather_of_full_weights: bool = False,
     max_resharding_bytes: int | None = None,
 ) -> None:
     """Asserts that the collectives of a step stay within limits.
@@ -111,7 +111,7 @@ def assert_collectives(
         axis, including collectives that run along several axes.
       no_gather_in_backward_of: Paths of layers whose backward pass must not contain all-gathers,
         such as "transformer/blocks/ff_layer". A path includes all layers inside that layer.
-      no_gather_of_whole_weights: Whether to forbid all-gathers of an entire weight or of an entire
+      no_gather_of_full_weights: Whether to forbid all-gathers of an entire weight or of an entire
         layer in a stacked weight.
       max_resharding_bytes: Limit for each execution of a collective that reshards an array other
         than a weight (all-to-all, collective-permute or all-gather).
@@ -136,7 +136,7 @@ def assert_collectives(
             if x.kind == "all-gather" and any(_is_within(name, prefix) for name, _ in x.layers)
         ]
     weights = _weight_dims(step.layout)
-    if no_gather_of_whole_weights:
+    if no_gather_of_full_weights:
         failures += [
             f"all-gather of an entire weight: {_line(x)}, which is the size of {weights[dims]}"
             for x in collectives
@@ -155,13 +155,13 @@ def assert_collectives(
     assert not failures, f"The {step.name} step exceeds its limits:\n  " + "\n  ".join(failures)
 
 
-def _check_total(what: str, collectives: Iterable[hlo.Collective], limit: int) -> list[str]:
+def _check_total(description: str, collectives: Iterable[hlo.Collective], limit: int) -> list[str]:
     collectives = sorted(collectives, key=lambda x: -x.count * x.bytes)
     size = sum(x.count * x.bytes for x in collectives)
     if size <= limit:
         return []
     largest = "; ".join(map(_line, collectives[:3]))
-    return [f"{what}: {size:,} bytes, but the limit is {limit:,}. Largest: {largest}"]
+    return [f"{description}: {size:,} bytes, but the limit is {limit:,}. Largest: {largest}"]
 
 
 def _line(collective: hlo.Collective) -> str:

@@ -100,17 +100,17 @@ def run_layers(
         return jax.device_get(run(*arguments))
 
 
-def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
+def assert_near(actual: Any, expected: Any, *, tolerance: float = 2e-6) -> None:
     """Asserts that two trees have the same structure and nearly equal arrays.
 
     Args:
-      found: Actual values.
-      wanted: Expected values.
+      actual: Actual values.
+      expected: Expected values.
       tolerance: Allowed difference relative to the largest element in a leaf, in addition to 1e-5
         relative to each element.
     """
-    paths, treedef = jax.tree.flatten_with_path(found)
-    assert treedef == jax.tree.structure(wanted)  # type: ignore[operator]  # Stubs lack __eq__.
-    for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):
+    paths, treedef = jax.tree.flatten_with_path(actual)
+    assert treedef == jax.tree.structure(expected)  # type: ignore[operator]  # Stubs lack __eq__.
+    for (path, a), b in zip(paths, jax.tree.leaves(expected), strict=True):
         atol = tolerance * max(1.0, np.abs(b).max(initial=0.0))
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg=str(path))

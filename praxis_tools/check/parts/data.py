@@ -38,7 +38,7 @@ def same_shaped(pipeline: InputPipeline) -> Iterator[dict[str, np.ndarray]]:
             yield arrays
 
 
-def of_each_shape(pipeline: InputPipeline) -> list[dict[str, np.ndarray]]:
+def first_batch_of_each_shape(pipeline: InputPipeline) -> list[dict[str, np.ndarray]]:
     """Returns the first batch of each shape among the first batches of a pipeline."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for batch in itertools.islice(pipeline.batches(), _NUM_SEARCHED):

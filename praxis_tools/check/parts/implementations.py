@@ -57,7 +57,7 @@ def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def _compare_step(
-    what: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
+    variant: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
 ) -> Iterator[list[Comparison]]:
     """Compares the first step of a variant of the task with the original task's first step.
 
@@ -65,7 +65,7 @@ def _compare_step(
     """
     state = restack(check.state, other)
     if state is None:
-        check.add_note(f"{what}: not checked, because the weights have different names.")
+        check.add_note(f"{variant}: not checked, because the weights have different names.")
         return
     reference = check.reference_of(runner)
     (expected,), expected_state = check.train_reference(reference, 1)
@@ -76,7 +76,7 @@ def _compare_step(
         report = report | leaves_of(new)
     actual = restack_like(expected, report)
     comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
-    yield tolerances.with_suffix(what, comparisons)
+    yield tolerances.with_suffix(variant, comparisons)
 
 
 def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
@@ -105,9 +105,9 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
             if actual is None:
                 reasons.append(f"{value!r}: the weights have different names")
                 continue
-            what = f"{setting.name} {value!r}"
+            variant = f"{setting.name} {value!r}"
             expected, nudged = reference_results(setting.is_remat)
-            yield from _compare_results(runner.name, what, expected, nudged, actual)
+            yield from _compare_results(runner.name, variant, expected, nudged, actual)
             break
         else:
             # No alternative could be used.
@@ -146,18 +146,18 @@ def _results(
 
 def _compare_results(
     mesh: str,
-    what: str,
+    variant: str,
     expected: dict[str, Leaves],
     nudged: dict[str, Leaves],
     actual: dict[str, Leaves],
 ) -> Iterator[list[Comparison]]:
     report = restack_like(expected["training"], actual["training"])
     yield tolerances.with_suffix(
-        what, tolerances.by_kind(mesh, expected["training"], report, nudged["training"], 0)
+        variant, tolerances.by_kind(mesh, expected["training"], report, nudged["training"], 0)
     )
     for kind in [kind for kind in actual if kind != "training"]:
         yield tolerances.in_float64(
-            mesh, f"{kind.split()[0]}, {what}", expected[kind], actual[kind], nudged[kind]
+            mesh, f"{kind.split()[0]}, {variant}", expected[kind], actual[kind], nudged[kind]
         )
 
 

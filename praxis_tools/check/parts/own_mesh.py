@@ -33,10 +33,10 @@ from praxis_tools.check.runs.on_mesh import (
 
 def check_parts(check: Check, runner: TaskRunner) -> None:
     """Runs the parts of a check on a mesh, fastest first."""
-    for what, compare in PARTS.items():
-        if not check.includes(what):
+    for part, compare in PARTS.items():
+        if not check.includes(part):
             continue
-        check.print_progress(f"mesh {runner.name}: {what}")
+        check.print_progress(f"mesh {runner.name}: {part}")
         for comparisons in compare(check, runner):
             check.add(runner, comparisons)
 
@@ -48,18 +48,18 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
-    for what, batch in check.evaluated.items():
+    for suffix, batch in check.evaluated.items():
         expected = reference.evaluate(mdl_vars, batch)
         nudged = reference.evaluate(nudged_vars, batch)
         yield tolerances.in_float64(
-            runner.name, f"evaluation{what}", expected, runner.evaluate(mdl_vars, batch), nudged
+            runner.name, f"evaluation{suffix}", expected, runner.evaluate(mdl_vars, batch), nudged
         )
         if "weights" in batch and not check.couplings:
             parts = [one_device.evaluate(mdl_vars, half) for half in rows.halves(batch)]
             metrics = {name: x for name, x in expected.items() if name.startswith("metrics/")}
             comparisons = tolerances.in_float64(
                 one_device.name,
-                f"metrics of halves{what}",
+                f"metrics of halves{suffix}",
                 metrics,
                 rows.combine_reports(parts),
                 nudged,
@@ -156,12 +156,12 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
         one_device = check.one_device
         runner = runner if reference is one_device else one_device
         fewer = data.with_rows(with_same, slice(len(batch["weights"]) - num_padding_rows))
-        what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
-        fewer_expected = check.run_or_skip(what, lambda: one_device.evaluate(mdl_vars, fewer))
+        kind, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
+        fewer_expected = check.run_or_skip(kind, lambda: one_device.evaluate(mdl_vars, fewer))
         if fewer_expected is not None:
             nudged = one_device.evaluate(check.nudged.mdl_vars, fewer)
             actual = runner.evaluate(mdl_vars, with_other)
-            yield tolerances.in_float64(runner.name, what, fewer_expected, actual, nudged)
+            yield tolerances.in_float64(runner.name, kind, fewer_expected, actual, nudged)
 
 
 def microbatches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
@@ -219,25 +219,25 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     yield from rows.in_decoding(check, runner)
 
 
-def equal_results(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+def equal_results(part: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares the two results returned by a function in `properties`; they must be equal."""
     batch = check.batches[0]
-    function = None if check.couplings else properties.FUNCTIONS[what](check.task, batch)
+    function = None if check.couplings else properties.FUNCTIONS[part](check.task, batch)
     if function is None:
         return
     length = batch["ids"].shape[1]
-    if what != "packed segments" and length > properties.MAX_TOKENS:
+    if part != "packed segments" and length > properties.MAX_TOKENS:
         check.add_note(
-            f"{what}: only the first {properties.MAX_TOKENS} of {length} tokens are checked."
+            f"{part}: only the first {properties.MAX_TOKENS} of {length} tokens are checked."
         )
-    actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
+    actual = check.run_or_skip(part, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return
     # In addition to the expected result, there is exactly one other result.
     expected = actual.pop(properties.EXPECTED)
     nudged = runner.call(function, check.nudged.mdl_vars, batch)[properties.EXPECTED]
     (name,) = actual
-    yield tolerances.in_float64(runner.name, what, {name: expected}, actual, {name: nudged})
+    yield tolerances.in_float64(runner.name, part, {name: expected}, actual, {name: nudged})
 
 
 PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
@@ -247,7 +247,7 @@ PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "padding rows": padding_rows,
     "microbatches": microbatches,
     "decoding": decoding,
-    **{what: functools.partial(equal_results, what) for what in properties.FUNCTIONS},
+    **{part: functools.partial(equal_results, part) for part in properties.FUNCTIONS},
     "remat switched": remat,
     "unrolled": unrolled,
     "settings switched": settings_switched,

@@ -102,9 +102,9 @@ def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares evaluation metrics and per-row outputs for shuffled and regrouped rows."""
     one_device = check.one_device
-    for what, batch in check.evaluated.items():
+    for suffix, batch in check.evaluated.items():
         batches, full_batch = [batch], None
-        if what == "":
+        if suffix == "":
             batches, full_batch = check.batches[:2], check.full_batch
         is_random = one_device.traced(one_device.partitioner.eval_examples, batches[0]).draws
 
@@ -112,7 +112,7 @@ def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
             state = check.nudged if nudged else check.state
             return one_device.evaluate(state.mdl_vars, batch, without_randomness=is_random)
 
-        yield from _compare_regrouped_rows(check, f"evaluation{what}, ", batches, full_batch, run)
+        yield from _compare_regrouped_rows(check, f"evaluation{suffix}, ", batches, full_batch, run)
 
 
 def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
@@ -154,10 +154,10 @@ def _compare_decoded_rows(check: Check, batches: Sequence[Batch]) -> Iterator[li
     yield tolerances.in_float64(
         one_device.name, "decoding, other padding rows", expected, actual, nudged
     )
-    what = "decoding of fewer rows"
-    fewer = check.run_or_skip(what, lambda: run(data.with_rows(padded, real_rows)))
+    kind = "decoding of fewer rows"
+    fewer = check.run_or_skip(kind, lambda: run(data.with_rows(padded, real_rows)))
     if fewer is not None:
-        yield tolerances.in_float64(one_device.name, what, expected, fewer, nudged)
+        yield tolerances.in_float64(one_device.name, kind, expected, fewer, nudged)
 
 
 def _compare_regrouped_rows(
@@ -183,17 +183,17 @@ def _compare_regrouped_rows(
         yield _compare_groupings(check, f"{prefix}shuffled rows", batches, others, order, run)
     if full_batch is not None:
         parts, order = _split_into_parts(full_batch, num_rows_of(batches[0]))
-        what = f"{num_rows_of(full_batch)} rows in parts"
+        grouping = f"{num_rows_of(full_batch)} rows in parts"
 
         def compare() -> list[Comparison]:
-            return _compare_groupings(check, prefix + what, parts, [full_batch], order, run)
+            return _compare_groupings(check, prefix + grouping, parts, [full_batch], order, run)
 
-        yield check.run_or_skip(what, compare) or []
+        yield check.run_or_skip(grouping, compare) or []
 
 
 def _compare_groupings(
     check: Check,
-    what: str,
+    grouping: str,
     batches: Sequence[Batch],
     others: Sequence[Batch],
     order: np.ndarray,
@@ -209,7 +209,7 @@ def _compare_groupings(
         combine_reports(nudged),
         0,
     )
-    comparisons = tolerances.with_suffix(what, comparisons)
+    comparisons = tolerances.with_suffix(grouping, comparisons)
     comparisons = list(map(tolerances.with_loss_epsilon, comparisons))
     examples = _examples(expected)
     if examples:
@@ -219,7 +219,7 @@ def _compare_groupings(
         real_order = index_among_real[order[is_real[order]]]
         comparisons += tolerances.in_float64(
             check.one_device.name,
-            f"outputs, {what}",
+            f"outputs, {grouping}",
             _take(examples, real_order),
             _examples(actual),
             _take(_examples(nudged), real_order),

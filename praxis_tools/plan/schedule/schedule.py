@@ -346,7 +346,7 @@ class _ComputationRun:
         if trips is None and is_extra_exchange(program, loop):
             # This loop does not run if the expert loads are even. The plan separately reports the
             # time that each round would add.
-            self._scheduler.timeline.expert_turn_seconds += (
+            self._scheduler.timeline.expert_round_seconds += (
                 self._scheduler.seconds_off_timeline(body) * count
             )
             return

@@ -57,7 +57,7 @@ class Timeline:
       unknown_kernels: Names of kernels with unknown costs, which are counted as zero seconds.
       collectives: Maps (kind, axes, layer) to the totals for these collectives.
       host_copies: Maps (kind, axes, layer) to the totals for these copies between device and host.
-      expert_turn_seconds: Time of one extra round of all-to-alls between experts, which is only
+      expert_round_seconds: Time of one extra round of all-to-alls between experts, which is only
         needed if loads are uneven (`layers/moe/exchange.py`). It is not included in `seconds`, and
         is 0 if the program has no such rounds.
       instruction_seconds: Time of each instruction that is not a transfer, keyed by instruction
@@ -74,7 +74,7 @@ class Timeline:
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
     collectives: dict[TransferKey, Transfer] = dataclasses.field(default_factory=dict)
     host_copies: dict[TransferKey, Transfer] = dataclasses.field(default_factory=dict)
-    expert_turn_seconds: float = 0.0
+    expert_round_seconds: float = 0.0
     instruction_seconds: collections.defaultdict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )

@@ -19,8 +19,8 @@ from praxis_lite.config.build import build
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.launched_config import LaunchedConfig, config_of_experiment
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import StorePath
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.trainer.layout_table import bytes_per_device
 from praxis_tools.explain.compiler_warnings import explained_warnings
 from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
@@ -118,7 +118,7 @@ def search(
         )
     _write(launched, packages, topology, plans, best)
     if file is not None:
-        write_whole(file, f"{json.dumps(best[1].to_json(), indent=1)}\n".encode())
+        write_atomically(file, f"{json.dumps(best[1].to_json(), indent=1)}\n".encode())
 
 
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:

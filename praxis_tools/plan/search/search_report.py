@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from praxis_lite.host.atomic_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.host.whole_files import write_picture
 from praxis_tools.plan.plan_text import seconds_text
 from praxis_tools.plan.search.candidates import Candidate
 from praxis_tools.plan.step_plan import StepPlan

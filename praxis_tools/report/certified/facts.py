@@ -43,7 +43,7 @@ class Fact:
 
     Attributes:
       section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
-        "tokenizers", "certificates in flight", "time" or "regroupings".
+        "tokenizers", "step certificates", "time" or "regroupings".
       name: Name of the fact within its section.
       value: JSON value, or None if it cannot be computed.
       why_not: The reason why the value cannot be computed, which is not necessarily a fault.
@@ -199,7 +199,7 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
             {
                 "first_step": proof.history.first_step,
                 "last_step": proof.history.last_step,
-                "left_out_batches": list(proof.history.skipped),
+                "skipped_batches": list(proof.history.skipped),
                 "digest": proof.history.digest,
             },
             faults=(*proof.faults, *_damaged_examples(job_dir)),
@@ -230,7 +230,7 @@ def _recomputed_examples(job_dir: JobDir, proof: ExamplesProof, reading: Reading
     """Reads the training data again and compares the digests with the recorded digests."""
     from praxis_lite.job.examples.proof import faults_of_data
 
-    section, name = "examples", "made again"
+    section, name = "examples", "recomputed"
     if reading.recorded_only:
         return Fact(section, name, None, "--recorded_only was given")
 
@@ -310,7 +310,7 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
                 yield f"step {item.step} is not certified: {item.difference}"
 
     return _fact(
-        "certificates in flight",
+        "step certificates",
         path.name,
         lambda: _beginning(path, scope),
         faults,

@@ -38,9 +38,10 @@ def test_clipping_keeps_the_dtype():
         assert limits.clipped(grads, global_norm(grads))["w"].dtype == jnp.bfloat16
 
 
-def test_a_norm_of_the_limit_or_more_is_not_kept():
-    keeps = GradientLimits(skip_step_gradient_norm_value=2.0).keeps
-    assert [bool(keeps(jnp.float32(x))) for x in (0.0, 1.9, 2.0, 2.1)] == [True, True, False, False]
+def test_a_norm_of_the_limit_or_more_is_not_accepted():
+    limits = GradientLimits(skip_step_gradient_norm_value=2.0)
+    actual = [bool(limits.accepts_step(jnp.float32(x))) for x in (0.0, 1.9, 2.0, 2.1)]
+    assert actual == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

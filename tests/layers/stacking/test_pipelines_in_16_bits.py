@@ -32,7 +32,7 @@ def test_a_step_in_bfloat16_is_that_of_one_device(experiment):
     actual = check_on_meshes(experiment, [by_pipeline.MESH], steps=1, parts=("as trained",))
     # Rounding turns a guess of one token that is hardly one: no number of accuracy is between.
     compared = [item for item in actual.comparisons if "accuracy" not in item.leaf]
-    assert {item.what for item in compared} == {
+    assert {item.kind for item in compared} == {
         "loss as trained",
         "metrics as trained",
         "gradients as trained",

@@ -126,7 +126,7 @@ def test_the_share_of_bubbles_is_that_of_the_compiled_loops():
     time = forward * 1.0 + backward + with_weights * 1.0
     busy = repeats * microbatches * 4.0
     schedule = Schedule(stages, microbatches, repeats)
-    actual = schedule.split_bubble_share(forward=2.0, by_inputs=1.0, by_weights=1.0)
+    actual = schedule.split_bubble_share(forward=2.0, input_grads=1.0, weight_grads=1.0)
     assert actual == pytest.approx(1 - busy / time)
     assert actual < schedule.bubble_share
 

@@ -1,4 +1,4 @@
-"""Plants each fault of a job in flight, and says which a certificate finds, and where.
+"""Injects each fault into a training job, and reports which of them a certificate locates.
 
 python -m tests.tools.certificates.faults [-k WORDS]
 """

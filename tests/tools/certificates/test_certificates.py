@@ -89,14 +89,14 @@ def test_a_copy_that_drifts_and_a_stale_block_are_named():
     drifted = planted.changed(state, leaf, lambda x: planted.with_copy(x, [2], planted.one_bit))
     (actual,) = replica_differences(layout, mesh, digests_of(drifted))
     assert (actual.device, actual.axis) == ("device 2 (cpu) of process 0", "data")
-    assert (actual.layer, actual.leaf, actual.what) == ("first", leaf, "replicas")
+    assert (actual.layer, actual.leaf, actual.kind) == ("first", leaf, "replicas")
     leaf = "mdl_vars/params/first/w"
     stale = planted.changed(state, leaf, lambda x: planted.with_copy(x, [1], np.zeros_like))
     # No other device has that block.
     assert not replica_differences(layout, mesh, digests_of(stale))
     (actual,) = restored_state_differences(layout, mesh, saved, digests_of(stale))
     assert (actual.device, actual.leaf) == ("device 1 (cpu) of process 0", leaf)
-    assert (actual.layer, actual.what) == ("first", "restored state")
+    assert (actual.layer, actual.kind) == ("first", "restored state")
 
 
 def test_a_digest_tells_elements_that_change_places_and_bits_of_any_type():
@@ -260,7 +260,7 @@ def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every,
     assert f"step {every} is NOT CERTIFIED" in caplog.text
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == ([1] if ends else [2, 4])
-    assert {line["difference"]["what"] for line in lines} == {"update of weights"}
+    assert {line["difference"]["kind"] for line in lines} == {"update of weights"}
     assert committed_steps(tmp_path / "checkpoints")[-1] == (1 if ends else 4)
 
 

@@ -35,7 +35,7 @@ def test_an_experiment_that_is_right_is_certified():
     )
     assert actual.certified, actual.summary()
     assert actual.summary() == f"certified: {len(actual.comparisons)} comparisons on 1 mesh"
-    compared = {comparison.what for comparison in actual.comparisons}
+    compared = {comparison.kind for comparison in actual.comparisons}
     assert compared >= {
         "data",
         "initial state",
@@ -62,7 +62,7 @@ def test_an_experiment_that_is_right_is_certified():
     assert all(
         item.difference <= 1e-13
         for item in actual.comparisons
-        if item.what != "padding" and item.what != "metrics of halves"
+        if item.kind != "padding" and item.kind != "metrics of halves"
     )
     assert any("mesh data 2, mdl 2: 2 steps" in line for line in lines)
     table = actual.table()
@@ -146,7 +146,7 @@ def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
 
     actual = check_on_meshes(Trained, [(2, 2)], steps=4, parts=("reference update",))
     assert actual.certified, actual.summary()
-    assert {item.what for item in actual.comparisons} == {"reference update"}
+    assert {item.kind for item in actual.comparisons} == {"reference update"}
     assert not actual.notes
 
 
@@ -188,7 +188,7 @@ def test_a_relu_on_the_edge_that_rounding_moves_is_no_difference():
     )
     assert actual.certified, actual.summary()
     (edge,) = (
-        x for x in actual.comparisons if x.what == "gradients in float32" and "one" in x.leaf
+        x for x in actual.comparisons if x.kind == "gradients in float32" and "one" in x.leaf
     )
     assert edge.difference > 0.01  # It is: float32 has no gradient there.
 
@@ -196,20 +196,20 @@ def test_a_relu_on_the_edge_that_rounding_moves_is_no_difference():
 def places(name):
     """Returns (what, layer, leaf, step, axis) of a planted defect."""
     first = DEFECTS[name].certificate().first_difference
-    return first.what, first.layer, first.leaf, first.step, first.axis
+    return first.kind, first.layer, first.leaf, first.step, first.axis
 
 
 @pytest.mark.slow
 def test_the_layer_and_the_axis_of_a_sum_between_devices_are_named():
-    what, layer, leaf, step, axis = places("psum doubled")
-    assert (what, leaf, step, axis) == ("loss", "metrics/loss/value", 0, "mdl")
+    kind, layer, leaf, step, axis = places("psum doubled")
+    assert (kind, leaf, step, axis) == ("loss", "metrics/loss/value", 0, "mdl")
     assert layer.startswith("collectives.py:")
 
 
 @pytest.mark.slow
 def test_the_leaf_of_a_slot_that_went_elsewhere_is_named():
-    what, layer, leaf, step, axis = places("the learner on a mesh loses second moments")
-    assert what == "slots"
+    kind, layer, leaf, step, axis = places("the learner on a mesh loses second moments")
+    assert kind == "slots"
     assert leaf.startswith("opt_states/slots/")
     assert step == 0
     assert axis in ("data", "mdl")
@@ -301,7 +301,7 @@ def test_the_command_exits_1_and_names_what_differs(tmp_path, capsys, monkeypatc
         )
     assert exit_.value.code == 1
     first = json.loads(path.read_text())["first_difference"]
-    assert set(first) >= {"what", "layer", "leaf", "step", "axis", "difference", "tolerance"}
+    assert set(first) >= {"kind", "layer", "leaf", "step", "axis", "difference", "tolerance"}
     assert first["leaf"] == "metrics/loss/weight"
     assert capsys.readouterr().out.splitlines()[-1].startswith("not certified: ")
 

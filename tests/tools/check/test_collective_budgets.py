@@ -51,13 +51,13 @@ def test_gathers_in_a_backward_pass(step):
 
 def test_whole_weights_are_gathered_by_fsdp_and_not_by_megatron(step):
     with pytest.raises(AssertionError, match="mdl_vars/params"):
-        assert_collectives(step, no_gather_of_whole_weights=True)
+        assert_collectives(step, no_gather_of_full_weights=True)
 
     class Megatron(lm.Synthetic):
         SHARDING_PRESET = "megatron"
 
     assert_collectives(
-        compiled_step(Megatron, "eval", mesh=(1, 4, 2)), no_gather_of_whole_weights=True
+        compiled_step(Megatron, "eval", mesh=(1, 4, 2)), no_gather_of_full_weights=True
     )
 
 

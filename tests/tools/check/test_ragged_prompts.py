@@ -35,11 +35,11 @@ class Declared(cached_layers.GatedConv):
 def test_a_layer_that_knows_nothing_of_padding_is_certified():
     actual = check_of(cached_layers.GatedConv)
     assert actual.certified, actual.summary()
-    assert "ragged prompts" in {item.what for item in actual.comparisons}
+    assert "ragged prompts" in {item.kind for item in actual.comparisons}
 
 
 def test_padding_in_a_cache_that_is_declared_free_of_it_is_found():
-    assert check_of(Declared).first_difference.what == "ragged prompts"
+    assert check_of(Declared).first_difference.kind == "ragged prompts"
 
 
 def test_a_count_that_rows_share_is_refused():

@@ -118,9 +118,9 @@ def test_the_librarys_own_are_switched_as_layers():
 def test_models_of_every_kind_are_certified(experiment):
     actual = check_on_meshes(experiment, [(2, 2)], steps=2, parts=("settings switched",))
     assert actual.certified, actual.summary()
-    kinds = {comparison.what.split(", ")[1] for comparison in actual.comparisons}
+    kinds = {comparison.kind.split(", ")[1] for comparison in actual.comparisons}
     assert len(kinds) == (2 if experiment is tiny.OfFunctions else 3)
-    assert {item.what.split(",")[0] for item in actual.comparisons} >= {"evaluation", "decoding"}
+    assert {item.kind.split(",")[0] for item in actual.comparisons} >= {"evaluation", "decoding"}
 
 
 def _refusing(old):
@@ -136,7 +136,7 @@ def _refusing(old):
 def test_a_value_that_the_model_refuses_is_a_remark():
     with replaced(by_setting.HIDDEN, _refusing)():
         actual = check_on_meshes(tiny.OfFunctions, [(2, 2)], steps=2, parts=("settings switched",))
-    assert actual.certified and {item.what for item in actual.comparisons} >= {"loss, unroll 2"}
+    assert actual.certified and {item.kind for item in actual.comparisons} >= {"loss, unroll 2"}
     assert "remat = True: not switched (False: no memory for it)." in actual.notes
 
 
@@ -245,5 +245,5 @@ def test_remat_that_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=1, parts=parts)
     assert actual.certified, actual.summary()
     assert {"gradients, remat switched", "weights, remat switched"} <= {
-        item.what for item in actual.comparisons
+        item.kind for item in actual.comparisons
     }

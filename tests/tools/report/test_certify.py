@@ -75,12 +75,12 @@ def test_a_certificate_has_what_the_files_have(original):
     assert {"python", "numpy", "praxis_lite"} < versions.keys()
     on_record = facts["examples: on record"]["value"]
     assert on_record["last_step"] == 29
-    assert on_record["left_out_batches"] == [15]
-    assert facts["examples: made again"]["value"] == {"digest": on_record["digest"]}
+    assert on_record["skipped_batches"] == [15]
+    assert facts["examples: recomputed"]["value"] == {"digest": on_record["digest"]}
     assert facts["losses: steps and losses"]["value"]["num"] == 29
     for step in (21, 28, 29):
         assert facts[f"checkpoints: step {step}"]["value"] == digest_of(job.checkpoints / str(step))
-    assert facts["certificates in flight: certificates.jsonl"]["value"]["lines"] == 2
+    assert facts["step certificates: certificates.jsonl"]["value"]["lines"] == 2
     digest = hashlib.sha256(job.elastic_jsonl.read_bytes()).hexdigest()
     assert facts["regroupings: elastic.jsonl"]["value"]["sha256"] == digest
     own = document.pop("sha256")
@@ -155,7 +155,7 @@ def change_certificate(job):
         (change_config, "config: config.json"),
         (change_examples, "examples: on record"),
         (regroup, "regroupings: elastic.jsonl"),
-        (change_certificate, "certificates in flight: certificates.jsonl"),
+        (change_certificate, "step certificates: certificates.jsonl"),
         (damage_checkpoint, "checkpoints: step 29"),
     ],
 )
@@ -167,10 +167,10 @@ def test_what_was_changed_differs(original, job, tamper, title):
 
 def test_other_data_differ_and_data_that_are_not_there_cannot_be_made_again(original, job):
     status, verdicts, out = verify(original, job, "--set", "datasets.train.poisoned=(3,)")
-    assert status == 1 and verdicts["examples: made again"].startswith("DIFFERS"), out
+    assert status == 1 and verdicts["examples: recomputed"].startswith("DIFFERS"), out
     status, verdicts, out = verify(original, job, "--recorded_only")
     assert status == 0, out
-    assert verdicts["examples: made again"].startswith("cannot be recomputed here")
+    assert verdicts["examples: recomputed"].startswith("cannot be recomputed here")
     assert verdicts["examples: on record"] == "same"
 
 
@@ -182,7 +182,7 @@ def test_a_certificate_that_was_changed_says_so_itself(original, tmp_path):
     assert status == 1 and out.startswith("the certificate's own digest: DIFFERS")
 
 
-def test_a_difference_in_flight_fails_the_job(job):
+def test_a_step_certificate_with_a_difference_fails_the_job(job):
     lines = [certificate_line(5), certificate_line(20, {"cause": "device", "leaf": "w"})]
     job.certificates_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, out, _ = certify(job.path, "--recorded_only")
@@ -206,7 +206,7 @@ def damaged(path):
 
 @pytest.fixture(scope="module")
 def evidenced(tmp_path_factory):
-    """A job that was evaluated, certified in flight, and keeps a tokenizer; and its certificate."""
+    """A job that was evaluated, has step certificates and a tokenizer; and its certificate."""
     folder = tmp_path_factory.mktemp("evidenced")
     job = JobDir(folder / "job")
     succeed("--exp=jobzoo.lines.Evidenced", f"--job_log_dir={job.path}")

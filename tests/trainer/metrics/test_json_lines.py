@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.file_reading import read_json
-from praxis_lite.host.whole_files import write_whole
 from praxis_lite.trainer.metrics import json_lines
 from praxis_lite.trainer.metrics.json_lines import (
     JsonLinesWriter,
@@ -248,9 +248,9 @@ def test_no_line_of_a_guest_is_lost_while_the_writer_mends_its_file_and_goes_on(
 
     def slowly(path, content):
         time.sleep(0.01)
-        write_whole(path, content)
+        write_atomically(path, content)
 
-    monkeypatch.setattr(json_lines, "write_whole", slowly)
+    monkeypatch.setattr(json_lines, "write_atomically", slowly)
 
     def guest(name):
         for number in range(25):

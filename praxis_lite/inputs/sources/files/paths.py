@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.host.atomic_files import not_written
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.places import local_files
-from praxis_lite.host.whole_files import not_written
 
 # A user's function that writes files into the given folder or returns the examples for a file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.jaxprs import RECOMPUTED
+from praxis_lite.layers.attention.kernels.chunks import add_at, to_output_layout
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 
@@ -129,10 +130,10 @@ def _forward(q, k, v, mask, sinks, options, block_size):
             total += jnp.exp(sinks - highest)
         # Fully masked queries have exp = 1 for all keys; set their probabilities to zero.
         share = jnp.where(sees_any, 1.0 / total, 0.0)
-        part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _to_output_layout(share)
+        part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * to_output_layout(share)
         if _averages(q, k, mask, sinks, options):
             mean = jnp.mean(v, axis=1, dtype=jnp.float32)[:, None, :, None]
-            part = jnp.where(_to_output_layout(sees_any), part, mean)
+            part = jnp.where(to_output_layout(sees_any), part, mean)
         parts.append(part.astype(q.dtype))
         saved.append((exp, share, highest))
     return jnp.concatenate(parts, axis=1), saved
@@ -142,11 +143,6 @@ def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
     """Returns whether queries may be fully masked and would then output the mean of all values."""
     may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
-
-
-def _to_output_layout(x_BGRT: jax.Array) -> jax.Array:
-    """Transposes [B, G, R, T] to [B, T, G, R, 1], to broadcast with outputs."""
-    return x_BGRT.transpose(0, 3, 1, 2)[..., None]
 
 
 def _forward_with_residuals(q, k, v, mask, sinks, options, block_size):
@@ -161,7 +157,7 @@ def _backward(options, block_size, residuals, d_encoded):
     # Start with the last block, which attends to all keys in causal attention.
     for block, (exp, share, highest) in zip(reversed(blocks), reversed(saved), strict=True):
         d_out = block.queries(d_encoded)
-        d_sums = (d_out * _to_output_layout(share)).astype(q.dtype)
+        d_sums = (d_out * to_output_layout(share)).astype(q.dtype)
         # The sum of p_s dp_s over keys s, which the gradient of the softmax subtracts.
         inner = _einsum("btgrk,btgrk->bgrt", d_out, block.queries(encoded)) * share
         logits_dtype = jnp.float32 if options.float32_logits else q.dtype
@@ -179,10 +175,11 @@ def _backward(options, block_size, residuals, d_encoded):
         dq.append(_einsum("bgrts,bsgk->btgrk", d_logits, block.keys(k)).astype(q.dtype))
         dk_part = _einsum("bgrts,btgrk->bsgk", d_logits, block.queries(q))
         dv_part = _einsum("bgrts,btgrk->bsgk", exp, d_sums)
-        dk, dv = (
-            _add_at(total, part, block.first, num_keys)
-            for total, part in ((dk, dk_part), (dv, dv_part))
-        )
+        if dk is None:
+            padding = [(0, 0), (block.first, num_keys - block.end), (0, 0), (0, 0)]
+            dk, dv = jnp.pad(dk_part, padding), jnp.pad(dv_part, padding)
+        else:
+            dk, dv = add_at(dk, dk_part, block.first), add_at(dv, dv_part, block.first)
         if _averages(q, k, mask, sinks, options):
             sees_none = (share == 0.0).astype(d_out.dtype)
             dv += _einsum("bgrt,btgrk->bgk", sees_none, d_out)[:, None] / num_keys
@@ -192,15 +189,6 @@ def _backward(options, block_size, residuals, d_encoded):
         d_sinks = jnp.sum(d_sinks, keepdims=True)
     dq = jnp.concatenate(dq[::-1], axis=1)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None if sinks is None else d_sinks
-
-
-def _add_at(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
-    """Adds `part` to `total` [B, S, G, K], starting at key `first`; None stands for zeros."""
-    end = first + part.shape[1]
-    if total is None:
-        return jnp.pad(part, [(0, 0), (first, num_keys - end), (0, 0), (0, 0)])
-    part += total[:, first:end]
-    return jax.lax.dynamic_update_slice_in_dim(total, part, first, axis=1)
 
 
 _attention.defvjp(_forward_with_residuals, _backward)

@@ -32,7 +32,7 @@ from praxis_lite.layers.attention.kernels.splash import (
     splash_of,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.activation_names import goes_to_host, named
+from praxis_lite.layers.base.activation_names import is_offloaded, named
 from praxis_lite.layers.stochastics import Dropout
 
 _ALL = frozenset(
@@ -254,15 +254,15 @@ def attend(
       is_part: Whether this call runs on one device inside another `attend`, which then names
         offloaded activations.
     """
-    to_host = goes_to_host(CONTEXT)
-    residual_name = None if to_host else CONTEXT
+    is_context_offloaded = is_offloaded(CONTEXT)
+    residual_name = None if is_context_offloaded else CONTEXT
 
     # Every path ends here. The outputs get their checkpoint name, unless the kernel has assigned it
     # or the enclosing `attend` will.
     def finish(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
         encoded_BTNK = constrain(encoded_BTNK, split)
-        has_name = is_part if to_host else is_named
+        has_name = is_part if is_context_offloaded else is_named
         return encoded_BTNK if has_name else named(encoded_BTNK, CONTEXT)
 
     # Time is sharded. `local_kernel` is used only if devices exchange heads, so that each has

@@ -336,8 +336,8 @@ def gradients_in_chunks(
                 d_logits = d_logits * options.scale
             d_logits, probs = d_logits.astype(q.dtype), probs.astype(q.dtype)
             dq_part += _einsum("bgrts,bsgk->btgrk", d_logits, keys)
-            dk = _add_at(dk, _einsum("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
-            dv = _add_at(dv, _einsum("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
+            dk = add_at(dk, _einsum("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
+            dv = add_at(dv, _einsum("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
             return dq_part, dk, dv
 
         first, end = chunks.columns_seen(i)
@@ -359,8 +359,8 @@ def gradients_in_chunks(
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
-def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    """Adds `part` to `total`, starting at column `start`."""
+def add_at(total: jax.Array, part: jax.Array, start: int | jax.Array) -> jax.Array:
+    """Adds `part` to `total` [B, S, G, K], starting at key `start`."""
     old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 

@@ -57,7 +57,7 @@ from praxis_lite.layers.attention.kernels.splash import (
 )
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to_multiple
-from praxis_lite.layers.base.calls import check_way
+from praxis_lite.layers.base.calls import check_collectives_setting
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
 # B batch, T queries, S keys, N query heads, G key/value heads, R query heads per key/value head,
@@ -74,16 +74,19 @@ Kernel = Callable[..., jax.Array]
 
 
 def check_context_parallel(
-    layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
+    layer: object, value: str | None, atten_kernel: str, unsupported: Mapping[str, bool]
 ) -> None:
-    """Checks a layer's `context_parallel` setting (see `check_way`) and the layer's kernel.
+    """Checks a layer's `context_parallel` setting and the layer's kernel.
 
     Raises:
-      ConfigError: See `check_way`; or the kernel does not support context parallelism.
+      ConfigError: See `check_collectives_setting`; or the kernel does not support context
+        parallelism.
     """
-    check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
-    if setting in ("gather", "ring"):
-        _check_kernel(type(layer).__name__, setting, atten_kernel, "")
+    check_collectives_setting(
+        layer, "context_parallel", value, CONTEXT_PARALLEL, unsupported, "attention by time"
+    )
+    if value in ("gather", "ring"):
+        _check_kernel(type(layer).__name__, value, atten_kernel, "")
 
 
 def _check_kernel(

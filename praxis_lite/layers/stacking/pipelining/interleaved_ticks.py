@@ -7,7 +7,6 @@ Skip this file on a first read: `ticks.py` contains a simpler loop, which runs o
 and leaves the backward pass to JAX.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -41,28 +40,37 @@ class Carry(NamedTuple):
     weight_M: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
 class InterleavedTicks:
     """Runs 1F1B over all microbatches.
 
-    Attributes:
+    Args:
       schedule: The tick schedule.
       work: The computation of a stage.
       ends: The parts of the model before and after the pipeline.
       arrays: Arrays of `work`, [X, S, ...], where X is R for weights and M for inputs.
       keys_M: One random key per microbatch, or None.
+
+    Attributes:
+      floats: Indices of the arrays with gradients: the float arrays of the blocks.
+      split: A stage's backward pass, split into input gradients and weight gradients.
     """
 
-    schedule: InterleavedSchedule
-    work: StageWork
-    ends: SplitModel
-    arrays: list[jax.Array]
-    keys_M: jax.Array | None
-
-    @property
-    def floats(self) -> list[int]:
-        """Indices of the arrays with gradients: the float arrays of the blocks."""
-        return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
+    def __init__(
+        self,
+        schedule: InterleavedSchedule,
+        work: StageWork,
+        ends: SplitModel,
+        arrays: list[jax.Array],
+        keys_M: jax.Array | None,
+    ):
+        self.schedule, self.work, self.ends = schedule, work, ends
+        self.arrays, self.keys_M = arrays, keys_M
+        self.floats = [i for i in floats_of(arrays) if i < work.num_leaves]
+        # Split the backward pass here, outside the loop over ticks, which uses the result.
+        x = jax.eval_shape(ends.enter, jnp.array(0))
+        x_S = jax.ShapeDtypeStruct((schedule.num_stages, *x.shape), x.dtype)
+        key = None if keys_M is None else keys_M[0]
+        self.split = work.split(arrays, self.floats, key, x_S, work.assigned(arrays))
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
         """Runs all ticks, and returns the gradients, the metrics and the loss weights.
@@ -100,8 +108,8 @@ class InterleavedTicks:
         values, grad_values = (
             zeros_for_values(a, num_microbatches) for a in (assigned, grad_values)
         )
-        stages, _ = self.work.stages, self.split  # Trace `split` here, outside loops.
-        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, grad_values)
+        stages = self.work.stages
+        _, residuals = jax.eval_shape(self.input_grads, stages, stages, x_S, x_S, grad_values)
         saved_SK = jnp.broadcast_to(
             x_S[:, None], (num_stages, self.schedule.num_saved_inputs, *x.shape)
         )
@@ -213,7 +221,7 @@ class InterleavedTicks:
         # The input that each stage saved in its forward tick, from which the stage is recomputed.
         index = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
         x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, index))
-        grad_x_S, residuals = self.by_inputs(
+        grad_x_S, residuals = self.input_grads(
             microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
         )
         # Idle stages and microbatches with weight 0 may produce NaN.
@@ -239,7 +247,7 @@ class InterleavedTicks:
             grad_ends=grad_ends,
         )
 
-    def by_inputs(
+    def input_grads(
         self,
         microbatch: jax.Array,
         repeat: jax.Array,
@@ -249,13 +257,13 @@ class InterleavedTicks:
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients of the stages' inputs, and residuals for the weight gradients."""
 
-        def first(
+        def stage_input_grads(
             arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
         ) -> tuple:
             grad_values = {path: a[m, r] for path, a in grad_values.items()}
             return self.split.first(*self.picked(arrays, stage, m, r), x, grad_y, grad_values)
 
-        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+        return self.work.vmap(stage_input_grads, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
         )
 
@@ -268,7 +276,7 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
         has_weight = is_valid & (carry.weight_M[microbatch] != 0)
 
-        def second(
+        def stage_weight_grads(
             arrays: list,
             totals: list,
             residuals: list,
@@ -287,7 +295,7 @@ class InterleavedTicks:
 
         slot_axis = 0 if microbatch.ndim else None  # None if all stages share one microbatch.
         grad_floats = self.work.vmap(
-            second, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
+            stage_weight_grads, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
         )(
             self.arrays,
             carry.grad_floats,
@@ -303,15 +311,6 @@ class InterleavedTicks:
                 lambda total: self.work.layout.constrain(total, dim=1), grad_floats
             )
         )
-
-    @functools.cached_property
-    def split(self) -> Any:
-        """A stage's backward pass, split into input gradients and weight gradients."""
-        x = jax.eval_shape(self.ends.enter, jnp.array(0))
-        x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
-        key = None if self.keys_M is None else self.keys_M[0]
-        assigned = self.work.assigned(self.arrays)
-        return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
     def picked(
         self, arrays: list, stage: Any, microbatch: Any, repeat: Any

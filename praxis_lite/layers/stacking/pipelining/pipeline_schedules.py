@@ -55,7 +55,7 @@ class Schedule:
         return self.num_ticks - (self.num_stages - 1)
 
     def split_bubble_share(
-        self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
+        self, forward: float = 1.0, input_grads: float = 1.0, weight_grads: float = 1.0
     ) -> float:
         """Returns the fraction of time in which a stage is idle if the backward pass is split.
 
@@ -64,12 +64,12 @@ class Schedule:
 
         Args:
           forward: F, the time of a stage's forward tick, including recomputation.
-          by_inputs: I, the time of its input gradients.
-          by_weights: W, the time of its weight gradients.
+          input_grads: I, the time of its input gradients.
+          weight_grads: W, the time of its weight gradients.
         """
-        num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + by_inputs
-        time = self.num_ticks * with_bubbles + self.num_weight_ticks * by_weights
-        return 1.0 - num_busy * (with_bubbles + by_weights) / time
+        num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + input_grads
+        time = self.num_ticks * with_bubbles + self.num_weight_ticks * weight_grads
+        return 1.0 - num_busy * (with_bubbles + weight_grads) / time
 
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) for `stage` at `tick`, as ints or arrays.
@@ -152,7 +152,7 @@ class InterleavedSchedule:
         ]
 
     def bubble_share(
-        self, forward: float = 1.0, by_inputs: float = 2.0, by_weights: float = 1.0
+        self, forward: float = 1.0, input_grads: float = 2.0, weight_grads: float = 1.0
     ) -> float:
         """Returns the fraction of a step's time in which a stage is idle.
 
@@ -161,10 +161,10 @@ class InterleavedSchedule:
 
         Args:
           forward: The time of a stage's forward tick.
-          by_inputs: The time of its input gradients, including the recomputed forward pass.
-          by_weights: The time of its weight gradients.
+          input_grads: The time of its input gradients, including the recomputed forward pass.
+          weight_grads: The time of its weight gradients.
         """
-        times = forward, by_inputs, by_weights
+        times = forward, input_grads, weight_grads
         time = sum(
             len(ticks) * sum(t for t, is_done in zip(times, parts, strict=True) if is_done)
             for ticks, *parts in self.phases

@@ -8,7 +8,7 @@ part traces the complete model, and XLA removes the operations that the part doe
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,16 +78,15 @@ class SplitModel:
     ):
         self._full_weight = full_weight
         self._loss, self._num_microbatches = loss, num_microbatches
-        self._params, self._form = jax.tree.flatten(params)
-        self._call: dict[str, Any] = {}  # Arguments of the pipeline's call that are not arrays.
-        x, *_ = jax.eval_shape(self._pipeline_args, self._params, jnp.array(0))
-        if any(self._used(lambda params: self._pipeline_args(params, 0)[1])):
+        self._params, self._treedef = jax.tree.flatten(params)
+        x = jax.eval_shape(self.enter, jnp.array(0))
+        if any(self._used(lambda params: self._pipeline_call(params, 0).arrays)):
             raise ConfigError(
                 "OneForwardOneBackward requires that only the first input of the Pipeline depends "
                 "on weights, but other inputs depend on weights as well, such as the outputs of an "
                 "encoder. Omit the Partitioner's `gradients`."
             )
-        before = self._used(lambda params: self._pipeline_args(params, 0)[0])
+        before = self._used(lambda params: self._pipeline_call(params, 0).x)
         after = self._used(
             lambda params: self._loss_of_output(params, 0, jnp.zeros(x.shape, x.dtype), {})
         )
@@ -96,17 +95,21 @@ class SplitModel:
 
     def parts(self) -> tuple[StageWork, "SplitModel", list[jax.Array], jax.Array | None]:
         """Returns the arguments (work, ends, arrays, keys_M) of InterleavedTicks."""
-        leaves = self._leaves(self._params)
-        _, inputs_M, keys_M = jax.lax.map(
-            lambda microbatch: (0, *self._pipeline_args(self._params, microbatch)[1:]),
-            jnp.arange(self._num_microbatches),
-        )
-        pipeline, inputs, inputs_form = self._call["pipeline"], *jax.tree.flatten(inputs_M)
+        call = self._pipeline_call(self._params, 0)
+        pipeline = call.pipeline
+        leaves, treedef = jax.tree.flatten(call.blocks)
+
+        def arrays_and_key(microbatch: jax.Array) -> tuple[dict[str, PyTree], jax.Array | None]:
+            call = self._pipeline_call(self._params, microbatch)
+            return call.arrays, call.key
+
+        inputs_M, keys_M = jax.lax.map(arrays_and_key, jnp.arange(self._num_microbatches))
+        inputs, inputs_treedef = jax.tree.flatten(inputs_M)
         work = StageWork(
-            self._call["form"],
+            treedef,
             len(leaves),
-            inputs_form,
-            self._call["others"],
+            inputs_treedef,
+            call.others,
             pipeline.num_stages,
             pipeline.num_layers // pipeline.circular_repeat,
             pipeline.layout,
@@ -118,7 +121,7 @@ class SplitModel:
         indices = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
-            leaves = self._leaves(params)
+            leaves = jax.tree.leaves(self._pipeline_call(params, 0).blocks)
             return [leaves[i] for i in indices]
 
         leaves, vjp_fn = jax.vjp(floats, self._params)
@@ -135,16 +138,16 @@ class SplitModel:
             grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *vjp_fn(parts), strict=True)]
         for i, g in zip(self._ends, grad_ends, strict=True):
             grads[i] += g
-        return jax.tree.unflatten(self._form, grads)
+        return jax.tree.unflatten(self._treedef, grads)
 
     def enter(self, microbatch: jax.Array) -> jax.Array:
         """Returns the pipeline's input x for a microbatch."""
-        return self._pipeline_args(self._params, microbatch)[0]
+        return self._pipeline_call(self._params, microbatch).x
 
     def enter_gradient(self, microbatch: jax.Array, grad_x: jax.Array) -> list[jax.Array]:
         """Backpropagates the gradient of x to the ends' weights."""
         ends = [self._params[i] for i in self._ends]
-        _, vjp_fn = jax.vjp(lambda ends: self._pipeline_args(self._with(ends), microbatch)[0], ends)
+        _, vjp_fn = jax.vjp(lambda ends: self._pipeline_call(self._with(ends), microbatch).x, ends)
         return vjp_fn(grad_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
@@ -185,7 +188,7 @@ class SplitModel:
 
     def _cut(
         self, params: list, microbatch: Any, cut: Callable[..., jax.Array], values: Values
-    ) -> tuple:
+    ) -> tuple[tuple, "_PipelineCall"]:
         """Runs the model with `cut` instead of the blocks.
 
         Args:
@@ -195,18 +198,18 @@ class SplitModel:
           values: Values to assign to the blocks' variables.
 
         Returns:
-          (result of the loss function, arguments of the pipeline's call).
+          (result of the loss function, the call of the pipeline).
         """
         calls = []
 
         def record(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
-            calls.append((pipeline, x, key, inputs))
+            calls.append(_PipelineCall(pipeline, x, key, inputs))
             assign(pipeline.blocks, pipeline.off_stages(values))
             return cut(x)
 
         # Inside, the pipeline calls `record` instead of running its blocks.
         with cutting(record):
-            result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
+            result = self._loss(jax.tree.unflatten(self._treedef, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
                 "OneForwardOneBackward requires that each pass calls the Pipeline exactly once, "
@@ -218,21 +221,39 @@ class SplitModel:
         """Returns the loss and metrics, given the pipeline's output and its assigned values."""
         return self._cut(params, microbatch, lambda _: x, values)[0]
 
-    def _pipeline_args(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
-        """Returns the arguments (x, inputs, key) that the model passes to the pipeline."""
+    def _pipeline_call(self, params: list, microbatch: Any) -> "_PipelineCall":
+        """Returns the model's call of the pipeline for a microbatch."""
         # Only the arguments matter, so the pipeline may return its input.
-        _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
-        arrays, others = arrays_of(inputs, x.shape[0])
-        scalars = {name: value for name, value in others.items() if isinstance(value, jax.Array)}
-        self._call |= dict(
-            pipeline=pipeline,
-            others={name: value for name, value in others.items() if name not in scalars},
-        )
-        return x, {**arrays, **scalars}, key
+        return self._cut(params, microbatch, lambda x: x, {})[1]
 
-    def _leaves(self, params: list) -> list[jax.Array]:
-        """Returns the arrays of the blocks, [R, S, P, ...]."""
-        _, (pipeline, *_) = self._cut(params, 0, lambda x: x, {})
-        leaves, form = jax.tree.flatten(pipeline.on_stages(pipeline.blocks))
-        self._call |= dict(form=form)
-        return leaves
+
+class _PipelineCall(NamedTuple):
+    """A call of a Pipeline.
+
+    Attributes:
+      pipeline: The layer.
+      x: The first input.
+      key: The random key, or None.
+      inputs: The other inputs.
+    """
+
+    pipeline: Any
+    x: jax.Array
+    key: jax.Array | None
+    inputs: dict[str, Any]
+
+    @property
+    def blocks(self) -> Any:
+        """The pipeline's blocks, with arrays [R, S, P, ...]."""
+        return self.pipeline.on_stages(self.pipeline.blocks)
+
+    @property
+    def arrays(self) -> dict[str, PyTree]:
+        """The other inputs that are arrays, with or without a batch dim."""
+        return {name: value for name, value in self.inputs.items() if name not in self.others}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The other inputs that are not arrays, such as None and flags."""
+        _, others = arrays_of(self.inputs, self.x.shape[0])
+        return {name: value for name, value in others.items() if not isinstance(value, jax.Array)}

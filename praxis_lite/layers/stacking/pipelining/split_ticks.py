@@ -58,11 +58,11 @@ def run_split_ticks(
         if jax.tree.leaves(value)
         and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     }
-    leaves, form = jax.tree.flatten(blocks)
-    inputs, inputs_form = jax.tree.flatten({**inputs_M, **scalars})
+    leaves, treedef = jax.tree.flatten(blocks)
+    inputs, inputs_treedef = jax.tree.flatten({**inputs_M, **scalars})
     others = {name: value for name, value in others.items() if name not in scalars}
     work = StageWork(
-        form, len(leaves), inputs_form, others, schedule.num_stages, num_layers, layout
+        treedef, len(leaves), inputs_treedef, others, schedule.num_stages, num_layers, layout
     )
     ticks = _Ticks(work, schedule, Handover(schedule, layout, stream_io))
 
@@ -89,7 +89,7 @@ class _Ticks:
 
     def forward(self, leaves: list, inputs: list, x_M: jax.Array, key: Any) -> tuple:
         """Returns ((x_M, assigned values), the stages' inputs in each tick)."""
-        old_values = assigned_values(jax.tree.unflatten(self.work.form, leaves))
+        old_values = assigned_values(jax.tree.unflatten(self.work.treedef, leaves))
         arrays = self.work.arrays(leaves, inputs)
 
         def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> tuple:
@@ -137,7 +137,7 @@ class _Ticks:
         transposed = HandoverGradient(self.handover, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
-        def first(
+        def input_grads(
             arrays: list,
             stage: Any,
             microbatch: Any,
@@ -150,16 +150,16 @@ class _Ticks:
             picked = self.work.picked(arrays, microbatch, repeat)
             return split.first(picked, key, stage, microbatch, repeat, x, grad_y, grad_values)
 
-        first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
+        input_grads_S = self.work.vmap(input_grads, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
-        def input_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+        def input_grads_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             # The carry contains the gradients of the arrays that arrived at the stages and of the
             # handover's buffers, and the residuals of the last S ticks.
             grad_arrived_S, grad_stored, residuals = carry
             t, x_S = tick
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
             grad_y_S, grad_stored = transposed.leave(grad_arrived_S, grad_stored, t)
-            grad_x_S, new_residuals = first_S(
+            grad_x_S, new_residuals = input_grads_S(
                 arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
             )
             # Idle stages may produce NaN.
@@ -173,18 +173,18 @@ class _Ticks:
             ]
             return (*transposed.enter(grad_x_S, grad_stored, t), residuals), None
 
-        def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
+        def weight_grads(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
             # The microbatch that stage 0 has at tick t was on stage s at tick t + s.
             residuals = [pick(residual, (t + stage) % num_stages) for residual in residuals]
             return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
 
-        def weight_gradients_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+        def weight_grads_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             carry, grad_floats = carry
-            carry, _ = input_gradients_tick(carry, tick)
+            carry, _ = input_grads_tick(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
             # carry[-1] contains the residuals, including those that this tick has just stored.
-            new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
+            new = self.work.vmap(weight_grads, split, in_axes=(1, 0, 0, None, None, None))(
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
             grad_floats = [
@@ -201,7 +201,7 @@ class _Ticks:
 
         # The initial carry. Residuals are [S, S, ...]: a slot per tick, modulo S, for each stage.
         _, residuals = jax.eval_shape(
-            first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
+            input_grads_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
         )
         empty = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
         totals = [self.work.unstack_layers(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
@@ -215,8 +215,8 @@ class _Ticks:
             for part in (slice(num_stages - 1), slice(num_stages - 1, None))
         )
         if num_stages > 1:
-            carry, _ = jax.lax.scan(input_gradients_tick, carry, before)
-        (carry, grad_floats), _ = jax.lax.scan(weight_gradients_tick, (carry, grad_floats), after)
+            carry, _ = jax.lax.scan(input_grads_tick, carry, before)
+        (carry, grad_floats), _ = jax.lax.scan(weight_grads_tick, (carry, grad_floats), after)
         grad_floats = [
             self.work.stack_layers(i, grad) for i, grad in zip(floats, grad_floats, strict=True)
         ]

@@ -37,18 +37,18 @@ class StageWork:
     [M, S, ...].
 
     Attributes:
-      form: Tree structure of the blocks.
+      treedef: Tree structure of the blocks.
       num_leaves: Number of arrays in the blocks.
-      inputs_form: Tree structure of the inputs.
+      inputs_treedef: Tree structure of the inputs.
       others: Inputs that are not arrays.
       num_stages: S.
       num_layers: Number of layers per repeat, at most S P.
       layout: The sharding of arrays with a stage dim.
     """
 
-    form: Any
+    treedef: jax.tree_util.PyTreeDef
     num_leaves: int
-    inputs_form: Any
+    inputs_treedef: jax.tree_util.PyTreeDef
     others: dict[str, Any]
     num_stages: int
     num_layers: int
@@ -80,7 +80,7 @@ class StageWork:
 
     def assigned(self, arrays: Sequence[jax.Array]) -> Values:
         """Returns the values of the variables that the blocks assign, [R, S, P, ...]."""
-        return assigned_values(jax.tree.unflatten(self.form, arrays[: self.num_leaves]))
+        return assigned_values(jax.tree.unflatten(self.treedef, arrays[: self.num_leaves]))
 
     def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
         """Indexes the arrays by a repeat (weights) or a microbatch (inputs)."""
@@ -104,10 +104,10 @@ class StageWork:
         Layers are unrolled, because `split_function` does not split loops.
         """
         leaves_P = arrays[: self.num_leaves]
-        inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
+        inputs = jax.tree.unflatten(self.inputs_treedef, arrays[self.num_leaves :])
         layers_per_stage, values_P = len(leaves_P[0]), []
         for index in range(layers_per_stage):
-            block = jax.tree.unflatten(self.form, [leaf[index] for leaf in leaves_P])
+            block = jax.tree.unflatten(self.treedef, [leaf[index] for leaf in leaves_P])
             x, _, values = apply_layer_at(
                 block,
                 x,

@@ -39,7 +39,7 @@ def main() -> int:
                     kind,
                     defect.name,
                     ", ".join(defect.parts),
-                    comparison=first.what if first else "",
+                    comparison=first.kind if first else "",
                     leaf=first.leaf if first else "",
                     layer=first.layer if first else "",
                     axis=(first.axis or "") if first else "",

@@ -10,7 +10,7 @@ from praxis_lite.core.errors import require
 CHANGE = "Change it in the experiment's run(), or with --set."
 
 
-def check_whole_numbers(
+def check_integers(
     path: str, settings: Any, ranges: Mapping[str, tuple[float, float]] = {}
 ) -> None:
     """Checks every field of a dataclass that is annotated as `int` or `int | None`.

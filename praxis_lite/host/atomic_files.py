@@ -13,7 +13,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.host.object_stores import StorePath
 
-__all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_whole")
+__all__ = ("DISK_FULL", "new_directory", "not_written", "write_atomically", "write_picture")
 
 # Errors for a full disk, an exceeded quota, and a file above the size limit.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -27,7 +27,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "praxis_lite"
 
 
-def write_whole(path: Path | StorePath, content: bytes) -> None:
+def write_atomically(path: Path | StorePath, content: bytes) -> None:
     """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
 
     A killed process may leave the temporary file behind. In an object store, all writes are atomic,
@@ -58,7 +58,7 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
     """Writes a matplotlib figure as a PNG atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
-    write_whole(path, picture.getvalue())
+    write_atomically(path, picture.getvalue())
 
 
 @contextlib.contextmanager

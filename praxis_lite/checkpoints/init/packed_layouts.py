@@ -11,10 +11,10 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.layers.whole_model.packed_weights import PackedForm
 
-__all__ = ("whole_layout",)
+__all__ = ("unpacked_layout",)
 
 
-def whole_layout(layout: StateLayout) -> StateLayout:
+def unpacked_layout(layout: StateLayout) -> StateLayout:
     """Returns the layout with each packed weight replaced by the leaf that its layer declares."""
     axis_names = tuple(layout.axis_sizes)
 
@@ -51,8 +51,8 @@ def whole_layout(layout: StateLayout) -> StateLayout:
     )
 
 
-def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
-    """Converts paths of weights in `whole_layout(layout)` to their paths in `layout`."""
+def packed_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
+    """Converts paths of weights in `unpacked_layout(layout)` to their paths in `layout`."""
     return {
         part
         for path in paths
@@ -64,16 +64,16 @@ def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
     }
 
 
-def in_kept_form(
+def pack_weight(
     layout: StateLayout, path: str, weight: jax.Array, mesh: Mesh
 ) -> dict[str, jax.Array]:
     """Converts a weight to the arrays that a layout stores for the weight.
 
     Args:
       layout: The layout of the state.
-      path: Path of the weight in `whole_layout(layout)`.
-      weight: The weight, padded and sharded as in `whole_layout(layout)`. The weight is deleted if
-        the layout packs it.
+      path: Path of the weight in `unpacked_layout(layout)`.
+      weight: The weight, padded and sharded as in `unpacked_layout(layout)`. It is deleted if the
+        layout packs it.
       mesh: The mesh.
 
     Returns:
@@ -97,12 +97,12 @@ def in_kept_form(
     return {f"{path}/{name}": part for name, part in parts.items()}
 
 
-def whole_arrays(
+def unpacked_arrays(
     layout: StateLayout, arrays: Mapping[str, jax.Array], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts arrays of a layout to those of `whole_layout(layout)`, keyed by path."""
+    """Converts arrays of a layout to those of `unpacked_layout(layout)`, keyed by path."""
     leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
-    whole_leaves = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
+    unpacked_leaves = {leaf.path: leaf for leaf in unpacked_layout(layout).leaves()}
     unpacked = dict(arrays)
     for path, form in layout.forms.items():
         part_leaves = {name: leaf_by_path[f"{path}/{name}"] for name in form.parts}
@@ -111,7 +111,7 @@ def whole_arrays(
             parts: Mapping[str, jax.Array],
             form: PackedForm = form,
             part_leaves: Mapping[str, LeafLayout] = part_leaves,
-            leaf: LeafLayout = whole_leaves[path],
+            leaf: LeafLayout = unpacked_leaves[path],
         ) -> jax.Array:
             # The parts are unpadded before they are combined, because their padding may differ.
             logical = {
@@ -120,7 +120,7 @@ def whole_arrays(
             return _padded(form.from_parts(logical).astype(form.spec.dtype), leaf)
 
         parts = {name: unpacked.pop(f"{path}/{name}") for name in form.parts}
-        sharding = NamedSharding(mesh, whole_leaves[path].spec)
+        sharding = NamedSharding(mesh, unpacked_leaves[path].spec)
         unpacked[path] = jax.jit(unpack, out_shardings=sharding)(parts)
     return unpacked
 

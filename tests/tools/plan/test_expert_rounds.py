@@ -1,4 +1,4 @@
-"""Seconds of a step whose experts' loads are uneven: turns of the exchange, in plans."""
+"""Predicted times of steps whose expert loads are uneven: additional rounds of all-to-alls."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def planned(text):
 
 
 @pytest.mark.slow
-def test_each_turn_beyond_the_first_takes_as_long_as_the_plan_says():
+def test_each_round_after_the_first_takes_as_long_as_the_plan_predicts():
     text = text_of("expert")
     even, counted, loops = planned(text), [], 0
     for line in text.splitlines():
@@ -48,23 +48,23 @@ def test_each_turn_beyond_the_first_takes_as_long_as_the_plan_says():
             line, loops = line + ', backend_config={"known_trip_count":{"n":"2"}}', loops + 1
         counted.append(line)
     assert loops == 2  # Of the forward pass and of the backward pass.
-    assert 0 < even.expert_turn_seconds < even.seconds
+    assert 0 < even.expert_round_seconds < even.seconds
     three = planned("\n".join(counted))
-    assert three.expert_turn_seconds == 0
-    assert three.seconds == pytest.approx(even.seconds + 2 * even.expert_turn_seconds)
+    assert three.expert_round_seconds == 0
+    assert three.seconds == pytest.approx(even.seconds + 2 * even.expert_round_seconds)
 
 
 @pytest.mark.slow
-def test_experts_that_are_whole_on_each_device_take_no_turns():
-    assert planned(text_of(None)).expert_turn_seconds == 0
+def test_replicated_experts_have_no_rounds():
+    assert planned(text_of(None)).expert_round_seconds == 0
 
 
-@pytest.mark.parametrize(("load", "turns"), [(1.0, 1), (1.25, 1), (1.3, 2), (2.5, 2), (8.0, 7)])
-def test_a_load_takes_as_many_turns_as_its_slots(load, turns):
-    plan = dataclasses.replace(PLAN, expert_turn_seconds=0.5, expert_load=load)
-    assert plan.expert_turns == turns
-    assert plan.uneven_seconds == pytest.approx(3.0 + 0.5 * (turns - 1))
-    assert f"a load of {load:g} times the even load takes {turns} round" in plan_text(plan)
+@pytest.mark.parametrize(("load", "rounds"), [(1.0, 1), (1.25, 1), (1.3, 2), (2.5, 2), (8.0, 7)])
+def test_number_of_rounds_for_a_load(load, rounds):
+    plan = dataclasses.replace(PLAN, expert_round_seconds=0.5, expert_load=load)
+    assert plan.num_expert_rounds == rounds
+    assert plan.uneven_seconds == pytest.approx(3.0 + 0.5 * (rounds - 1))
+    assert f"a load of {load:g} times the even load takes {rounds} round" in plan_text(plan)
     assert PLAN.uneven_seconds is None
 
 
