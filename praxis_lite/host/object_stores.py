@@ -47,6 +47,11 @@ _FIRST_SECONDS, _FIRST_RETRY_SECONDS = 9.0, 2.0
 _QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 3, timedelta(seconds=8)
 _RETRY_SECONDS = 180.0
 _PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(seconds=_RETRY_SECONDS)
+# By default, TensorStore waits forever for an answer. It only reads these variables.
+_TENSORSTORE = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "120",
+}
 _CREDENTIALS = {
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an identity that "
     "can {action} it",
@@ -340,6 +345,8 @@ def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
     """Returns the TensorStore key-value store spec of a folder."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder}/"}
+    for name, value in _TENSORSTORE.items():
+        os.environ.setdefault(name, value)
     spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
     if folder.scheme == "gs":
         return {"driver": "gcs", **spec}

@@ -174,9 +174,10 @@ class Lease(contextlib.AbstractContextManager):
             self._version = self._object.write_bytes(content, version)
         except ObjectChanged:
             # The answer to an earlier write, of this or another call, may have been lost.
-            found, self._version = self._read()
+            found, found_version = self._read()
             if found.get("token") != self._token:
                 raise
+            self._version = found_version
 
     def _take(self) -> None:
         """Takes the lease once its holder has ended, or has not renewed it for LEASE_SECONDS.
