@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import fnmatch
 import functools
+import operator
 import os
 import re
 import secrets
@@ -276,7 +277,7 @@ class StorePath:
         for start in range(0, len(keys), 1000):
             batch = keys[start : start + 1000]
             try:
-                self._retried("delete", lambda store, batch=batch: store.delete(batch))
+                self._retried("delete", operator.methodcaller("delete", batch))
             except FileNotFoundError:  # A repeated request; Google Cloud Storage stops there.
                 for key in batch:
                     dataclasses.replace(self, key=key).unlink()
@@ -450,8 +451,10 @@ def _store_errors(path: StorePath, action: str) -> Iterator[None]:
     if re.search(r" 40[13] |InvalidAccessKeyId|SignatureDoesNotMatch", text):
         fix = _CREDENTIALS[path.scheme].format(action=action)
         raise ConfigError(f"{path}: {bucket} refuses permission to {action} it. {fix}.") from None
-    error = _unreachable(path, shortened(" ".join(text.split()), 300))
-    raise ConfigError(*error.args) if re.search(r" 4\d\d ", text) else error
+    unreachable = _unreachable(path, shortened(" ".join(text.split()), 300))
+    if re.search(r" 4\d\d ", text):  # The same request would fail again.
+        raise ConfigError(str(unreachable)) from None
+    raise unreachable from None
 
 
 def _unreachable(path: StorePath, reason: str) -> _Unreachable:
