@@ -14,14 +14,17 @@ import dataclasses
 import errno
 import fnmatch
 import functools
+import operator
 import os
 import re
+import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.optional_packages import optional_module, require_package
@@ -35,22 +38,30 @@ __all__ = (
     "remove_folder",
 )
 
+_T = TypeVar("_T")
 _SCHEMES = ("gs", "s3", "memory")
 _URL = re.compile(
     rf"(?P<scheme>{'|'.join(_SCHEMES)})://(?P<bucket>[^/]+)(/(?P<key>.*))?", re.DOTALL
 )
 # Maximum time for the first access to a store. Later requests are retried for minutes.
-_FIRST_SECONDS = 9.0
-_QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 1, timedelta(seconds=8)
-_PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(minutes=3)
+_FIRST_SECONDS, _FIRST_RETRY_SECONDS = 9.0, 2.0
+_QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 3, timedelta(seconds=8)
+_RETRY_SECONDS = 180.0
+_PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(seconds=_RETRY_SECONDS)
+# By default, TensorStore waits forever for an answer. It only reads these variables.
+_TENSORSTORE = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "120",
+}
 _CREDENTIALS = {
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an identity that "
     "can {action} it",
     "gs": "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS, "
     "with an identity that can {action} it",
 }
-# Name of the metadata field that identifies an object's version in conditional writes.
-_TAGS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
+# Name of the metadata field that identifies an object's version in conditional writes. Listings of
+# Google Cloud Storage do not contain it.
+_VERSIONS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
 _ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
 
 
@@ -58,12 +69,18 @@ class ObjectChanged(Exception):
     """A conditional write failed, because the object exists or has changed."""
 
 
+class _Unreachable(ConfigError):
+    """A request failed, but may succeed if it is repeated."""
+
+
 class _Status(NamedTuple):
     """The status of an object, with the field names of os.stat_result.
 
     Attributes:
-      st_ino: A number that identifies the version within this process.
-      tag: Identifies the version: the ETag, or the generation in Google Cloud Storage.
+      st_ino: A number that identifies the content within this process.
+      tag: The ETag, which identifies the content.
+      version: The version for conditional writes: the ETag, or the generation in Google Cloud
+        Storage, which is "" in listings.
     """
 
     st_size: int
@@ -71,6 +88,7 @@ class _Status(NamedTuple):
     st_mtime_ns: int
     st_ino: int
     tag: str
+    version: str
 
 
 def is_store_url(path: object) -> bool:
@@ -154,33 +172,44 @@ class StorePath:
         """Does nothing, because there are no folders."""
 
     def read_bytes(self) -> bytes:
-        with self._errors("read"):
-            return bytes(self._store.get(self.key).bytes())
+        return self.read_version()[0]
+
+    def read_version(self) -> tuple[bytes, _Status]:
+        """Returns the content and the status of the same version of the object."""
+
+        def read(store: Any) -> tuple[bytes, _Status]:
+            found = store.get(self.key)
+            return bytes(found.bytes()), _status(self.scheme, found.meta)
+
+        return self._retried("read", read)
 
     def write_bytes(self, content: bytes, mode: "Literal['create'] | str | None" = None) -> str:
-        """Writes the object atomically, and returns the tag of its version.
+        """Writes the object atomically, and returns its version.
 
         Args:
           content: The content.
-          mode: None to create or replace the object, "create" to only create it, or a tag to only
-            replace this version.
+          mode: None to create or replace the object, "create" to only create it, or a version to
+            only replace this version.
 
         Raises:
-          ObjectChanged: The object exists (with "create"), or does not have the given version.
+          ObjectChanged: The object exists (with "create"), or does not have the given version. If
+            the answer to a request was lost, this may be the version that this call has written.
         """
         put_mode: Any = "overwrite" if mode is None else mode
         if mode not in (None, "create"):
-            put_mode = {_TAGS[self.scheme]: mode}
-        with self._errors("write"):
-            return self._store.put(self.key, content, mode=put_mode)[_TAGS[self.scheme]]
+            put_mode = {_VERSIONS[self.scheme]: mode}
+        try:
+            put = self._retried("write", lambda store: store.put(self.key, content, mode=put_mode))
+        except FileNotFoundError:  # The version to replace was deleted.
+            raise ObjectChanged(str(self)) from None
+        return put[_VERSIONS[self.scheme]]
 
     def unlink(self, missing_ok: bool = True) -> None:
-        with self._errors("delete"), contextlib.suppress(FileNotFoundError):
-            self._store.delete(self.key)
+        with contextlib.suppress(FileNotFoundError):
+            self._retried("delete", lambda store: store.delete(self.key))
 
     def stat(self) -> _Status:
-        with self._errors("read"):
-            return _status(self.scheme, self._store.head(self.key))
+        return _status(self.scheme, self._retried("read", lambda store: store.head(self.key)))
 
     def is_file(self) -> bool:
         try:
@@ -190,30 +219,51 @@ class StorePath:
         return True
 
     def is_dir(self) -> bool:
-        with self._errors("list"):
-            return any(batch for batch in self._store.list(self.key or None, chunk_size=1))
+        return self._retried("list", lambda store: any(store.list(self.key or None, chunk_size=1)))
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
 
     def folders(self) -> list[str]:
         """Returns the sorted names of the folders in this folder."""
-        with self._errors("list"):
-            prefixes = self._store.list_with_delimiter(self.key or None)["common_prefixes"]
+        prefixes = self._listed()["common_prefixes"]
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes)
 
     def files(self) -> dict[str, _Status]:
         """Returns the status of each object in this folder, keyed and sorted by relative path."""
-        with self._errors("list"):
-            found = [meta for batch in self._store.list(self.key or None) for meta in batch]
+
+        def found(store: Any) -> list[Any]:
+            return [meta for batch in store.list(self.key or None) for meta in batch]
+
+        metas = sorted(self._retried("list", found), key=lambda meta: meta["path"])
         start = len(self.key) + 1 if self.key else 0
-        found.sort(key=lambda meta: meta["path"])
-        return {meta["path"][start:]: _status(self.scheme, meta) for meta in found}
+        return {meta["path"][start:]: _status(self.scheme, meta) for meta in metas}
+
+    def newest_files(self) -> dict[str, _Status]:
+        """Returns `files` from a listing that is not outdated.
+
+        Some stores answer with listings that lack the last changes. This method therefore writes a
+        temporary object, and repeats the listing until it contains this object.
+
+        Raises:
+          ConfigError: The object does not appear in listings.
+        """
+        marker = self / f".listed-{secrets.token_hex(8)}"
+        marker.write_bytes(b"")
+        deadline = time.monotonic() + _RETRY_SECONDS
+        while marker.name not in (files := self.files()):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{self}: listings are outdated; {marker.name} has not appeared within "
+                    f"{_RETRY_SECONDS:.0f} s. Use a store that shows new objects in listings."
+                )
+            time.sleep(0.2)
+        marker.unlink()
+        return {name: status for name, status in files.items() if name != marker.name}
 
     def iterdir(self) -> "list[StorePath]":
         """Returns the objects and folders directly in this folder."""
-        with self._errors("list"):
-            found = self._store.list_with_delimiter(self.key or None)
+        found = self._listed()
         keys = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return [dataclasses.replace(self, key=key.rstrip("/")) for key in sorted(keys)]
 
@@ -223,29 +273,37 @@ class StorePath:
 
     def remove_folder(self) -> None:
         """Deletes all objects below this folder."""
-        keys = [f"{self.key}/{name}" for name in self.files()]
-        with self._errors("delete"):
-            for start in range(0, len(keys), 1000):
-                self._store.delete(keys[start : start + 1000])
+        keys = [f"{self.key}/{name}" for name in self.newest_files()]
+        for start in range(0, len(keys), 1000):
+            batch = keys[start : start + 1000]
+            try:
+                self._retried("delete", operator.methodcaller("delete", batch))
+            except FileNotFoundError:  # A repeated request; Google Cloud Storage stops there.
+                for key in batch:
+                    dataclasses.replace(self, key=key).unlink()
 
-    def download(self, file: Path) -> None:
-        """Downloads the object to a local file, in chunks."""
+    def download(self, file: Path) -> str:
+        """Downloads the object to a local file, in chunks, and returns its tag."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        with self._errors("read"), file.open("wb") as out:
-            for chunk in self._store.get(self.key).stream(min_chunk_size=1 << 23):
-                out.write(chunk)
+
+        def download(store: Any) -> str:
+            found = store.get(self.key)
+            with file.open("wb") as out:
+                for chunk in found.stream(min_chunk_size=1 << 23):
+                    out.write(chunk)
+            return _status(self.scheme, found.meta).tag
+
+        return self._retried("read", download)
 
     def upload(self, file: Path) -> None:
         """Uploads a local file to the object, in several parts if it is large."""
-        with self._errors("write"):
-            self._store.put(self.key, file)
+        self._retried("write", lambda store: store.put(self.key, file))
 
-    @property
-    def _store(self) -> Any:
-        return _bucket(self.scheme, self.bucket)
+    def _listed(self) -> Any:
+        return self._retried("list", lambda store: store.list_with_delimiter(self.key or None))
 
-    def _errors(self, action: str) -> contextlib.AbstractContextManager[None]:
-        return _store_errors(self, action)
+    def _retried(self, action: str, request: Callable[[Any], _T]) -> _T:
+        return _retried(self, action, request, _bucket(self.scheme, self.bucket), _RETRY_SECONDS)
 
     def _check(self, writes: bool) -> None:
         """Checks access by listing the folder and, if `writes`, writing and deleting an object."""
@@ -254,15 +312,16 @@ class StorePath:
         raised: list[BaseException] = []
         done = threading.Event()
 
+        def request(action: str, send: Callable[[Any], object]) -> None:
+            _retried(self, action, send, quick, _FIRST_RETRY_SECONDS)
+
         def check() -> None:
             try:
-                with _store_errors(self, "list"):
-                    next(iter(quick.list(self.key or None, chunk_size=1)), None)
+                request("list", lambda store: next(iter(store.list(self.key or None)), None))
                 if writes:
                     key = (self / ".writable").key
-                    with _store_errors(self, "write"):
-                        quick.put(key, b"")
-                        quick.delete(key)
+                    request("write", lambda store: store.put(key, b""))
+                    request("write", lambda store: store.delete(key))
             except BaseException as error:
                 raised.append(error)
             done.set()
@@ -287,6 +346,8 @@ def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
     """Returns the TensorStore key-value store spec of a folder."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder}/"}
+    for name, value in _TENSORSTORE.items():
+        os.environ.setdefault(name, value)
     spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
     if folder.scheme == "gs":
         return {"driver": "gcs", **spec}
@@ -340,8 +401,29 @@ def _new_store(
 
 
 def _status(scheme: str, meta: Any) -> _Status:
-    modified, tag = meta["last_modified"].timestamp(), meta[_TAGS[scheme]] or ""
-    return _Status(meta["size"], modified, int(modified * 1e9), hash(tag), tag)
+    modified, tag = meta["last_modified"].timestamp(), (meta["e_tag"] or "").strip('"')
+    version = meta[_VERSIONS[scheme]] or ""
+    return _Status(meta["size"], modified, int(modified * 1e9), hash(tag), tag, version)
+
+
+def _retried(
+    path: StorePath, action: str, request: Callable[[Any], _T], store: Any, seconds: float
+) -> _T:
+    """Returns `request(store)`, which is repeated for some time if the store cannot be reached.
+
+    obstore itself repeats neither deletions and conditional writes, nor listings whose text ends
+    early.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.1
+    while True:
+        try:
+            with _store_errors(path, action):
+                return request(store)
+        except _Unreachable:
+            if time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 10.0)
 
 
 @contextlib.contextmanager
@@ -369,11 +451,14 @@ def _store_errors(path: StorePath, action: str) -> Iterator[None]:
     if re.search(r" 40[13] |InvalidAccessKeyId|SignatureDoesNotMatch", text):
         fix = _CREDENTIALS[path.scheme].format(action=action)
         raise ConfigError(f"{path}: {bucket} refuses permission to {action} it. {fix}.") from None
-    raise _unreachable(path, shortened(" ".join(text.split()), 300)) from None
+    unreachable = _unreachable(path, shortened(" ".join(text.split()), 300))
+    if re.search(r" 4\d\d ", text):  # The same request would fail again.
+        raise ConfigError(str(unreachable)) from None
+    raise unreachable from None
 
 
-def _unreachable(path: StorePath, reason: str) -> ConfigError:
-    return ConfigError(
+def _unreachable(path: StorePath, reason: str) -> _Unreachable:
+    return _Unreachable(
         f"{path}: the store cannot be reached ({reason}). Check the network and "
         f"{_ENDPOINTS.get(path.scheme, 'the URL')}."
     )

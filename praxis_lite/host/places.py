@@ -122,7 +122,7 @@ def check_upload(url: str | os.PathLike[str]) -> None:
     """
     if is_hub_url(url):
         hub.check_upload(os.fspath(url))
-    elif next(iter(StorePath.opened(url, writes=True).files()), None) is not None:
+    elif StorePath.opened(url, writes=True).newest_files():
         raise ConfigError(f"{url} already has files. Choose a new or an empty folder.")
 
 
@@ -158,19 +158,25 @@ def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
       tags: Tag of the version to download for each file, keyed by path relative to the folder.
 
     Returns:
-      A local folder that contains exactly these files in these versions.
+      A local folder that contains exactly these files, in these or newer versions.
     """
-    versions = "\n".join([str(folder), *(f"{name} {tag}" for name, tag in sorted(tags.items()))])
-    target = user_cache() / "stores" / xxhash.xxh3_128_hexdigest(versions.encode())
+    target = _cached(folder, tags)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
-        for name in tags:
-            (folder / name).download(Path(temporary, "new", name))
+        new = Path(temporary, "new")
+        # A file may have changed since it was listed.
+        target = _cached(folder, {name: (folder / name).download(new / name) for name in tags})
         with contextlib.suppress(OSError):  # Another process may have downloaded the files.
-            os.rename(Path(temporary, "new"), target)
+            os.rename(new, target)
     return target
+
+
+def _cached(folder: StorePath, tags: Mapping[str, str]) -> Path:
+    """Returns the local folder for these versions of files."""
+    versions = "\n".join([str(folder), *(f"{name} {tag}" for name, tag in sorted(tags.items()))])
+    return user_cache() / "stores" / xxhash.xxh3_128_hexdigest(versions.encode())
 
 
 def _glob_regex(pattern: str) -> str:

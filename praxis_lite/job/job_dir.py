@@ -201,7 +201,7 @@ def job_dir_at(path: str | os.PathLike[str], *, writes: bool = False) -> JobDir:
     folder.mkdir()
     job = StoredJobDir(folder, Mirror(store, folder))
     if (store / job.config_json.name).is_file():  # Otherwise, the files do not belong to a job.
-        job.refresh()
+        job.mirror.download(newest=writes)
     return job
 
 

@@ -32,6 +32,7 @@ _TRIES, _RETRY_SECONDS = 5, 0.02
 _NAME = ".training"
 LEASE_SECONDS = 30.0
 _RENEW_SECONDS = 5.0
+_FREE = b"{}"  # Content of a lease without a holder.
 
 
 def job_lock(
@@ -132,33 +133,51 @@ class Lease(contextlib.AbstractContextManager):
 
     def __enter__(self) -> "Lease":
         """Raises ConfigError, with the host and PID, if another process is training there."""
-        try:
-            self._tag = self._object.write_bytes(self._content(), "create")
-        except ObjectChanged:
-            self._take()
+        self._take()
         self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError):
-            if self._object.stat().tag == self._tag:
-                self._object.unlink()
+        try:
+            # The object is not deleted, because a repeated request could delete the next lease.
+            holder, version = self._read()
+            if holder.get("token") == self._token:
+                with contextlib.suppress(ObjectChanged):
+                    self._object.write_bytes(_FREE, version)
+        except ConfigError as error:
+            _log.warning(
+                "the lease could not be released; it expires in %g s: %s", LEASE_SECONDS, error
+            )
 
     def check(self) -> None:
         """Raises ConfigError if another process has taken the lease."""
-        try:
-            holder = json.loads(self._object.read_bytes())
-        except FileNotFoundError:
-            holder = {}
+        holder, _ = self._read()
         if holder.get("token") != self._token:
             raise self._in_use(holder)
 
-    def _content(self) -> bytes:
-        # Make each version's content different, because S3 derives the tag from the content.
+    def _read(self) -> tuple[Mapping[str, Any], str]:
+        """Returns the holder, {} if there is none, and the version, "create" if there is none."""
+        try:
+            content, status = self._object.read_version()
+        except FileNotFoundError:
+            return {}, "create"
+        return json.loads(content), status.version
+
+    def _write(self, version: str) -> None:
+        """Replaces a version. Raises ObjectChanged if another process holds the lease."""
+        # Make each version's content different, because S3 derives the version from the content.
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token}
-        return json.dumps({**holder, "renewal": next(self._number)}).encode()
+        content = json.dumps({**holder, "renewal": next(self._number)}).encode()
+        try:
+            self._version = self._object.write_bytes(content, version)
+        except ObjectChanged:
+            # The answer to an earlier write, of this or another call, may have been lost.
+            found, found_version = self._read()
+            if found.get("token") != self._token:
+                raise
+            self._version = found_version
 
     def _take(self) -> None:
         """Takes the lease once its holder has ended, or has not renewed it for LEASE_SECONDS.
@@ -166,21 +185,17 @@ class Lease(contextlib.AbstractContextManager):
         Raises:
           ConfigError: The holder has renewed the lease, or another process has taken it.
         """
-        deadline, seen = time.monotonic() + LEASE_SECONDS, None
+        seen = None
         while True:
-            try:
-                tag, holder = self._object.stat().tag, json.loads(self._object.read_bytes())
-            except FileNotFoundError:
-                tag, holder = "create", {}
-            if seen not in (None, tag) and holder:
+            holder, version = self._read()
+            if seen is None:  # A slow first read does not count.
+                deadline = time.monotonic() + LEASE_SECONDS
+            elif seen != version and holder:
                 raise self._in_use(holder)
-            seen = tag
+            seen = version
             if not holder or _has_ended(holder) or time.monotonic() > deadline:
-                try:
-                    self._tag = self._object.write_bytes(self._content(), tag)
-                except ObjectChanged:
-                    raise self._in_use(holder) from None
-                return
+                with contextlib.suppress(ObjectChanged):
+                    return self._write(version)
             time.sleep(_RENEW_SECONDS / 5)
 
     def _in_use(self, holder: Mapping[str, Any]) -> ConfigError:
@@ -192,15 +207,9 @@ class Lease(contextlib.AbstractContextManager):
 
     def _renew_until_stopped(self) -> None:
         while not self._stopped.wait(_RENEW_SECONDS):
-            content = self._content()
             try:
-                self._tag = self._object.write_bytes(content, self._tag)
+                self._write(self._version)
             except ObjectChanged:
-                # obstore retries requests: the first attempt may have succeeded without an answer.
-                with contextlib.suppress(FileNotFoundError):
-                    if self._object.read_bytes() == content:
-                        self._tag = self._object.stat().tag
-                        continue
                 _log.error(
                     "job_log_dir=%s was taken over by another process, because this process did "
                     "not renew its lease in time. This process exits without saving.",
@@ -230,11 +239,13 @@ def is_training(directory: Path | StorePath) -> bool:
     In an object store, this compares the clocks of this host and of the store.
     """
     if isinstance(directory, StorePath):
+        lease = directory / _NAME
         try:
-            renewed = (directory / _NAME).stat().st_mtime
+            if time.time() - lease.stat().st_mtime > LEASE_SECONDS:
+                return False
+            return lease.read_bytes() != _FREE
         except FileNotFoundError:
             return False
-        return time.time() - renewed < LEASE_SECONDS
     try:
         file = os.open(directory / _NAME, os.O_RDONLY)
     except OSError:

@@ -46,11 +46,16 @@ class Mirror:
         """Returns the sorted names of the files and folders in the job's folder in the store."""
         return sorted({name.partition("/")[0] for name in self.store.files()})
 
-    def download(self) -> None:
-        """Downloads the file parts that have changed in the store since the last download."""
+    def download(self, *, newest: bool = False) -> None:
+        """Downloads the file parts that have changed in the store since the last download.
+
+        Args:
+          newest: Whether to wait for a listing that is not outdated, which requires a write.
+        """
         with self._lock:
             parts: dict[str, dict[int, tuple[str, int]]] = {}
-            for name, status in self.store.files().items():
+            files = self.store.newest_files() if newest else self.store.files()
+            for name, status in files.items():
                 if not _is_local(name) and not name.startswith(_NOT_DOWNLOADED):
                     match = _PART.fullmatch(name)
                     file, number = (match[1], int(match[2])) if match else (name, 0)
@@ -59,25 +64,27 @@ class Mirror:
                 self._download(file, by_number)
 
     def _download(self, file: str, parts: dict[int, tuple[str, int]]) -> None:
-        path = self.folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path, end = self.folder / file, None
         digests = self._digests.setdefault(file, [])
-        with open(path, "r+b" if path.exists() else "w+b") as out:
-            for number in range(len(parts)):  # Ignore parts after a missing part.
-                if number not in parts:
+        for number in range(len(parts)):  # Ignore parts after a missing part.
+            if number not in parts:
+                break
+            part, (tag, size) = _part_name(file, number), parts[number]
+            if self._tags.get(part) != tag:
+                try:
+                    content, status = (self.store / part).read_version()
+                except FileNotFoundError:  # It was deleted after it was listed.
                     break
-                part, (tag, size) = _part_name(file, number), parts[number]
-                end = number * _PART_BYTES + size
-                if self._tags.get(part) != tag:
-                    with contextlib.suppress(FileNotFoundError):
-                        content = (self.store / part).read_bytes()
-                        out.seek(number * _PART_BYTES)
-                        out.write(content)
-                        end = number * _PART_BYTES + len(content)
-                        digests[number : number + 1] = [_digest(content)]
-                        self._tags[part] = tag
-            out.truncate(end)
-        self._seen[file] = _state(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "r+b" if path.exists() else "w+b") as out:
+                    out.seek(number * _PART_BYTES)
+                    out.write(content)
+                digests[number : number + 1] = [_digest(content)]
+                self._tags[part], size = status.tag, len(content)
+            end = number * _PART_BYTES + size
+        if end is not None:
+            os.truncate(path, end)
+            self._seen[file] = _state(path)
 
     def upload(self) -> None:
         """Uploads the file parts that have changed locally, and deletes removed files."""

@@ -1,4 +1,4 @@
-"""Tests steps in an object store, with a local server that implements the S3 API."""
+"""Tests steps in object stores, with local servers that implement the APIs of S3 and GCS."""
 
 import pytest
 
@@ -15,13 +15,14 @@ from praxis_lite.host.object_stores import StorePath
 from tests.checkpoints.saved_steps import SPECS, save_steps, true_state
 from tests.checkpoints.test_checkpoints import SMALL, small_state
 from tests.checkpoints.test_damage import mesh
+from tests.support.fake_gcs import gcs_bucket
 from tests.support.fake_s3 import s3_bucket
 from tests.support.marks import slow_but
 
 
-@pytest.fixture(scope="module")
-def bucket():
-    with s3_bucket() as url:
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
+def bucket(request):
+    with {"s3": s3_bucket, "gs": gcs_bucket}[request.param]() as url:
         yield StorePath.opened(url)
 
 
@@ -143,6 +144,6 @@ def test_initial_arrays_are_loaded_from_a_store(folder):
 
 @pytest.mark.slow
 def test_an_empty_folder_has_no_checkpoint(folder):
-    with pytest.raises(ConfigError, match="s3://bucket.*contains no checkpoints|not a directory"):
+    with pytest.raises(ConfigError, match="://bucket.*contains no checkpoints|not a directory"):
         tools.steps_directory(str(folder))
     assert Checkpoints(folder).latest_step() is None

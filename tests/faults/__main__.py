@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--num_kills", type=int, default=200)
     parser.add_argument("--num_flips", type=int, default=100)
     parser.add_argument("--num_files", type=int, default=10_000, help="damaged files, all readers")
+    parser.add_argument("--num_faults", type=int, default=1000, help="faults of an object store")
     parser.add_argument("--readers", nargs="+", metavar="NAME", help="run only these readers")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
@@ -98,6 +99,19 @@ def _meshes(args: argparse.Namespace) -> list[Row]:
     return meshes.run()
 
 
+def _stores(args: argparse.Namespace) -> list[Row]:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from praxis_lite.core import simulate_devices
+
+    simulate_devices(8)
+    from tests.faults import store_jobs
+
+    rows = []
+    for scheme in ("s3", "gs"):
+        rows += store_jobs.run(scheme, args.num_faults // 2, args.num_kills // 20, args.seed, _say)
+    return rows
+
+
 def _readers(args: argparse.Namespace) -> list[Row]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # A forked child would lack the threads that OpenBLAS started.
@@ -116,6 +130,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "mismatched settings": _targets,
     "meshes": _meshes,
     "two processes": lambda args: pairs.run(_say),
+    "object stores": _stores,
     "file readers": _readers,
 }
 

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from tests.faults import damage as damages
-from tests.faults import kills, targets, ways_out
+from tests.faults import kills, store_jobs, targets, ways_out
 from tests.faults.outcome import Row, outcome_of
+from tests.faults.store_operations import OPERATIONS, Trial
 from tests.faults.zoo import CHECKOUT, home, train_argv
+from tests.support.faulty_store import faulty_bucket
 
 # These tests launch jobs.
 pytestmark = pytest.mark.slow
@@ -48,6 +50,22 @@ def test_leaving_waits_for_the_save_in_flight(zygote, damage):
 def test_a_wrong_target_is_refused_and_nothing_on_disk_changes(zygote, damage):
     # A weight that is only in the checkpoint; tests/trainer has other shapes and other data.
     passes(targets.run(zygote, damage.job, targets.TARGETS[8:9]))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_failing_store_loses_and_repeats_nothing(scheme):
+    with faulty_bucket(scheme, SEED, rate=0.2) as (url, proxy, client):
+        trial = Trial(url, proxy, client, SEED)
+        for operation in OPERATIONS:
+            operation(trial, 6)
+    assert trial.failures == [] and len(proxy.injected) >= 30
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_job_in_a_failing_store_that_is_killed_ends_in_the_same_bits(scheme):
+    settings = ("run.num_train_steps=12",)
+    passes(*store_jobs.run(scheme, 60, 3, SEED, print, settings=settings)[-3:])
 
 
 @pytest.mark.skipif(not ways_out.can_mount(), reason="mounting a disk requires root")

@@ -29,6 +29,7 @@ import optax
 from praxis_lite import (
     EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, register
 )
+from praxis_lite.host.places import local_file
 from praxis_lite.inputs import InMemory
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.models import FunctionModel
@@ -67,7 +68,10 @@ def optimizer(learning_rate, name):
     return getattr(optax, name)(learning_rate)
 
 
-def rows(seed):
+def rows(seed, file):
+    if file:
+        with np.load(local_file(file)) as arrays:
+            return dict(arrays)
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(53, 5)).astype(np.float32)
     return {"x": x, "y": np.sin(x.sum(axis=1))}
@@ -94,8 +98,12 @@ class Tiny(Experiment):
 
     def datasets(self):
         return {
-            "train": fdl.Config(InMemory, fdl.Partial(rows, 0), batch_size=11, shuffle=True),
-            "heldout": fdl.Config(InMemory, fdl.Partial(rows, 1), batch_size=11, shuffle=False),
+            "train": fdl.Config(
+                InMemory, fdl.Partial(rows, 0, file=""), batch_size=11, shuffle=True
+            ),
+            "heldout": fdl.Config(
+                InMemory, fdl.Partial(rows, 1, file=""), batch_size=11, shuffle=False
+            ),
         }
 
     def run(self):
@@ -120,7 +128,7 @@ def home() -> Path:
     return folder
 
 
-def train_argv(job: Path, *settings: str) -> list[str]:
+def train_argv(job: Path | str, *settings: str) -> list[str]:
     """Returns the command line that trains or resumes the job."""
     argv = [f"--exp={EXPERIMENT}", "--packages=faultzoo", f"--job_log_dir={job}"]
     return [*argv, "--set", *settings] if settings else argv

@@ -1,7 +1,11 @@
 """URLs of object stores are read and written like local paths, or raise a clear error."""
 
 import http.server
+import os
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -59,7 +63,7 @@ def test_a_folder_is_downloaded_again_only_after_a_change(store, monkeypatch):
     monkeypatch.setattr(
         StorePath,
         "download",
-        lambda self, file: (downloads.append(self.name), download(self, file)),
+        lambda self, file: (downloads.append(self.name), download(self, file))[1],
     )
     folder = local_folder(str(store), ("*.json",))
     assert sorted(path.name for path in folder.rglob("*.json")) == ["config.json", "vocab.json"]
@@ -94,12 +98,12 @@ def test_an_export_is_uploaded_with_its_last_file_last(store, monkeypatch):
 
 def test_conditional_writes_fail_if_the_object_has_changed(store):
     file = store / "lease"
-    tag = file.write_bytes(b"1", "create")
+    version = file.write_bytes(b"1", "create")
     with pytest.raises(ObjectChanged):
         file.write_bytes(b"2", "create")
-    newer = file.write_bytes(b"2", tag)
+    newer = file.write_bytes(b"2", version)
     with pytest.raises(ObjectChanged):
-        file.write_bytes(b"3", tag)
+        file.write_bytes(b"3", version)
     file.write_bytes(b"3", newer)
     assert file.read_bytes() == b"3"
 
@@ -180,3 +184,33 @@ def test_a_store_that_never_answers_raises_an_error_within_ten_seconds(endpoint)
         with pytest.raises(ConfigError, match="cannot be reached"):
             StorePath.opened("s3://bucket/job")
         assert time.monotonic() - start < 10
+
+
+@pytest.mark.slow
+def test_a_checkpoint_request_that_is_never_answered_is_repeated():
+    """In a new process, because TensorStore reads its variables once."""
+    program = """
+        import socket
+        import tensorstore as ts
+        from praxis_lite.host import object_stores
+        from praxis_lite.host.object_stores import StorePath, kvstore_context, kvstore_of
+
+        object_stores._TENSORSTORE["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            spec = kvstore_of(StorePath("s3", "bucket", "folder"))
+            spec["endpoint"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            context = ts.Context(kvstore_context())
+            write = ts.KvStore.open(spec, context=context).result().write("key", b"value")
+            silent.settimeout(30)
+            connections = [silent.accept() for _ in range(2)]
+            write.cancel()
+            print("repeated")
+    """
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **keys},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "repeated\n", done.stderr

@@ -1,7 +1,9 @@
 """Tests job directories in object stores: files are uploaded in parts, and a lease is the lock."""
 
+import itertools
 import json
 import threading
+import time
 
 import pytest
 
@@ -143,3 +145,65 @@ def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
             lease.check()
         assert ended.wait(5)
     assert b"thief" in (store / ".training").read_bytes()
+
+
+def test_a_renewal_whose_answer_was_lost_keeps_the_lease(store, monkeypatch):
+    ended, num_lost, write = [], 0, StorePath.write_bytes
+
+    def write_bytes(self, content, mode=None):
+        nonlocal num_lost
+        version = write(self, content, mode)
+        if mode not in (None, "create") and content != b"{}" and num_lost < 2:
+            num_lost += 1
+            raise ConfigError("The answer was lost.")
+        return version
+
+    with Lease(store) as lease:
+        monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.02)
+        monkeypatch.setattr(job_lock, "end_now", lambda status, why: ended.append(why))
+        monkeypatch.setattr(StorePath, "write_bytes", write_bytes)
+        lease._thread = threading.Thread(target=lease._renew_until_stopped)
+        lease._thread.start()
+        time.sleep(0.5)
+        lease.check()
+    assert num_lost == 2 and not ended and not is_training(store)
+
+
+def test_a_lease_that_is_renewed_is_not_taken_after_a_slow_read(store, monkeypatch):
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    stopped, slow, read = threading.Event(), [0.5], StorePath.read_version
+
+    def renew():
+        for number in itertools.count():
+            holder = {"host": "other", "pid": 1, "token": "x", "renewal": number}
+            (store / ".training").write_bytes(json.dumps(holder).encode())
+            if stopped.wait(0.1):
+                return
+
+    def read_version(self):
+        time.sleep(slow.pop() if slow else 0)
+        return read(self)
+
+    monkeypatch.setattr(StorePath, "read_version", read_version)
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 1 on other"):
+            Lease(store).__enter__()
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def test_an_outdated_listing_hides_no_file_from_the_next_launch(mirrors, monkeypatch):
+    writer, reader = mirrors
+    files, outdated = StorePath.files, [{}, {}]
+    (writer.folder / "metrics.jsonl").write_text("a" * 9)
+    writer.upload()
+    monkeypatch.setattr(
+        StorePath, "files", lambda self: outdated.pop() if outdated else files(self)
+    )
+    reader.download(newest=True)
+    assert (reader.folder / "metrics.jsonl").read_text() == "a" * 9 and not outdated
+    assert list(files(writer.store)) == ["metrics.jsonl", "metrics.jsonl.part1"]

@@ -11,6 +11,7 @@ from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.host.object_stores import StorePath
 from tests.support import process_pairs
+from tests.support.fake_gcs import gcs_bucket
 from tests.support.fake_s3 import s3_bucket
 from tests.support.job_runs import launch, lines_of, start_process, succeed
 
@@ -25,6 +26,16 @@ def bucket():
 
 
 def test_a_job_in_a_store_trains_resumes_evaluates_decodes_and_loads(bucket, tmp_path):
+    check_job(bucket, tmp_path)
+
+
+def test_a_job_in_google_cloud_storage_is_the_same(tmp_path):
+    with gcs_bucket() as bucket:
+        check_job(bucket, tmp_path)
+
+
+def check_job(bucket, tmp_path):
+    """Trains the same job in a store and on disk, and compares them."""
     local, stored = tmp_path / "job", f"{bucket}/jobs/job"
     for steps in (3, 5):
         for job_log_dir in (local, stored):

@@ -29,8 +29,8 @@ from praxis_lite.host.object_stores import StorePath
 __all__ = ("committed_steps", "numbered_steps")
 
 DAMAGED_JSON = "commit.damaged.json"
-# Contains the number of the newest step in an object store, because listings may be outdated.
-NEWEST_JSON = "newest.json"
+# Contains the steps in an object store, because listings may be outdated.
+STEPS_JSON = "steps.json"
 
 # Suffixes of folders that a killed save or deletion leaves behind.
 LEFTOVERS = ("saving", "deleting")
@@ -79,8 +79,9 @@ def commit(saving: Path | StorePath, manifest: Mapping[str, Any]) -> None:
     text = json.dumps(manifest, indent=1) + "\n"
     if isinstance(saving, StorePath):
         (saving / MANIFEST_JSON).write_bytes(text.encode())
+        steps = sorted({*_stored_steps(saving.parent), manifest["step"]})
+        (saving.parent / STEPS_JSON).write_bytes(json.dumps(steps).encode())
         (saving / COMMIT_JSON).write_bytes(commit_text(manifest["step"], text.encode()).encode())
-        (saving.parent / NEWEST_JSON).write_bytes(saving.name.encode())
         return
     _write_synced(saving / MANIFEST_JSON, text)
     _write_synced(saving / COMMIT_JSON, commit_text(manifest["step"], text.encode()))
@@ -144,10 +145,10 @@ def remove_leftover(path: Path | StorePath) -> None:
 
 def _stored_steps(directory: StorePath) -> list[int]:
     """Returns the numbers of the folders in an object store that have a commit, in order."""
-    names = set(directory.folders())
+    names = directory.folders()
+    numbers = {int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name)}
     with contextlib.suppress(FileNotFoundError):
-        names.add((directory / NEWEST_JSON).read_bytes().decode())
-    numbers = [int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name)]
+        numbers.update(json.loads((directory / STEPS_JSON).read_bytes()))
     return sorted(number for number in numbers if is_committed(directory / str(number)))
 
 

@@ -91,7 +91,7 @@ def synced_digests(step_dir: Path | StorePath) -> dict[str, dict[str, Any]]:
     if isinstance(step_dir, StorePath):
         return {
             name: {"size": status.st_size, "tag": status.tag, "url": str(step_dir / name)}
-            for name, status in step_dir.files().items()
+            for name, status in step_dir.newest_files().items()
         }
     paths = _files(step_dir)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
