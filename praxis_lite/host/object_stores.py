@@ -205,6 +205,7 @@ class StorePath:
         return put[_VERSIONS[self.scheme]]
 
     def unlink(self, missing_ok: bool = True) -> None:
+        """Deletes the object. Stores do not report whether it existed, whatever `missing_ok` is."""
         with contextlib.suppress(FileNotFoundError):
             self._retried("delete", lambda store: store.delete(self.key))
 
@@ -348,7 +349,7 @@ def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
         return {"driver": "file", "path": f"{folder}/"}
     for name, value in _TENSORSTORE.items():
         os.environ.setdefault(name, value)
-    spec = {"bucket": folder.bucket, "path": f"{folder.key}/"}
+    spec = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
         return {"driver": "gcs", **spec}
     if folder.scheme == "memory":

@@ -168,8 +168,14 @@ class Lease(contextlib.AbstractContextManager):
     def _write(self, version: str) -> None:
         """Replaces a version. Raises ObjectChanged if another process holds the lease."""
         # Make each version's content different, because S3 derives the version from the content.
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token}
-        content = json.dumps({**holder, "renewal": next(self._number)}).encode()
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pid_namespace": _pid_namespace(),
+            "token": self._token,
+            "renewal": next(self._number),
+        }
+        content = json.dumps(holder).encode()
         try:
             self._version = self._object.write_bytes(content, version)
         except ObjectChanged:
@@ -222,7 +228,8 @@ class Lease(contextlib.AbstractContextManager):
 
 def _has_ended(holder: Mapping[str, Any]) -> bool:
     """Returns whether the holder was a process on this host that no longer exists."""
-    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
+    namespace = holder.get("pid_namespace")
+    if not namespace or namespace != _pid_namespace() or holder.get("pid") == os.getpid():
         return False
     try:
         os.kill(holder["pid"], 0)
@@ -231,6 +238,18 @@ def _has_ended(holder: Mapping[str, Any]) -> bool:
     except (OSError, TypeError):
         pass
     return False
+
+
+def _pid_namespace() -> str:
+    """Identifies the processes that this process can see; "" if unknown.
+
+    Containers may have the same host name, but do not see each other's processes.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def is_training(directory: Path | StorePath) -> bool:

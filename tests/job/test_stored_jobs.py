@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import socket
 import threading
 import time
 
@@ -122,13 +123,13 @@ def test_a_lease_is_held_by_one_process_and_released(store, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("host", ["this", "other"])
-def test_the_lease_of_a_dead_process_is_taken(store, monkeypatch, host):
-    """Immediately on the same host, and after the lease has expired on another host."""
-    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 1e9 if host == "this" else 0.3)
+@pytest.mark.parametrize("container", ["this", "other"])
+def test_the_lease_of_a_dead_process_is_taken(store, monkeypatch, container):
+    """Immediately in the same container, and after the lease has expired in another one."""
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 1e9 if container == "this" else 0.3)
     monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
-    name = job_lock.socket.gethostname() if host == "this" else "other"
-    holder = {"host": name, "pid": 2**22 + 1, "token": "x", "renewal": 3}
+    holder = {"host": socket.gethostname(), "pid": 2**22 + 1, "token": "x", "renewal": 3}
+    holder["pid_namespace"] = job_lock._pid_namespace() if container == "this" else "other"
     (store / ".training").write_bytes(json.dumps(holder).encode())
     with Lease(store):
         assert json.loads((store / ".training").read_bytes())["pid"] != holder["pid"]
