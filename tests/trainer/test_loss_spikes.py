@@ -240,4 +240,4 @@ def test_one_process_and_then_two_used_every_row_once(pair):
     file = pair.examples / "1.jsonl"
     file.rename(file.with_suffix(".gone"))
     status, out, _ = proven(f"--job={pair.path}")
-    assert status == 1 and "had 2" in out and "rows 7 to 12 of each batch were fed by no" in out
+    assert status == 1 and "had 2" in out and "rows 7 to 12 of each batch were not fed" in out
