@@ -26,13 +26,13 @@ from tests.support.faulty_store import KINDS, Kill, faulty_bucket
 
 # Requests at which a job is killed, before or after they are carried out.
 _REQUESTS = (
-    r"PUT \S*manifest\.json",
-    r"PUT \S*steps\.json",
-    r"PUT \S*commit\.json",
-    r"(PUT|POST) \S*mdl_vars(/|%2F)manifest\.ocdbt",
-    r"PUT \S*metrics\.jsonl",
-    r"PUT \S*\.training",
-    r"PUT \S*\.listed",
+    r"PUT \S*/manifest\.json",
+    r"PUT \S*/steps\.json",
+    r"PUT \S*/commit\.json",
+    r"(PUT|POST) \S*/mdl_vars/manifest\.ocdbt",
+    r"PUT \S*/metrics\.jsonl",
+    r"PUT \S*/\.training",
+    r"PUT \S*/\.listed",
     r"POST \S*\?delete|DELETE",
 )
 _MAX_LAUNCHES = 40

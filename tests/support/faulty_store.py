@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ class Kill:
 
     Attributes:
       pid: The process.
-      request: Pattern of the request's method and path.
+      request: Pattern of the request's method and unquoted path.
       nth: Number of matching requests until the kill.
       carried_out: Whether the last request is forwarded before the kill.
     """
@@ -106,7 +107,9 @@ class FaultyProxy(StoreProxy):
         """Kills the process if its request has come, and returns whether it did."""
         with self._lock:
             kill = self.kill
-            if kill is None or not re.search(kill.request, f"{request.method} {request.path}"):
+            # obstore encodes most characters of names in Google Cloud Storage.
+            line = f"{request.method} {urllib.parse.unquote(request.path)}"
+            if kill is None or not re.search(kill.request, line):
                 return False
             kill.nth -= 1
             if kill.nth:
