@@ -42,8 +42,6 @@ BASES = {
 ELSEWHERE = {"Pipeline", "ClassificationModel"}
 # Gradients through several norms: a product of inverse deviations makes small differences larger.
 TOLERANCES = {"norms": 5e-6, "attention": 5e-6, "vision": 5e-6, "models": 1e-5, "networks": 1e-5}
-# JAX has no type of the product of adapters, of which DoRA takes the norm; computed as over Auto.
-UNTYPED = {"joint projection of DoRA", "softmax of DoRA"}
 
 
 class Program:
@@ -168,9 +166,8 @@ def notes_over_explicit_axes(group: str) -> dict[str, dict[str, str]]:
 
 
 @each_case(pytest.mark.slow)
-def test_over_explicit_axes_it_is_typed_or_noted(group, name):
-    notes = notes_over_explicit_axes(group)[name]
-    assert bool(notes) == (name in UNTYPED), notes
+def test_over_explicit_axes_it_is_typed(group, name):
+    assert notes_over_explicit_axes(group)[name] == {}
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """Matmuls for dense layers with LoRA or DoRA adapters."""
 
 import dataclasses
+import functools
 import string
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.sharding.devices.axis_types import typed_as
+from praxis_lite.core.sharding.devices.axis_types import type_spec, typed_as, untyped
 from praxis_lite.layers.base.dense import Dense, Product
 from praxis_lite.layers.base.result_types import einsum
 
@@ -197,6 +198,14 @@ class DecomposedProduct(AdaptedProduct):
         self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
     ) -> jax.Array:
         """Returns the learned length of each column, divided by the column's current length."""
+        # JAX has no types for sums of products over split features.
+        compute = functools.partial(self._scales_over_auto_axes, form)
+        scales: jax.Array = untyped(compute, w, a, b, m, out=type_spec(m))
+        return scales
+
+    def _scales_over_auto_axes(
+        self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
+    ) -> jax.Array:
         dtype = jnp.promote_types(w.dtype, jnp.float32)
         w, a, b = (jax.lax.stop_gradient(x.astype(dtype)) for x in (w, a, b))
         r, s = form.rank, form.other_rank
