@@ -5,7 +5,7 @@
 #   make test    runs the quick tests (6 minutes, or 4.5 with a warm cache)
 #   make test-all  runs the quick tests, then the slow tests: processes, kills, all meshes (30 minutes)
 #   make nightly   runs the tests that take too long for CI, and then all of these (hours):
-#     make faults     kills processes, damages files and fills disks, hundreds of times (30 minutes)
+#     make faults     kills processes, damages files and fills disks, hundreds of times (an hour)
 #     make chaos      kills, stops and restarts hosts of an elastic job 100 times (an hour)
 #     make check-defects  plants hundreds of defects; reports which --mode=check detects (an hour)
 #     make mutants    plants 300 small bugs in the library; reports which tests detect them (hours)

@@ -1,6 +1,6 @@
 """Runs the complete fault suite: `python -m tests.faults --report docs/faults_report.md`.
 
-The suite takes about half an hour on two idle cores. `--only kills` runs one part, and with
+The suite takes about an hour on two idle cores. `--only kills` runs one part, and with
 --report replaces only the section of this part, so the suite can be run in parts. The exit status
 is 1 if any trial failed.
 """
