@@ -117,8 +117,8 @@ class Lease(contextlib.AbstractContextManager):
 
     A thread renews the lease. If another process has taken it, for example because this process was
     suspended, this process exits immediately, without saving. A killed process leaves its lease
-    behind. On the same host, the next launch takes this lease immediately; on another host, it
-    first waits for LEASE_SECONDS.
+    behind. On the same host, the next launch takes this lease immediately; on another host, or in
+    another container, it first waits for LEASE_SECONDS.
 
     Args:
       folder: The job's folder.
