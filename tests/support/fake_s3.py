@@ -26,8 +26,10 @@ def s3_bucket(bucket: str = "bucket") -> Iterator[str]:
             "AWS_REGION": "us-east-1",
         }.items():
             patch.setenv(name, value)
-        request = urllib.request.Request(f"http://{host}:{port}/{bucket}", method="PUT")
-        urllib.request.urlopen(request).close()
+        # All servers of a process share their buckets.
+        for path, method in (("moto-api/reset", "POST"), (bucket, "PUT")):
+            request = urllib.request.Request(f"http://{host}:{port}/{path}", method=method)
+            urllib.request.urlopen(request).close()
         try:
             yield f"s3://{bucket}"
         finally:
