@@ -28,8 +28,8 @@ import numpy as np
 import optax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.step_store import DiskSteps, steps_in
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
@@ -124,7 +124,7 @@ def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> 
         restored(partitioner, directory)
 
     def unverified() -> None:
-        with mock.patch.object(step_files, "verify", lambda _: []):
+        with mock.patch.object(DiskSteps, "verify", lambda *_: []):
             restore()
 
     for name, before in (("files cached", lambda: None), ("files on disk", lambda: drop(step_dir))):
@@ -178,7 +178,7 @@ def row(name: str, one: float, other: float, goal: float | None) -> None:
 
 def newest(directory: Path) -> Path:
     """Returns the directory of the latest checkpoint."""
-    return directory / str(step_dirs.committed_steps(directory)[-1])
+    return directory / str(steps_in(directory).committed()[-1])
 
 
 def files_of(step_dir: Path) -> Iterator[Path]:

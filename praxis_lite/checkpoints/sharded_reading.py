@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 __all__ = ("read_state",)
 
@@ -29,7 +28,7 @@ class ReadableArray(Protocol):
 
 
 def read_state(
-    step_dir: Path | StorePath,
+    step_dir: AnyPath,
     saved: Leaves,
     arrays: Callable[[], Mapping[str, ReadableArray]],
     layout: StateLayout,

@@ -53,19 +53,21 @@ class TensorStoreWrite:
     """Writes a state to a new folder from all processes. Has the methods of `OrbaxWrite`.
 
     Args:
+      folder: The folder.
       barrier: Called twice in every process: after the process has written its shards, and after
         the first process has merged them.
     """
 
-    def __init__(self, barrier: Callable[[], None]):
-        self._barrier = barrier
+    opened = None
+
+    def __init__(self, folder: StorePath, barrier: Callable[[], None]):
+        self._folder, self._barrier = folder, barrier
         self._cancelled = threading.Event()
         # TensorStore merges only databases that were opened with the same context.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **kvstore_context()})
 
-    def begin(self, folder: StorePath, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> None:
         """Copies the state to the host."""
-        self._folder = folder
         for leaf in jax.tree.leaves(state):
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -37,6 +37,7 @@ class Mirror:
     def __init__(self, store: StorePath, folder: Path):
         self.store, self.folder = store, folder
         self._lock = threading.Lock()
+        self._check: Callable[[], None] = lambda: None
         # For each file: its size and mtime at the last transfer, and the digests of its parts.
         self._seen: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, list[str]] = {}
@@ -88,6 +89,7 @@ class Mirror:
 
     def upload(self) -> None:
         """Uploads the file parts that have changed locally, and deletes removed files."""
+        self._check()
         with self._lock:
             existing = set()
             for path in sorted(self.folder.rglob("*")):
@@ -126,13 +128,16 @@ class Mirror:
             digests.pop()
 
     @contextlib.contextmanager
-    def uploading(self) -> Iterator[None]:
+    def uploading(self, check: Callable[[], None]) -> Iterator[None]:
         """Context manager that uploads changed files every ten seconds, and at exit.
+
+        Args:
+          check: Called before each upload; see `Lease.check`.
 
         Raises:
           ConfigError: The last upload failed. Earlier failures are logged and retried.
         """
-        stopped = threading.Event()
+        stopped, self._check = threading.Event(), check
 
         def upload_until_stopped() -> None:
             while not stopped.wait(_UPLOAD_SECONDS):

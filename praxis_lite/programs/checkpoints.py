@@ -76,9 +76,9 @@ def _show(directory: Path, *, step: int | None) -> int:
 
 def _verify(directory: Path, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
-    from praxis_lite.checkpoints.steps import step_dirs
+    from praxis_lite.checkpoints.steps.step_store import steps_in
 
-    steps = step_dirs.numbered_steps(directory) if step is None else [step]
+    steps = steps_in(directory).numbered() if step is None else [step]
     if step is not None and not (directory / str(step)).is_dir():
         tools.step_dir_of(directory, step)  # Raises an error that lists the existing steps.
     if not steps:
@@ -97,12 +97,12 @@ def _verify(directory: Path, *, step: int | None) -> int:
 def _diff(directory: Path, *, other: str | None, step: int | None, other_step: int | None) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.step_differences import step_differences
-    from praxis_lite.checkpoints.steps import step_dirs
+    from praxis_lite.checkpoints.steps.step_store import steps_in
 
     other_directory = directory if other is None else tools.steps_directory(other)
     # Within one job, compare with the previous step by default.
     if step is None and other_directory == directory:
-        steps = step_dirs.committed_steps(directory)
+        steps = steps_in(directory).committed()
         newer = max(steps, default=0) if other_step is None else other_step
         step = max((earlier for earlier in steps if earlier < newer), default=None)
     first = tools.step_dir_of(directory, step)

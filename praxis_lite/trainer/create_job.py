@@ -42,7 +42,7 @@ def new_job_dir(
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    with job_lock(job_dir.location, print), job_dir.uploading():
+    with job_lock(job_dir.location, print) as lock, job_dir.uploading(lock.check):
         if job_dir.config_json.exists():
             raise ConfigError(f"{job_dir.location} already has a job. Use a new directory.")
         try:

@@ -91,10 +91,10 @@ def launch_training(
         stack.enter_context(lock)
 
         def before_commit() -> None:
-            lock.check()
             files.upload()  # The metrics of a step are stored before the step.
+            lock.check()
 
-        stack.enter_context(files.uploading())
+        stack.enter_context(files.uploading(lock.check))
         config.write_if_new()
         open_job_log(files.log_txt(processes.index()))
         if _log.isEnabledFor(logging.DEBUG):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import praxis_lite
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
@@ -103,7 +103,7 @@ class TrialJob:
         """Returns whether the job has completed its last step and no process is training it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
-        steps = committed_steps(self.files.checkpoints)
+        steps = steps_in(self.files.checkpoints).committed()
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
         try:
             return bool(steps) and is_complete(self.files, steps[-1], packages)

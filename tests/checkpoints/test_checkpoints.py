@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import BestCheckpoints, ConfigError, StepLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.sharded_reading import read_arrays
-from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.checkpoints.steps.step_dirs import commit
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.core import MeshConfig, Partitioner, StateLayout, TrainState, make_mesh
@@ -198,7 +197,7 @@ def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, 
     folder = shutil.copytree(saved_folder, tmp_path / "copy")
     manifest = manifest_of(folder / "13")
     manifest["leaves"][SOFTMAX]["dtype"] = "bfloat16"
-    commit(folder / "13", manifest)
+    DiskSteps(folder).commit("13", manifest)
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     with Checkpoints(folder) as checkpoints:
         layout, mesh = partitioner.layout, partitioner.mesh
@@ -390,7 +389,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
 
     def read_and_delete(arrays, leaves, mesh):
         values = read_arrays(arrays, leaves, mesh)
-        step_dirs.remove(tmp_path / "2")
+        DiskSteps(tmp_path).remove(2)
         return values
 
     monkeypatch.setattr("praxis_lite.checkpoints.sharded_reading.read_arrays", read_and_delete)

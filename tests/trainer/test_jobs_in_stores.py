@@ -8,7 +8,7 @@ import pytest
 
 import praxis_lite
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.host.object_stores import StorePath
 from tests.support import process_pairs
 from tests.support.fake_gcs import gcs_bucket
@@ -78,11 +78,11 @@ def test_a_killed_job_resumes_at_once_on_the_same_host(bucket, tmp_path):
     location = f"{bucket}/jobs/killed"
     argv = (*TRAIN, "run.num_train_steps=100000", f"--job_log_dir={location}")
     process = start_process(*argv, cwd=tmp_path, out=subprocess.DEVNULL)
-    checkpoints = StorePath.opened(f"{location}/checkpoints")
-    process_pairs.wait_until(lambda: committed_steps(checkpoints), [process])
+    steps = steps_in(StorePath.opened(f"{location}/checkpoints"))
+    process_pairs.wait_until(steps.committed, [process])
     process_pairs.kill(process)
     process.communicate()
-    newest = committed_steps(checkpoints)[-1]
+    newest = steps.committed()[-1]
     done = succeed(*TRAIN, f"run.num_train_steps={newest + 1}", f"--job_log_dir={location}")
     assert f"restored the checkpoint of step {newest}" in done.out
     StorePath.opened(f"{location}/metrics.jsonl").download(tmp_path / "metrics.jsonl")

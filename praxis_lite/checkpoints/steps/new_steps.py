@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps, identity
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import is_training
@@ -88,6 +88,6 @@ class NewSteps:
     def _steps(self) -> dict[int, tuple[int, int]]:
         """Returns the identity of each committed step, in order."""
         self._job_dir.refresh()
-        directory = self._job_dir.checkpoints
-        found = {step: identity(directory / str(step)) for step in committed_steps(directory)}
+        steps = steps_in(self._job_dir.checkpoints)
+        found = {step: steps.identity(step) for step in steps.committed()}
         return {step: seen for step, seen in found.items() if seen is not None}
