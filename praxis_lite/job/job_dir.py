@@ -15,6 +15,7 @@ from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.hub import is_hub_url
 from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 from praxis_lite.host.places import local_folder
+from praxis_lite.job.job_lock import JobLock, Lease, is_leased, is_locked
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes.exits import temporary_folder
@@ -131,11 +132,17 @@ class JobDir:
     def refresh(self) -> None:
         """Downloads files that have changed. Does nothing for a local directory."""
 
-    def uploading(
-        self, check: Callable[[], None] = lambda: None
-    ) -> contextlib.AbstractContextManager[None]:
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that uploads changed files; see `Mirror.uploading`."""
         return contextlib.nullcontext()
+
+    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> JobLock | Lease:
+        """Returns a context manager that locks the directory for training; see `JobLock`."""
+        return JobLock(self.path, note, is_shared=is_shared)
+
+    def is_training(self) -> bool:
+        """Returns whether a process is training in the directory."""
+        return is_locked(self.path)
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`, each atomically."""
@@ -177,10 +184,16 @@ class StoredJobDir(JobDir):
     def refresh(self) -> None:
         self.mirror.download()
 
-    def uploading(
-        self, check: Callable[[], None] = lambda: None
-    ) -> contextlib.AbstractContextManager[None]:
-        return self.mirror.uploading(check)
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
+        return self.mirror.uploading()
+
+    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> Lease:
+        lease = Lease(self.mirror.store)
+        self.mirror.before_upload = lease.check
+        return lease
+
+    def is_training(self) -> bool:
+        return is_leased(self.mirror.store)
 
 
 def job_dir_at(path: str | os.PathLike[str], *, writes: bool = False) -> JobDir:

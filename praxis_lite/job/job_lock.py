@@ -24,28 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import AnyPath, ObjectChanged, StorePath
+from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.job.processes.exits import end_now
 
-__all__ = ("JobLock", "is_training", "job_lock")
+__all__ = ("JobLock", "Lease", "is_leased", "is_locked")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
-# Retry, because `is_training` in another process holds the lock for a moment.
+# Retry, because `is_locked` in another process holds the lock for a moment.
 _TRIES, _RETRY_SECONDS = 5, 0.02
 _NAME = ".training"
 LEASE_SECONDS = 30.0
 _RENEW_SECONDS = 5.0
 _CHECK_SECONDS = 180.0
 _FREE = b"{}"  # Content of a lease without a holder.
-
-
-def job_lock(
-    directory: AnyPath, note: Callable[[str], None], *, is_shared: bool = False
-) -> "JobLock | Lease":
-    """Returns a context manager that locks a directory for training; see `JobLock` and `Lease`."""
-    if isinstance(directory, StorePath):
-        return Lease(directory)
-    return JobLock(directory, note, is_shared=is_shared)
 
 
 class JobLock(contextlib.AbstractContextManager):
@@ -272,19 +263,18 @@ def _pid_namespace() -> str:
         return ""
 
 
-def is_training(directory: AnyPath) -> bool:
-    """Returns whether a process is training in a directory; False if locks are unsupported.
+def is_leased(folder: StorePath) -> bool:
+    """Returns whether a process is training in a folder; compares this host's and its clocks."""
+    lease = folder / _NAME
+    try:
+        is_expired = time.time() - lease.stat().st_mtime > LEASE_SECONDS
+        return not is_expired and lease.read_bytes() != _FREE
+    except FileNotFoundError:
+        return False
 
-    In an object store, this compares the clocks of this host and of the store.
-    """
-    if isinstance(directory, StorePath):
-        lease = directory / _NAME
-        try:
-            if time.time() - lease.stat().st_mtime > LEASE_SECONDS:
-                return False
-            return lease.read_bytes() != _FREE
-        except FileNotFoundError:
-            return False
+
+def is_locked(directory: Path) -> bool:
+    """Returns whether a process is training in a directory; False if locks are unsupported."""
     try:
         file = os.open(directory / _NAME, os.O_RDONLY)
     except OSError:

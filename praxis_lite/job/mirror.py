@@ -32,12 +32,15 @@ class Mirror:
     Args:
       store: The job's folder in the store.
       folder: An existing local folder.
+
+    Attributes:
+      before_upload: Called before each upload; see `Lease.check`.
     """
 
     def __init__(self, store: StorePath, folder: Path):
         self.store, self.folder = store, folder
         self._lock = threading.Lock()
-        self._check: Callable[[], None] = lambda: None
+        self.before_upload: Callable[[], None] = lambda: None
         # For each file: its size and mtime at the last transfer, and the digests of its parts.
         self._seen: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, list[str]] = {}
@@ -89,7 +92,7 @@ class Mirror:
 
     def upload(self) -> None:
         """Uploads the file parts that have changed locally, and deletes removed files."""
-        self._check()
+        self.before_upload()
         with self._lock:
             existing = set()
             for path in sorted(self.folder.rglob("*")):
@@ -128,16 +131,13 @@ class Mirror:
             digests.pop()
 
     @contextlib.contextmanager
-    def uploading(self, check: Callable[[], None]) -> Iterator[None]:
+    def uploading(self) -> Iterator[None]:
         """Context manager that uploads changed files every ten seconds, and at exit.
-
-        Args:
-          check: Called before each upload; see `Lease.check`.
 
         Raises:
           ConfigError: The last upload failed. Earlier failures are logged and retried.
         """
-        stopped, self._check = threading.Event(), check
+        stopped = threading.Event()
 
         def upload_until_stopped() -> None:
             while not stopped.wait(_UPLOAD_SECONDS):

@@ -43,10 +43,8 @@ class OtherJobDir(JobDir):
     def upload(self) -> None:
         self.shared.upload()
 
-    def uploading(
-        self, check: Callable[[], None] = lambda: None
-    ) -> contextlib.AbstractContextManager[None]:
-        return self.shared.uploading(check)
+    def uploading(self) -> contextlib.AbstractContextManager[None]:
+        return self.shared.uploading()
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:

@@ -15,7 +15,6 @@ from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.job_lock import is_training
 from praxis_lite.job.processes.logs import message_of
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
@@ -97,7 +96,7 @@ class TrialJob:
 
     def is_training(self) -> bool:
         """Returns whether any process is training the job."""
-        return is_training(self.files.path)
+        return self.files.is_training()
 
     def is_complete(self) -> bool:
         """Returns whether the job has completed its last step and no process is training it."""

@@ -14,7 +14,7 @@ from praxis_lite.host import object_stores
 from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import job_lock, mirror
 from praxis_lite.job.job_dir import open_for_reading, open_for_training
-from praxis_lite.job.job_lock import Lease, is_training
+from praxis_lite.job.job_lock import Lease, is_leased
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from tests.support.fake_s3 import s3_bucket
@@ -116,12 +116,12 @@ def test_a_url_is_rejected_where_a_local_directory_is_required():
 
 def test_a_lease_is_held_by_one_process_and_released(store, monkeypatch):
     monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
-    assert not is_training(store)
+    assert not is_leased(store)
     with Lease(store):
-        assert is_training(store)
+        assert is_leased(store)
         with pytest.raises(ConfigError, match="one is in use by another process.*process"):
             Lease(store).__enter__()
-    assert not is_training(store)
+    assert not is_leased(store)
     with Lease(store):
         pass
 
@@ -174,7 +174,8 @@ def test_a_holder_whose_renewals_hang_writes_nothing_after_its_lease_was_taken(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         job = Mirror(StorePath.opened(f"{url}/job"), tmp_path)
         with Lease(job.store) as lease:
-            uploads = job.uploading(lease.check)
+            job.before_upload = lease.check
+            uploads = job.uploading()
             uploads.__enter__()
             (tmp_path / "metrics.jsonl").write_text("1")
             job.upload()
@@ -214,7 +215,7 @@ def test_a_renewal_whose_answer_was_lost_keeps_the_lease(store, monkeypatch):
         lease._thread.start()
         time.sleep(0.5)
         lease.check()
-    assert num_lost == 2 and not ended and not is_training(store)
+    assert num_lost == 2 and not ended and not is_leased(store)
 
 
 def test_a_lease_that_is_renewed_is_not_taken_after_a_slow_read(store, monkeypatch):

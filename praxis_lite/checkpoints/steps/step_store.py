@@ -4,7 +4,6 @@
 imports neither Orbax nor JAX, so that command-line tools start quickly.
 """
 
-import abc
 import contextlib
 import json
 import os
@@ -13,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -44,29 +43,27 @@ def steps_in(directory: AnyPath) -> "StepStore":
     return DiskSteps(directory) if isinstance(directory, Path) else StoredSteps(directory)
 
 
-class StepStore(abc.ABC):
+class StepStore(Protocol):
     """The folders of a directory's steps, which are given by name: "7", "7.saving", "7.damaged".
 
     Attributes:
       directory: The folder of all steps.
     """
 
+    directory: AnyPath
+
     def __init__(self, directory: AnyPath):
         self.directory = directory
 
-    @abc.abstractmethod
     def numbered(self) -> list[int]:
         """Returns the steps in order, on disk also those that are damaged and have no commit."""
 
-    @abc.abstractmethod
     def committed(self) -> list[int]:
         """Returns the steps that have a commit, in order, without reading their files."""
 
-    @abc.abstractmethod
     def set_aside(self, *kinds: str) -> list[str]:
         """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
 
-    @abc.abstractmethod
     def files(self, name: str) -> Mapping[str, os.stat_result | ObjectStatus]:
         """Returns the status of each file in a folder, keyed and sorted by relative path."""
 
@@ -94,47 +91,39 @@ class StepStore(abc.ABC):
         except OSError as error:
             return [f"it cannot be read ({error.strerror})"]
 
-    @abc.abstractmethod
     def _file_errors(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Compares files with their entries in the manifest, and returns a line for each error."""
 
-    @abc.abstractmethod
     def folder_to_write(self, step: int) -> str:
         """Returns the folder to which the files of a new step are written."""
 
-    @abc.abstractmethod
     def clear(self, step: int) -> None:
         """Removes what would be in the way of a new step with this number."""
+        self.remove(step)
 
     def discard(self, step: int) -> None:
         """Removes the files of a failed save, unless they are a complete step."""
         self.clear(step)
 
-    @abc.abstractmethod
     def file_entries(self, name: str) -> dict[str, dict[str, Any]]:
         """Returns the entry of each file for the manifest, after all files are safely stored."""
 
-    @abc.abstractmethod
     def commit(self, name: str, manifest: Mapping[str, Any]) -> None:
         """Writes manifest.json and then commit.json, which completes the folder."""
 
-    @abc.abstractmethod
     def publish(self, step: int) -> None:
-        """Gives the committed folder of a new step its number; deletes the step it replaces."""
+        """Gives the committed folder of a new step its number, and deletes the replaced step."""
 
-    @abc.abstractmethod
     def quarantine(self, step: int) -> str:
         """Sets a damaged step aside, and returns what was done."""
 
-    @abc.abstractmethod
     def abandon(self, step: int) -> str:
         """Sets a step aside that was rolled back, and returns what was done."""
 
-    @abc.abstractmethod
     def remove(self, step: int) -> None:
         """Deletes a step. An interruption leaves no incomplete step."""
+        self.remove_leftover(str(step))
 
-    @abc.abstractmethod
     def remove_leftover(self, name: str) -> None:
         """Deletes a folder that was set aside."""
 
@@ -177,30 +166,28 @@ class DiskSteps(StepStore):
     def _file_errors(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
         folder, actual = self.directory / name, self.files(name)
 
-        def name_or_size_error(file: str) -> str | None:
+        def error(file: str) -> str | None:
             if file not in actual:
                 return "is missing"
             if file not in files:
                 return "is not one of its files"
             size, expected = actual[file].st_size, files[file]["size"]
-            return None if size == expected else f"has {size} bytes, not {expected}"
-
-        def digest_error(file: str) -> str | None:
+            if size != expected:
+                return f"has {size} bytes, not {expected}"
             try:
                 digest = _digest(folder / file)[1]
-            except OSError as error:
-                return f"cannot be read ({error.strerror})"
+            except OSError as problem:
+                return f"cannot be read ({problem.strerror})"
             # A step that was copied from an object store has no digests.
             is_same = digest == files[file].get("xxh3_128", digest)
             return None if is_same else "has changed: its digest differs from the manifest"
 
-        names = sorted(files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON})
-        errors = {file: error for file in names if (error := name_or_size_error(file))}
+        names = files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON}
         # Start with the largest files, so that the threads finish at about the same time.
-        others = sorted((n for n in names if n not in errors), key=lambda n: -files[n]["size"])
+        ordered = sorted(names, key=lambda file: -files.get(file, {"size": 0})["size"])
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            digest_errors = dict(sorted(zip(others, pool.map(digest_error, others), strict=True)))
-        return [f"{file} {error}" for file, error in {**errors, **digest_errors}.items() if error]
+            errors = zip(ordered, pool.map(error, ordered), strict=True)
+            return [f"{file} {line}" for file, line in sorted(errors) if line]
 
     def folder_to_write(self, step: int) -> str:
         return f"{step}.saving"
@@ -327,9 +314,6 @@ class StoredSteps(StepStore):
     def folder_to_write(self, step: int) -> str:
         return str(step)
 
-    def clear(self, step: int) -> None:
-        self.remove(step)
-
     def discard(self, step: int) -> None:
         if not self.is_committed(str(step)):
             self.remove(step)
@@ -360,9 +344,6 @@ class StoredSteps(StepStore):
     def abandon(self, step: int) -> str:
         self.remove(step)
         return "deleted"
-
-    def remove(self, step: int) -> None:
-        self.remove_leftover(str(step))
 
     def remove_leftover(self, name: str) -> None:
         (self.directory / name / COMMIT_JSON).unlink()

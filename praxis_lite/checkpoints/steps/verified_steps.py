@@ -56,9 +56,8 @@ class VerifiedSteps:
             if step.isdecimal() and self.store.is_committed(name) and not self.store.verify(name):
                 self.store.publish(int(step))
                 self._note(f"completed the save of step {step}, which only needed its final rename")
-        for name in self.store.set_aside(*LEFTOVERS):
-            action = "deletion" if ".deleting" in name else "save"
-            if self._remove_leftover(name):
+            elif self._remove_leftover(name):
+                action = "deletion" if ".deleting" in name else "save"
                 self._note(f"removed {name}, left by an interrupted {action}")
         # A save commits before its final rename, so a numbered folder without a commit is damaged.
         for step in self.store.numbered():
@@ -81,7 +80,9 @@ class VerifiedSteps:
 
         step = self._first_undamaged(candidates)
         if step is None:
-            damaged = [str(step) for step in sorted(self._skipped) if self._dir(step).exists()]
+            damaged = [
+                str(step) for step in sorted(self._skipped) if (self.directory / str(step)).exists()
+            ]
             damaged += self.store.set_aside("damaged")
             if damaged:
                 raise ConfigError(
@@ -147,7 +148,7 @@ class VerifiedSteps:
     def manifest(self, step: int) -> Mapping[str, Any]:
         """Returns the manifest of a step, or {} if it is damaged."""
         if step not in self._manifests:
-            manifest, errors = committed_manifest(self._dir(step))
+            manifest, errors = committed_manifest(self.directory / str(step))
             if errors:
                 return {}
             self._manifests[step] = manifest
@@ -235,7 +236,7 @@ class VerifiedSteps:
             if not (errors := self._errors(steps[0])):
                 return steps[0]
             # If the job that trains there has deleted the step, `candidates` no longer returns it.
-            if self._dir(steps[0]).exists():
+            if (self.directory / str(steps[0])).exists():
                 self._reject(steps[0], errors)
         return None
 
@@ -257,6 +258,3 @@ class VerifiedSteps:
             action = "skipped"
         reasons = first_few(errors, separator="; ")
         self._note(f"the checkpoint of step {step} is damaged ({reasons}): {action}")
-
-    def _dir(self, step: int) -> AnyPath:
-        return self.directory / str(step)
