@@ -1,5 +1,6 @@
 """Reads stored arrays into shards on a mesh. Each process reads only its own shards."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -18,6 +19,8 @@ __all__ = ("read_state",)
 # Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
+
+Bounds = tuple[tuple[int, int], ...]  # The first index and the end of each dim.
 
 
 class ReadableArray(Protocol):
@@ -105,22 +108,40 @@ def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
 
 def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
     """Reads an array into its shards on a mesh."""
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Read replicated shards once.
+    sharding = leaf.sharding(mesh)
+
+    def bounds_of(index: tuple[slice, ...] | None) -> Bounds:
+        assert index is not None
+        dims = zip(index, leaf.padded_shape, strict=True)
+        return tuple(dim_slice.indices(size)[:2] for dim_slice, size in dims)
+
+    def without_padding(bounds: Bounds) -> Bounds:
+        return tuple((min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True))
+
+    @functools.cache
+    def read(bounds: Bounds) -> np.ndarray:
+        return array.read_block(tuple(slice(a, b) for a, b in without_padding(bounds)))
+
+    indices = sharding.addressable_devices_indices_map(leaf.padded_shape).values()
+    shards = {bounds_of(index) for index in indices}
+    box = tuple(
+        (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*shards, strict=True)
+    )
+    # A read decodes complete chunks, so read all shards of this process at once if they fill a box.
+    is_box = sum(map(_size, shards)) == _size(box)
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        bounds = tuple(
-            dim_slice.indices(size)[:2]
-            for dim_slice, size in zip(index, leaf.padded_shape, strict=True)
-        )
-        if bounds not in blocks:
-            # Read the logical part of the shard, and pad it with zeros to the shard's shape.
-            logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
-            read = array.read_block(tuple(slice(a, b) for a, b in logical))
-            pads = [(0, b - a - size) for (a, b), size in zip(bounds, read.shape, strict=True)]
-            blocks[bounds] = np.pad(read, pads) if any(pad for _, pad in pads) else read
-        return blocks[bounds]
+        bounds = bounds_of(index)
+        outer = box if is_box else bounds
+        dims = zip(without_padding(bounds), without_padding(outer), strict=True)
+        # With an ellipsis, the shard of a scalar is also an array.
+        shard = read(outer)[(..., *(slice(a - start, b - start) for (a, b), (start, _) in dims))]
+        # Pad the logical part of the shard with zeros to the shard's shape.
+        pads = [(0, b - a - size) for (a, b), size in zip(bounds, shard.shape, strict=True)]
+        return np.pad(shard, pads) if any(pad for _, pad in pads) else shard
 
-    return jax.make_array_from_callback(
-        leaf.padded_shape, leaf.sharding(mesh), block, dtype=leaf.dtype
-    )
+    return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
+
+
+def _size(bounds: Bounds) -> int:
+    return prod(b - a for a, b in bounds)

@@ -3,7 +3,7 @@
 A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
 its holder replaces every few seconds with a conditional write. Another process may take the lease
 after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared. The
-holder therefore writes only for a part of LEASE_SECONDS after it has sent a successful renewal.
+holder starts a write only if the last successful renewal was sent less than half of this time ago.
 """
 
 import contextlib

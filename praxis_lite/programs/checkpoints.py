@@ -6,9 +6,9 @@ otherwise.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.command import Parser
 from praxis_lite.programs.program import Program
 
@@ -56,7 +56,7 @@ class Checkpoints(Program):
         return command(tools.steps_directory(job_log_dir), **options)
 
 
-def _ls(directory: Path, *, step: int | None) -> int:
+def _ls(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
 
     steps = tools.list_steps(directory)
@@ -66,7 +66,7 @@ def _ls(directory: Path, *, step: int | None) -> int:
     return 0
 
 
-def _show(directory: Path, *, step: int | None) -> int:
+def _show(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
 
     step_dir = tools.step_dir_of(directory, step)
@@ -74,7 +74,7 @@ def _show(directory: Path, *, step: int | None) -> int:
     return 0
 
 
-def _verify(directory: Path, *, step: int | None) -> int:
+def _verify(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.steps.step_store import steps_in
 
@@ -94,7 +94,9 @@ def _verify(directory: Path, *, step: int | None) -> int:
     return int(status)
 
 
-def _diff(directory: Path, *, other: str | None, step: int | None, other_step: int | None) -> int:
+def _diff(
+    directory: AnyPath, *, other: str | None, step: int | None, other_step: int | None
+) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.step_differences import step_differences
     from praxis_lite.checkpoints.steps.step_store import steps_in
@@ -118,7 +120,7 @@ def _diff(directory: Path, *, other: str | None, step: int | None, other_step: i
     return int(bool(lines))
 
 
-def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
+def _digest(directory: AnyPath, *, step: int | None, leaves: bool) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.digest import combined, leaf_digests
 

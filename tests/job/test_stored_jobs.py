@@ -151,11 +151,13 @@ def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
 class SlowProxy(StoreProxy):
     """Delays renewals of the lease while `is_slow` is set, and carries them out later."""
 
-    is_slow = False
+    is_slow, num_delayed = False, 0
 
     def handle(self, request, handler):
-        while self.is_slow and request.method == "PUT" and ".training" in request.path:
-            time.sleep(0.02)
+        if self.is_slow and request.method == "PUT" and ".training" in request.path:
+            self.num_delayed += 1
+            while self.is_slow:
+                time.sleep(0.02)
         super().handle(request, handler)
 
 
@@ -186,7 +188,7 @@ def test_a_holder_whose_renewals_hang_writes_nothing_after_its_lease_was_taken(
             (tmp_path / "metrics.jsonl").write_text("2")
             with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):
                 job.upload()
-            assert not ended.is_set()
+            assert proxy.num_delayed > 1 and not ended.is_set()
             proxy.is_slow = False
             assert ended.wait(5)
             with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):

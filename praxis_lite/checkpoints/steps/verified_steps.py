@@ -80,9 +80,7 @@ class VerifiedSteps:
 
         step = self._first_undamaged(candidates)
         if step is None:
-            damaged = [
-                str(step) for step in sorted(self._skipped) if (self.directory / str(step)).exists()
-            ]
+            damaged = [str(step) for step in self.store.numbered() if step in self._skipped]
             damaged += self.store.set_aside("damaged")
             if damaged:
                 raise ConfigError(
