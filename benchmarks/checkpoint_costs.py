@@ -10,6 +10,7 @@ server, in a process per host, and prints how many bytes each host reads.
 
 import argparse
 import json
+import logging
 import os
 import re
 import socket
@@ -193,6 +194,7 @@ def store_reads(mib: int) -> None:
             sizes.append(len(answer.body))
             return answer
 
+    logging.getLogger("werkzeug").disabled = True  # It prints each request.
     with s3_bucket() as url:
         server = os.environ["AWS_ENDPOINT_URL"]
         first = _start_host(server, mib=mib, url=url, mesh=STORE_MESHES[0], num_hosts=1, saves=True)
