@@ -134,8 +134,8 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         bounds = bounds_of(index)
         outer = box if is_box else bounds
         dims = zip(without_padding(bounds), without_padding(outer), strict=True)
-        # With an ellipsis, the shard of a scalar is also an array.
-        shard = read(outer)[(..., *(slice(a - start, b - start) for (a, b), (start, _) in dims))]
+        part = tuple(slice(a - start, b - start) for (a, b), (start, _) in dims)
+        shard = np.asarray(read(outer)[part])
         # Pad the logical part of the shard with zeros to the shard's shape.
         pads = [(0, b - a - size) for (a, b), size in zip(bounds, shard.shape, strict=True)]
         return np.pad(shard, pads) if any(pad for _, pad in pads) else shard

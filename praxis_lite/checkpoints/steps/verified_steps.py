@@ -52,10 +52,10 @@ class VerifiedSteps:
         """Cleans up after killed saves and deletions, and completes interrupted renames."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in self.store.set_aside(*LEFTOVERS):
-            step = name.removesuffix(".saving")
-            if step.isdecimal() and self.store.is_committed(name) and not self.store.verify(name):
-                self.store.publish(int(step))
-                self._note(f"completed the save of step {step}, which only needed its final rename")
+            number = name.removesuffix(".saving")
+            if number.isdecimal() and self.store.is_committed(name) and not self.store.verify(name):
+                self.store.publish(int(number))
+                self._note(f"completed the save of step {number}: its last rename was missing")
             elif self._remove_leftover(name):
                 action = "deletion" if ".deleting" in name else "save"
                 self._note(f"removed {name}, left by an interrupted {action}")
