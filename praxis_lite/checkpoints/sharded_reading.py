@@ -115,12 +115,12 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         dims = zip(index, leaf.padded_shape, strict=True)
         return tuple(dim_slice.indices(size)[:2] for dim_slice, size in dims)
 
-    def without_padding(bounds: Bounds) -> Bounds:
-        return tuple((min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True))
-
     @functools.cache
     def read(bounds: Bounds) -> np.ndarray:
-        return array.read_block(tuple(slice(a, b) for a, b in without_padding(bounds)))
+        logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
+        part = array.read_block(tuple(slice(a, b) for a, b in logical))
+        pads = [(0, b - a - size) for (a, b), size in zip(bounds, part.shape, strict=True)]
+        return np.pad(part, pads) if any(pad for _, pad in pads) else part
 
     indices = sharding.addressable_devices_indices_map(leaf.padded_shape).values()
     shards = {bounds_of(index) for index in indices}
@@ -133,12 +133,9 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = bounds_of(index)
         outer = box if is_box else bounds
-        dims = zip(without_padding(bounds), without_padding(outer), strict=True)
+        dims = zip(bounds, outer, strict=True)
         part = tuple(slice(a - start, b - start) for (a, b), (start, _) in dims)
-        shard = np.asarray(read(outer)[part])
-        # Pad the logical part of the shard with zeros to the shard's shape.
-        pads = [(0, b - a - size) for (a, b), size in zip(bounds, shard.shape, strict=True)]
-        return np.pad(shard, pads) if any(pad for _, pad in pads) else shard
+        return np.asarray(read(outer)[part])  # Indexing a scalar returns no array.
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
 
