@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -38,34 +38,17 @@ _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
 
 
-def steps_in(directory: AnyPath) -> "StepStore":
-    """Returns the steps in a directory on disk or in an object store."""
-    return DiskSteps(directory) if isinstance(directory, Path) else StoredSteps(directory)
+class _Steps:
+    """The parts of `DiskSteps` and `StoredSteps` that are equal.
 
-
-class StepStore(Protocol):
-    """The folders of a directory's steps, which are given by name: "7", "7.saving", "7.damaged".
+    Folders are given by name: "7" for a step, and names such as "7.saving" for other folders.
 
     Attributes:
       directory: The folder of all steps.
     """
 
-    directory: AnyPath
-
     def __init__(self, directory: AnyPath):
         self.directory = directory
-
-    def numbered(self) -> list[int]:
-        """Returns the steps in order, on disk also those that are damaged and have no commit."""
-
-    def committed(self) -> list[int]:
-        """Returns the steps that have a commit, in order, without reading their files."""
-
-    def set_aside(self, *kinds: str) -> list[str]:
-        """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
-
-    def files(self, name: str) -> Mapping[str, os.stat_result | ObjectStatus]:
-        """Returns the status of each file in a folder, keyed and sorted by relative path."""
 
     def is_committed(self, name: str) -> bool:
         """Returns whether a folder has a commit; it may still be damaged."""
@@ -93,42 +76,10 @@ class StepStore(Protocol):
 
     def _file_errors(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Compares files with their entries in the manifest, and returns a line for each error."""
-
-    def folder_to_write(self, step: int) -> str:
-        """Returns the folder to which the files of a new step are written."""
-
-    def clear(self, step: int) -> None:
-        """Removes what would be in the way of a new step with this number."""
-        self.remove(step)
-
-    def discard(self, step: int) -> None:
-        """Removes the files of a failed save, unless they are a complete step."""
-        self.clear(step)
-
-    def file_entries(self, name: str) -> dict[str, dict[str, Any]]:
-        """Returns the entry of each file for the manifest, after all files are safely stored."""
-
-    def commit(self, name: str, manifest: Mapping[str, Any]) -> None:
-        """Writes manifest.json and then commit.json, which completes the folder."""
-
-    def publish(self, step: int) -> None:
-        """Gives the committed folder of a new step its number, and deletes the replaced step."""
-
-    def quarantine(self, step: int) -> str:
-        """Sets a damaged step aside, and returns what was done."""
-
-    def abandon(self, step: int) -> str:
-        """Sets a step aside that was rolled back, and returns what was done."""
-
-    def remove(self, step: int) -> None:
-        """Deletes a step. An interruption leaves no incomplete step."""
-        self.remove_leftover(str(step))
-
-    def remove_leftover(self, name: str) -> None:
-        """Deletes a folder that was set aside."""
+        raise NotImplementedError
 
 
-class DiskSteps(StepStore):
+class DiskSteps(_Steps):
     """Steps on disk.
 
     The invariant is that a folder whose name is a number is always complete, even if a process is
@@ -145,16 +96,20 @@ class DiskSteps(StepStore):
     directory: Path
 
     def numbered(self) -> list[int]:
+        """Returns the steps in order, including damaged steps without a commit."""
         return sorted(int(name) for name in self._names() if _STEP.fullmatch(name))
 
     def committed(self) -> list[int]:
+        """Returns the steps that have a commit, in order, without reading their files."""
         return [step for step in self.numbered() if self.is_committed(str(step))]
 
     def set_aside(self, *kinds: str) -> list[str]:
+        """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
         pattern = rf"[0-9]+\.({'|'.join(kinds)})"
         return [name for name in self._names() if re.match(pattern, name)]
 
     def files(self, name: str) -> Mapping[str, os.stat_result]:
+        """Returns the status of each file in a folder, keyed and sorted by relative path."""
         folder, found = self.directory / name, {}
         for path in sorted(folder.rglob("*")):
             # A running job may delete the folder while it is being read.
@@ -190,14 +145,21 @@ class DiskSteps(StepStore):
             return [f"{file} {line}" for file, line in sorted(errors) if line]
 
     def folder_to_write(self, step: int) -> str:
+        """Returns the folder to which the files of a new step are written."""
         return f"{step}.saving"
 
     def clear(self, step: int) -> None:
+        """Removes what would be in the way of a new step with this number."""
         for name in self.set_aside(*LEFTOVERS):
             if name.startswith(self.folder_to_write(step)):
                 self.remove_leftover(name)
 
+    def discard(self, step: int) -> None:
+        """Removes the files of a failed save, unless they are a complete step."""
+        self.clear(step)
+
     def file_entries(self, name: str) -> dict[str, dict[str, Any]]:
+        """Syncs all files to disk, and returns the manifest's entry of each file."""
         folder, names = self.directory / name, list(self.files(name))
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             digests = pool.map(lambda file: _digest(folder / file, syncs=True), names)
@@ -210,12 +172,14 @@ class DiskSteps(StepStore):
         return entries
 
     def commit(self, name: str, manifest: Mapping[str, Any]) -> None:
+        """Writes manifest.json and then commit.json, which completes the folder."""
         folder, text = self.directory / name, _manifest_text(manifest)
         _write_synced(folder / MANIFEST_JSON, text)
         _write_synced(folder / COMMIT_JSON, commit_text(manifest["step"], text))
         sync(folder)
 
     def publish(self, step: int) -> None:
+        """Gives the committed folder of a new step its number, and deletes the replaced step."""
         # If the process is killed between the renames, `VerifiedSteps.repair` completes the second.
         folder = self.directory / str(step)
         replaced = self._renamed(step, "deleting") if folder.exists() else None
@@ -230,15 +194,19 @@ class DiskSteps(StepStore):
             self.remove_leftover(replaced)
 
     def quarantine(self, step: int) -> str:
+        """Sets a damaged step aside, and returns what was done."""
         return f"renamed to {self._renamed(step, 'damaged')}"
 
     def abandon(self, step: int) -> str:
+        """Sets a step aside that was rolled back, and returns what was done."""
         return f"renamed to {self._renamed(step, 'abandoned')}"
 
     def remove(self, step: int) -> None:
+        """Deletes a step. An interruption leaves no incomplete step."""
         self.remove_leftover(self._renamed(step, "deleting"))
 
     def remove_leftover(self, name: str) -> None:
+        """Deletes a folder that was set aside."""
         shutil.rmtree(self.directory / name)
 
     def _renamed(self, step: int, kind: str) -> str:
@@ -259,7 +227,7 @@ class DiskSteps(StepStore):
             return []
 
 
-class StoredSteps(StepStore):
+class StoredSteps(_Steps):
     """Steps in an object store, where folders cannot be renamed.
 
     A folder N is a step if it contains commit.json, which is written last and deleted first. A
@@ -269,6 +237,8 @@ class StoredSteps(StepStore):
     The file steps.json lists the steps, because listings may be outdated. A step is verified by
     comparing the sizes and versions of its files: the store verifies their content, and each
     process downloads only the bytes that its devices need.
+
+    The methods are documented in `DiskSteps`.
     """
 
     directory: StorePath
@@ -314,6 +284,9 @@ class StoredSteps(StepStore):
     def folder_to_write(self, step: int) -> str:
         return str(step)
 
+    def clear(self, step: int) -> None:
+        self.remove(step)
+
     def discard(self, step: int) -> None:
         if not self.is_committed(str(step)):
             self.remove(step)
@@ -345,9 +318,20 @@ class StoredSteps(StepStore):
         self.remove(step)
         return "deleted"
 
+    def remove(self, step: int) -> None:
+        self.remove_leftover(str(step))
+
     def remove_leftover(self, name: str) -> None:
         (self.directory / name / COMMIT_JSON).unlink()
         (self.directory / name).remove_folder()
+
+
+StepStore = DiskSteps | StoredSteps
+
+
+def steps_in(directory: AnyPath) -> StepStore:
+    """Returns the steps in a directory on disk or in an object store."""
+    return DiskSteps(directory) if isinstance(directory, Path) else StoredSteps(directory)
 
 
 def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
