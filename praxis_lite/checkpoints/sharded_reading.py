@@ -128,7 +128,8 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*shards, strict=True)
     )
     # A read decodes complete chunks, so read all shards of this process at once if they fill a box.
-    is_box = sum(map(_size, shards)) == _size(box)
+    size, *sizes = (prod(b - a for a, b in bounds) for bounds in (box, *shards))
+    is_box = size == sum(sizes)
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = bounds_of(index)
@@ -138,7 +139,3 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         return np.asarray(read(outer)[part])  # Indexing a scalar returns no array.
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
-
-
-def _size(bounds: Bounds) -> int:
-    return prod(b - a for a, b in bounds)
