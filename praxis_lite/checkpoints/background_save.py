@@ -77,8 +77,10 @@ class BackgroundSave:
             if processes.is_first():
                 self._steps.clear(self.step)
             folder, wait = self._folder, self._barriers.wait
-            is_local = isinstance(folder, Path)  # Orbax cannot write to s3:// URLs.
-            self._writing = (OrbaxWrite if is_local else TensorStoreWrite)(folder, wait)
+            if isinstance(folder, Path):
+                self._writing = OrbaxWrite(folder, wait)
+            else:  # Orbax cannot write to s3:// URLs.
+                self._writing = TensorStoreWrite(folder, wait)
             self._writing.begin(state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
