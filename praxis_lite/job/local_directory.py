@@ -21,7 +21,7 @@ def directory(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     Raises:
       ConfigError: See `local_directory`, `StorePath.opened` and `local_folder`.
     """
-    if is_store_url(path):
+    if isinstance(path, StorePath) or is_store_url(path):
         return StorePath.opened(path)
     return local_directory(local_folder(path) if is_url(path) else path)
 
