@@ -1,5 +1,6 @@
 """Checkpoints: onto any mesh, compared before a restore, untouched by the training that goes on."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import BestCheckpoints, ConfigError, StepLost
@@ -332,6 +334,30 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
         checkpoints.save(17, restored.state, partitioner.layout, {})
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.all_steps() == [13, 17]
+
+
+@pytest.mark.parametrize("are_adjacent", [True, False])
+def test_adjacent_shards_of_a_process_are_read_at_once(mesh_of, monkeypatch, are_adjacent):
+    x, read = np.arange(35, dtype=np.float32).reshape(7, 5), []
+    indices_of, mesh = NamedSharding.addressable_devices_indices_map, mesh_of(1, 4, 2)
+    calls = itertools.count()
+
+    class Array:
+        def read_block(self, index):
+            read.append(index)
+            return x[index]
+
+    def scattered(self, shape):
+        """Returns two opposite corners, in the first call."""
+        indices = list(indices_of(self, shape).items())
+        return dict(indices if next(calls) else (indices[0], indices[-1]))
+
+    if not are_adjacent:
+        monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", scattered)
+    [leaf] = (leaf for leaf in SMALL.leaves() if leaf.path == "mdl_vars/params/w")
+    [array] = read_arrays({"w": Array()}, {"w": leaf}, mesh).values()
+    np.testing.assert_array_equal(array, np.pad(x, ((0, 1), (0, 1))))
+    assert len(read) == (1 if are_adjacent else 8)
 
 
 # A state that is saved fast: one weight that no mesh divides, and a count.
