@@ -62,7 +62,7 @@ demo: $(INSTALLED)
 	@# The demo always starts a new job. It removes only directories that praxis_lite created, and
 	@# nothing in object stores.
 	@case "$(JOB_LOG_DIR)" in *://*) \
-	  $(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots,s3,gcs]'; \
+	  $(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots,s3,gcs]' || exit 1; \
 	  if $(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)" >/dev/null 2>&1; then \
 	    echo "$(JOB_LOG_DIR) already contains a job. Use a different URL."; exit 1; \
 	  fi;; \
