@@ -22,7 +22,7 @@ from praxis_tools.certificates.rerun import (
     Rows,
     any_process_differs,
 )
-from praxis_tools.certificates.state_digests import Digests, changed_keys
+from praxis_tools.certificates.state_digests import Digests
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
 from praxis_tools.check.bisect import (
@@ -151,7 +151,8 @@ def restored_state_differences(
             leaf,
             mesh_name(mesh.shape),
         )
-        for leaf in changed_keys(saved["leaves"], digests.by_leaf)
+        for leaf, digest in saved["leaves"].items()
+        if leaf in digests.by_leaf and digests.by_leaf[leaf] != digest
     ]
 
 
