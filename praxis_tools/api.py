@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.api import command_line
 from praxis_lite.config.python_settings import Settings
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_tools.modes.check import check_experiment
+from praxis_lite.modes.job_from_command import experiment_of
 from praxis_tools.modes.explain import explain_experiment
 from praxis_tools.modes.plan import STEPS, plan_experiment
 
@@ -115,8 +115,11 @@ def check(
     Raises:
       ConfigError: The experiment or a setting is invalid, as for `train`, or a mesh does not fit.
     """
-    command = command_line("check", experiment, settings, packages)
-    return check_experiment(command, _log.info, meshes=meshes, steps=steps, shrink=shrink)
+    launched = experiment_of(command_line("check", experiment, settings, packages))
+
+    from praxis_tools.check.on_meshes import check_launched
+
+    return check_launched(launched, meshes=meshes, steps=steps, shrink=shrink, print_text=_log.info)
 
 
 def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":

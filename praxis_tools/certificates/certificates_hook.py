@@ -19,7 +19,7 @@ from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.trainer.metrics.json_lines import append_lines
-from praxis_tools.certificates.certifier import CertifiedStep, Certifier, any_process_differs
+from praxis_tools.certificates.certifier import CertifiedStep, Certifier
 from praxis_tools.certificates.diagnosis import (
     CauseSearch,
     Difference,
@@ -27,6 +27,7 @@ from praxis_tools.certificates.diagnosis import (
     replica_differences,
     restored_state_differences,
 )
+from praxis_tools.certificates.rerun import any_process_differs
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check.certificate import Comparison
 

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from praxis_tools.certificates.rerun import (
     Measurements,
     Rerun,
     Rows,
+    any_process_differs,
     check_device_memory,
     compare_bits,
     compare_up_to_rounding,
@@ -101,7 +102,7 @@ class Certifier:
       order: Order of the devices in the second re-run.
       is_exact: Whether all-reduces produce the same bits for any order of the devices.
       update: Recomputes updates; None if updates cannot be traced or do not fit in memory.
-      notes: Messages about what is not compared.
+      notes: Messages about what is not compared, until `new_notes` returns them.
 
     Raises:
       ConfigError: The rows of a batch cannot be selected.
@@ -117,7 +118,6 @@ class Certifier:
     ):
         self.partitioner, self.build, self.seed = partitioner, build, seed
         self.notes: list[str] = []
-        self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = partitioner.mesh.size
         # After a rotation, every device has a new position, but neighbors remain neighbors.
@@ -284,7 +284,6 @@ class Certifier:
             certified.nudged[0],
             certified.rows.salt,
             self.reruns[0].rounding,
-            any_process,
         )
         self.update.lower()
         self._compilation = self._thread.submit(self._compile)
@@ -337,7 +336,8 @@ class Certifier:
 
     def new_notes(self) -> list[str]:
         """Returns the notes added since the last call."""
-        new, self._num_reported = self.notes[self._num_reported :], len(self.notes)
+        new = list(self.notes)
+        self.notes.clear()
         return new
 
     def close(self) -> None:
@@ -353,18 +353,3 @@ def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
     except OutOfMemory as error:
         message = str(error)
     return next(filter(None, processes.exchange(topic, message)), "")
-
-
-def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
-    """Returns whether a comparison failed in any process."""
-    return any_process(any(not x.is_equal for x in comparisons))
-
-
-def any_process(condition: bool) -> bool:
-    """Returns whether a condition is true in any process.
-
-    All processes must call this function, and it returns the same result in all of them. The
-    condition may differ between processes: for instance, a faulty device may return wrong values
-    only to its own process.
-    """
-    return any(processes.exchange("certificate", "yes" if condition else ""))

@@ -13,14 +13,16 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_tools.certificates import element_hash
-from praxis_tools.certificates.certifier import (
-    CertifiedStep,
-    Certifier,
+from praxis_tools.certificates.certifier import CertifiedStep, Certifier
+from praxis_tools.certificates.placements import reorder_devices, reshape_mesh, rotated_order
+from praxis_tools.certificates.rerun import (
+    MOVED,
+    Measurements,
+    Rerun,
+    Rows,
     any_process_differs,
 )
-from praxis_tools.certificates.placements import reorder_devices, reshape_mesh, rotated_order
-from praxis_tools.certificates.rerun import MOVED, Measurements, Rerun, Rows
-from praxis_tools.certificates.state_digests import Digests, changed_keys
+from praxis_tools.certificates.state_digests import Digests
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
 from praxis_tools.check.bisect import (
@@ -149,7 +151,8 @@ def restored_state_differences(
             leaf,
             mesh_name(mesh.shape),
         )
-        for leaf in changed_keys(saved["leaves"], digests.by_leaf)
+        for leaf, digest in saved["leaves"].items()
+        if leaf in digests.by_leaf and digests.by_leaf[leaf] != digest
     ]
 
 

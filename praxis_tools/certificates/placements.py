@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
@@ -48,7 +47,7 @@ def has_order_independent_sums(mesh: Mesh, reordered: Mesh) -> bool:
     return _sums(mesh) == _sums(reordered)
 
 
-def _sums(mesh: Mesh) -> list[bytes]:
+def _sums(mesh: Mesh) -> bytes:
     """Returns the bits of all-reduces over each axis, and of a reduce-scatter over all axes."""
     axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
     # Sums of random numbers have different bits if the order of summation differs.
@@ -67,7 +66,7 @@ def _sums(mesh: Mesh) -> list[bytes]:
         jax.shard_map(on_each_device, mesh=mesh, in_specs=split, out_specs=split),
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
-    return [np.asarray(run(x)).tobytes()]
+    return np.asarray(run(x)).tobytes()
 
 
 def reshape_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
@@ -208,13 +207,3 @@ def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer
         return StateLayout(shapes, specs, dict(mesh.shape))
 
     return MeshTransfer(layout(mesh), mesh, layout(target), target)
-
-
-def weight_transfer(source: Partitioner, target: Partitioner) -> MeshTransfer:
-    """Returns a function that moves weights to a partitioner's mesh with the same devices."""
-    return MeshTransfer(
-        source.layout.select("mdl_vars"),
-        source.mesh,
-        target.layout.select("mdl_vars"),
-        target.mesh,
-    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
 from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import check_program_fits
+from praxis_lite.job import processes
 from praxis_tools.certificates import element_hash
-from praxis_tools.certificates.placements import MeshTransfer, batch_transfer, weight_transfer
+from praxis_tools.certificates.placements import MeshTransfer, batch_transfer
 from praxis_tools.certificates.recomputed_update import nudge_weights
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison, mesh_name
@@ -116,7 +117,12 @@ class Rerun:
         self._mdl_layout = partitioner.layout.select("mdl_vars")
         self._transfer_weights: MeshTransfer | None = None
         if not self.is_job_mesh:
-            self._transfer_weights = weight_transfer(job_partitioner, partitioner)
+            self._transfer_weights = MeshTransfer(
+                job_partitioner.layout.select("mdl_vars"),
+                job_partitioner.mesh,
+                self._mdl_layout,
+                self.mesh,
+            )
         self._transfer_batch: MeshTransfer | None = None
         self._program: Any = None
         self.rounding = 0.0
@@ -314,3 +320,18 @@ def check_device_memory(
                 f"{program} needs {format_bytes(needed)} on each device in addition to the train "
                 f"state, but {device} only has {format_bytes(int(free))} free. {_ADVICE}"
             )
+
+
+def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
+    """Returns whether a comparison failed in any process."""
+    return any_process(any(not x.is_equal for x in comparisons))
+
+
+def any_process(condition: bool) -> bool:
+    """Returns whether a condition is true in any process.
+
+    All processes must call this function, and it returns the same result in all of them. The
+    condition may differ between processes: for instance, a faulty device may return wrong values
+    only to its own process.
+    """
+    return any(processes.exchange("certificate", "yes" if condition else ""))

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -189,11 +189,6 @@ class Digests:
         positions = np.arange(devices.size).reshape(devices.shape).transpose(split_axes_first)
         num_blocks = math.prod(self._mesh.shape[axis] for axis in split)
         return positions.reshape(num_blocks, -1).tolist()
-
-
-def changed_keys(saved: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """Returns the keys in both sets of digests whose digests differ."""
-    return [key for key, text in saved.items() if key in actual and actual[key] != text]
 
 
 def _hash(data: bytes) -> str:

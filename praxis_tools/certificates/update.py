@@ -31,7 +31,7 @@ from praxis_lite.core.xla_workarounds.patched_matmuls import patch_matmuls
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import available_bytes
 from praxis_tools.certificates.recomputed_update import Rounding, path_suffixes, recompute_state
-from praxis_tools.certificates.rerun import Measurements, check_device_memory
+from praxis_tools.certificates.rerun import Measurements, any_process, check_device_memory
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
@@ -177,7 +177,6 @@ class UpdateCheck:
         nudged: Measurements,
         salt: int,
         rounding: float,
-        agree: Callable[[bool], bool],
     ) -> UpdateComparison:
         """Compares a state with the state recomputed from the snapshot, then frees the snapshot.
 
@@ -189,7 +188,6 @@ class UpdateCheck:
           nudged: The same measurements with perturbed weights.
           salt: Seed for the signs of the perturbations.
           rounding: Relative amount by which weights are perturbed to measure rounding errors.
-          agree: Function that returns whether its argument is True in any process.
         """
         paths = self.parts[self._part]
         snapshot, self._snapshot = self._snapshot, None
@@ -204,7 +202,7 @@ class UpdateCheck:
             return np.asarray(run(before, state, batch, key, *scalars))
 
         differences = compare_recomputed(0)
-        if agree(bool((differences[..., 0] > 1).any())):
+        if any_process(bool((differences[..., 0] > 1).any())):
             # The rounding errors were estimated from a few rows. Before reporting a difference,
             # measure them on the entire batch.
             differences = compare_recomputed(_NUDGES)

@@ -23,7 +23,6 @@ from praxis_tools.check.meshes import (
     NUM_DEVICES,
     Shape,
     choose_meshes,
-    parse_meshes,
     reduced_shape,
 )
 from praxis_tools.check.parts import data, own_mesh
@@ -92,16 +91,16 @@ def check_on_meshes(
 def check_launched(
     launched: LaunchedConfig,
     *,
-    meshes: str | Sequence[Shape] | None = None,
-    steps: int = 20,
-    shrink: bool = False,
+    meshes: Sequence[Shape] | None,
+    steps: int,
+    shrink: bool,
     print_text: Callable[[str], None],
 ) -> Certificate:
     """Runs `check_on_meshes` for an experiment with settings from the command line.
 
     Args:
       launched: The experiment and its settings.
-      meshes: Shapes, or a string as in --meshes; None for the default of `check_on_meshes`.
+      meshes: Shapes of meshes, or None for the default of `check_on_meshes`.
       steps: Number of training steps on the experiment's own mesh.
       shrink: Whether to check a smaller model of the same architecture instead.
       print_text: Function called with a line of text for each part of the check.
@@ -111,8 +110,6 @@ def check_launched(
     if shrink:
         config, not_certified = shrink_config(config)
         print_text(f"Sizes reduced by --shrink, not certified: {', '.join(not_certified)}.")
-    if isinstance(meshes, str):
-        meshes = parse_meshes(meshes, tuple(config.mesh.axis_names))
     use_compilation_cache()
     # Ignore warnings about costly resharding: the user did not choose these meshes.
     with explained_warnings(lambda warning: None):

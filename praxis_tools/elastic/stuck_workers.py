@@ -8,8 +8,9 @@ from praxis_lite.job.processes.stacks import request_stacks
 from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
-from praxis_tools.stuck import Decision, Progress
+from praxis_tools.stuck.decision import Decision
 from praxis_tools.stuck.on_host import describe_state
+from praxis_tools.stuck.progress import Progress
 from praxis_tools.stuck.stuck_report import details
 
 _INTERVAL_SECONDS = 1.0

@@ -25,8 +25,8 @@ from praxis_tools.elastic.members import (
     WorkerEnd,
 )
 from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS, WORKER, Assignment
-from praxis_tools.stuck import Progress
 from praxis_tools.stuck.on_host import progress_of_pid
+from praxis_tools.stuck.progress import Progress
 
 _MAX_REPORT_BYTES = 2**20
 # Exit statuses of a worker that was asked to stop before it was able to handle the signal.

@@ -1,10 +1,10 @@
 """Finds the collective in which other processes wait for a stuck process."""
 
 import contextlib
-import threading
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from praxis_lite.core.errors import format_bytes
@@ -15,6 +15,9 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo import Collective, collectives
 from praxis_tools.explain.hlo_text import text_of
 from praxis_tools.stuck.progress import progress_recorder
+
+if TYPE_CHECKING:
+    import jax
 
 # Maximum size of the HLO text. Parsing takes seconds, during which no heartbeats are sent.
 _MAX_TEXT_BYTES = 2**24
@@ -40,56 +43,46 @@ class ReportFirstCollectives(Hook):
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
-            progress_recorder.first_collective = FirstCollectives(step, dict(mesh.shape), owners)
+
+            @functools.cache
+            def descriptions() -> dict[int, str]:
+                # The report must be printed even if the program cannot be parsed.
+                with contextlib.suppress(Exception):
+                    return first_collectives(step, dict(mesh.shape), owners)
+                return {}
+
+            progress_recorder.first_collective = lambda process: descriptions().get(process, "")
 
 
-class FirstCollectives:
-    """Finds the first collective in a program that involves a given process's devices.
-
-    The program is parsed on the first call, which may be in any thread.
+def first_collectives(
+    compiled: "jax.stages.Compiled", axis_sizes: Mapping[str, int], owners: Sequence[int]
+) -> dict[int, str]:
+    """Describes the first collective in a program that involves the devices of each process.
 
     Args:
-      compiled: The program or its text.
+      compiled: The program.
       axis_sizes: Number of devices along each mesh axis.
       owners: Process index of each device, in the mesh's row-major order.
+
+    Returns:
+      A dict from process indices to descriptions, without the processes that wait for no other
+      process. It is empty if the program is too large to parse quickly.
     """
-
-    def __init__(
-        self,
-        compiled: "jax.stages.Compiled | str",
-        axis_sizes: Mapping[str, int],
-        owners: Sequence[int],
-    ):
-        self._compiled, self._axis_sizes, self._owners = compiled, axis_sizes, np.array(owners)
-        self._descriptions: dict[int, str] | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, process: int) -> str:
-        """Returns a description of the collective, or "" if it cannot be found."""
-        with self._lock:
-            if self._descriptions is None:
-                # The report must be printed even if the program cannot be parsed.
-                self._descriptions = {}
-                with contextlib.suppress(Exception):
-                    self._descriptions = self._read()
-        return self._descriptions.get(process, "")
-
-    def _read(self) -> dict[int, str]:
-        text = self._compiled if isinstance(self._compiled, str) else text_of(self._compiled)
-        descriptions: dict[int, str] = {}
-        if len(text) > _MAX_TEXT_BYTES:
-            return descriptions
-        missing = set(self._owners.tolist())
-        for collective in collectives(text, self._axis_sizes):
-            if collective.groups is None or not missing:
-                continue
-            for group in collective.groups:
-                members = set(self._owners[group].tolist())
-                if len(members) > 1:  # Otherwise, no process waits for another process.
-                    for process in members & missing:
-                        descriptions[process] = _description(collective)
-                    missing -= members
+    descriptions: dict[int, str] = {}
+    text, process_of = text_of(compiled), np.array(owners)
+    if len(text) > _MAX_TEXT_BYTES:
         return descriptions
+    missing = set(owners)
+    for collective in collectives(text, axis_sizes):
+        if collective.groups is None or not missing:
+            continue
+        for group in collective.groups:
+            members = set(process_of[group].tolist())
+            if len(members) > 1:  # Otherwise, no process waits for another process.
+                for process in members & missing:
+                    descriptions[process] = _description(collective)
+                missing -= members
+    return descriptions
 
 
 def _description(collective: Collective) -> str:

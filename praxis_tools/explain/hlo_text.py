@@ -67,14 +67,9 @@ def parse(compiled: "jax.stages.Compiled | str") -> Program:
 
 
 def text_of(compiled: "jax.stages.Compiled") -> str:
-    """Returns the HLO text of a compiled program.
-
-    Raises:
-      ValueError: The backend does not provide the text.
-    """
+    """Returns the HLO text of a compiled program."""
     text = compiled.as_text()
-    if text is None:
-        raise ValueError("The backend does not provide the HLO text of the compiled program.")
+    assert text is not None  # All JAX backends provide the text.
     return text
 
 

@@ -2,8 +2,6 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
 from praxis_lite.host.atomic_files import write_atomically
@@ -11,10 +9,6 @@ from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
-
-if TYPE_CHECKING:
-    from praxis_tools.check.certificate import Certificate
-    from praxis_tools.check.meshes import Shape
 
 
 class Check(Mode):
@@ -60,47 +54,24 @@ class Check(Mode):
         json: AnyPath | None,
     ) -> int:
         """Prints the certificate; returns 1 if any results differ, otherwise 0."""
-        certificate = check_experiment(
-            command,
-            _log.info,
-            meshes=meshes,
+        require(steps > 0, "--steps", steps, "1 or more")
+        launched = experiment_of(command)
+
+        from praxis_tools.check.meshes import parse_meshes
+        from praxis_tools.check.on_meshes import check_launched
+
+        axis_names = tuple(launched.config.mesh.axis_names)
+        certificate = check_launched(
+            launched,
+            meshes=None if meshes is None else parse_meshes(meshes, axis_names),
             steps=steps,
             shrink=shrink,
+            print_text=_log.info,
         )
         if json is not None:
             write_atomically(json, certificate.json_text().encode())
         print(f"\n{certificate}", flush=True)
         return int(not certificate.certified)
-
-
-def check_experiment(
-    command: CommandLine,
-    print_text: Callable[[str], None],
-    *,
-    meshes: "str | Sequence[Shape] | None",
-    steps: int,
-    shrink: bool,
-) -> "Certificate":
-    """Compares an experiment's results on several meshes with its results on one device.
-
-    Args:
-      command: The parsed command line, which names the experiment.
-      print_text: Function called with each line of progress.
-      meshes: Mesh shapes to check, or None for the default shapes; see `check_launched`.
-      steps: Number of training steps on the experiment's mesh.
-      shrink: Whether to check a smaller model of the same architecture.
-
-    Raises:
-      ConfigError: The experiment is invalid, or a mesh does not fit.
-    """
-    require(steps > 0, "--steps", steps, "1 or more")
-    launched = experiment_of(command)
-
-    from praxis_tools.check.on_meshes import check_launched
-
-    return check_launched(
-        launched, meshes=meshes, steps=steps, shrink=shrink, print_text=print_text
-    )
 
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """`praxis sweep`: trains an experiment with different settings and compares the results."""
 
 import argparse
+from typing import Any
 
 from praxis_lite.modes.job_from_command import job_log_dir
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -26,6 +27,7 @@ class Sweep(Mode):
         )
         options.add_argument(
             "--trials",
+            dest="num_trials",
             metavar="N",
             type=int,
             help="number of trials, with random or tpe; default: 20",
@@ -52,6 +54,7 @@ class Sweep(Mode):
         )
         options.add_argument(
             "--prune",
+            dest="pruner",
             metavar="NAME",
             default="median",
             help="rule that ends bad trials early: median, halving or none; default: median",
@@ -83,37 +86,10 @@ class Sweep(Mode):
             help="print the trials' commands for a scheduler instead of running them",
         )
 
-    def run(
-        self,
-        command: CommandLine,
-        *,
-        search: str,
-        trials: int | None,
-        parallel: int,
-        metric: str | None,
-        better: str,
-        prune: str,
-        seed: int,
-        topology: str | None,
-        prints: bool,
-        is_worker: bool,
-    ) -> int | None:
+    def run(self, command: CommandLine, **options: Any) -> int | None:
         """Runs the trials or prints their commands; raises ConfigError if an option is invalid."""
         directory = job_log_dir(command)
 
         from praxis_tools.sweep.command import sweep
 
-        return sweep(
-            command,
-            directory,
-            parallel=parallel,
-            prints=prints,
-            is_worker=is_worker,
-            num_trials=trials,
-            metric=metric,
-            search=search,
-            better=better,
-            pruner=prune,
-            seed=seed,
-            topology=topology,
-        )
+        return sweep(command, directory, **options)

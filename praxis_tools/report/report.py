@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -87,8 +87,6 @@ def print_reports(
     *,
     html: AnyPath | None,
     follow_seconds: float | None,
-    write_line: Callable[[str], None] = print,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Prints a report and writes its HTML page, once or until no job is training.
 
@@ -96,14 +94,12 @@ def print_reports(
       reader: Reader of the jobs.
       html: Path of the HTML page, which is replaced atomically, or None to write no page.
       follow_seconds: Interval between reports, or None to print a single report.
-      write_line: Function that prints a line.
-      sleep: Function that waits for the given number of seconds.
 
     Raises:
       ConfigError: A job cannot be read, or the page cannot be written.
     """
     if follow_seconds is not None and html is not None:
-        write_line(f"writing {html} every {follow_seconds:g} s while any job is training")
+        print(f"writing {html} every {follow_seconds:g} s while any job is training")
     printed: dict[str, int] = {}
     while True:
         report = reader.read()
@@ -117,8 +113,8 @@ def print_reports(
         for job in report.jobs:
             if printed.get(job.name) != job.last_step:
                 printed[job.name] = job.last_step
-                write_line(progress_text(job))
-        sleep(interval)
-    write_line(str(report))
+                print(progress_text(job))
+        time.sleep(interval)
+    print(report)
     if html is not None:
-        write_line(f"\nOpen this page in a browser: {html.absolute()}")
+        print(f"\nOpen this page in a browser: {html.absolute()}")

@@ -3,8 +3,3 @@
 The decision is a pure function of the progress reported by the processes. It does not read clocks,
 files or the state of processes.
 """
-
-from praxis_tools.stuck.decision import Decision, Stuck
-from praxis_tools.stuck.progress import Progress
-
-__all__ = ["Decision", "Progress", "Stuck"]

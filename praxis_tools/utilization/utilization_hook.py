@@ -17,7 +17,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME
 from praxis_tools.explain import hlo_matmuls
 from praxis_tools.explain.hlo_runs import executed
-from praxis_tools.explain.hlo_text import op_name_of, parse
+from praxis_tools.explain.hlo_text import op_name_of, parse, text_of
 from praxis_tools.explain.kernels import is_kernel, kernel_flops
 from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.topology import attached_topology
@@ -59,10 +59,7 @@ class Utilization(Hook):
     def _count(self, chip: Chip, spec: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, float]:
         """Returns and logs the flops of the training step for a batch shape."""
         partitioner = self._job.partitioner
-        step = partitioner.train_step
-        text = step.lower(spec).compile().as_text()
-        assert text is not None  # All JAX backends provide the text.
-        program = flops_of_program(text)
+        program = flops_of_program(text_of(partitioner.train_step.lower(spec).compile()))
         flops: dict[str, float] = {HFU: program.flops}
         head = (
             f"MFU and HFU are relative to {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from praxis_lite.job.processes.stacks import request_stacks
-from praxis_tools.stuck import Decision, Progress, Stuck
+from praxis_tools.stuck.decision import Decision, Stuck
 from praxis_tools.stuck.on_host import describe_state, progress_of_pid
-from praxis_tools.stuck.progress import MEETING, ON_DEVICES, ProgressRecorder
+from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Progress, ProgressRecorder
 from praxis_tools.stuck.progress_history import ProcessHistory
 from praxis_tools.stuck.stuck_report import paragraph
 from tests.support.job_runs import CHECKOUT

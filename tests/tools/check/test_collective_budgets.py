@@ -15,10 +15,6 @@ def step():
     return compiled_step(lm.Synthetic)
 
 
-def of_kind(step, kind, axis=None):
-    return [c for c in step.collectives if c.kind == kind and (axis is None or axis in c.axes)]
-
-
 def test_a_budget_is_kept_to_the_byte(step):
     actual = sum(item.count * item.bytes for item in step.collectives if "mdl" in item.axes)
     assert actual > 0

@@ -22,7 +22,7 @@ from praxis_tools.elastic.leader import Settings
 from praxis_tools.elastic.members import Rendezvous
 from praxis_tools.elastic.supervisor import Supervisor
 from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS
-from praxis_tools.stuck import Progress
+from praxis_tools.stuck.progress import Progress
 
 TICK = 0.25
 EVENTS = ("kill_host", "kill_worker", "stop_worker", "stop_host", "leave", "start", "wake")

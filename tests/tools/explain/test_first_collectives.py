@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from praxis_tools.explain.first_collectives import FirstCollectives
+from praxis_tools.explain.first_collectives import first_collectives
 
 
 def test_the_first_collective_that_leaves_a_process_is_found_by_its_devices():
@@ -33,15 +33,10 @@ def test_the_first_collective_that_leaves_a_process_is_found_by_its_devices():
     )
     # "first" sums over mdl, then "second" over data: by hand, 7 x 37 and 37 floats of 4 bytes.
     sizes = dict(mesh.shape)
-    rows_apart = FirstCollectives(compiled, sizes, [0, 0, 1, 1, 2, 2, 3, 3])
-    assert [rows_apart(process) for process in range(4)] == [
-        "all-reduce of 148 B over data, in layer second"
-    ] * 4
-    columns_apart = FirstCollectives(compiled.as_text(), sizes, [0, 1, 0, 1, 0, 1, 0, 1])
-    assert [columns_apart(process) for process in range(2)] == [
-        "all-reduce of 1.0 KiB over mdl, in layer first"
-    ] * 2
-    assert columns_apart(2) == ""
-    alone = FirstCollectives(compiled, sizes, [0] * 8)
-    assert alone(0) == ""
-    assert FirstCollectives("no program", sizes, [0] * 8)(0) == ""
+    rows_apart = first_collectives(compiled, sizes, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert rows_apart == dict.fromkeys(range(4), "all-reduce of 148 B over data, in layer second")
+    columns_apart = first_collectives(compiled, sizes, [0, 1, 0, 1, 0, 1, 0, 1])
+    assert columns_apart == dict.fromkeys(
+        range(2), "all-reduce of 1.0 KiB over mdl, in layer first"
+    )
+    assert first_collectives(compiled, sizes, [0] * 8) == {}

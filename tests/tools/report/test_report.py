@@ -16,6 +16,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.main import main
 from praxis_lite.trainer.metrics.json_lines import json_line
+from praxis_tools.report import report
 from praxis_tools.report.job_reader import named_jobs
 from praxis_tools.report.report import ReportReader, print_reports
 from tests.support import line_jobs
@@ -114,11 +115,11 @@ def test_control_characters_of_a_job_do_not_reach_the_terminal(tmp_path):
     assert "\x1b" not in launched(job.path)[1]
 
 
-def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
+def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path, monkeypatch, capsys):
     lines = training_lines(29)
     job = written_job(tmp_path / "job", lines[:7], settings=["run.num_train_steps=29"])
-    html, told, seen, rounds = tmp_path / "report.html", [], [], iter(range(1, 100))
-    lock = JobLock(job.path, told.append)
+    html, seen, rounds = tmp_path / "report.html", [], iter(range(1, 100))
+    lock = JobLock(job.path, print)
 
     def sleep(seconds):
         """Trains another few steps; a reader may come while a line is half written."""
@@ -134,36 +135,23 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
                 lock.__exit__()
 
     rest = [""]
+    monkeypatch.setattr(report.time, "sleep", sleep)
     with lock:
-        print_reports(
-            ReportReader({"job": JobDir(job.path)}),
-            html=html,
-            follow_seconds=3.0,
-            write_line=told.append,
-            sleep=sleep,
-        )
+        print_reports(ReportReader({"job": JobDir(job.path)}), html=html, follow_seconds=3.0)
     assert [shown["jobs"][0]["last_step"] for shown in seen] == [7, 13, 20, 27]
     assert [shown["jobs"][0]["state"] for shown in seen] == ["trains"] * 4
     assert {shown["reload_seconds"] for shown in seen} == {3.0}
     last = document_in(html)
     assert (last["jobs"][0]["last_step"], last["jobs"][0]["state"]) == (29, "has ended")
     assert last["reload_seconds"] is None
-    progress = [words for words in told if words.startswith("job: step ")]
-    assert [words.split()[2] for words in progress] == ["7", "13", "20", "27"]
-    assert told[-1] == f"\nOpen this page in a browser: {html}"
+    out = capsys.readouterr().out
+    assert re.findall(r"^job: step (\d+)", out, re.MULTILINE) == ["7", "13", "20", "27"]
+    assert out.endswith(f"\n\nOpen this page in a browser: {html}\n")
 
 
-def test_nothing_is_followed_that_does_not_train(jobs, tmp_path):
-    def sleep(seconds):
-        raise AssertionError
-
-    print_reports(
-        ReportReader(named_jobs(list(map(str, jobs)))),
-        html=None,
-        follow_seconds=3.0,
-        write_line=lambda _: None,
-        sleep=sleep,
-    )
+def test_nothing_is_followed_that_does_not_train(jobs, monkeypatch):
+    monkeypatch.setattr(report.time, "sleep", pytest.fail)
+    print_reports(ReportReader(named_jobs(list(map(str, jobs)))), html=None, follow_seconds=3.0)
 
 
 def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_commands(jobs, tmp_path):
