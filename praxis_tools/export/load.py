@@ -1,8 +1,10 @@
 """Loads the program in this folder with only jax: `outputs = load()({"ids": ids, ...})`."""
 
+import contextlib
 import hashlib
 import json
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,11 +13,15 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-FORMAT = "praxis_lite program 1"
-
-
-class Refused(SystemExit, ValueError):
-    """Raised if the program cannot be loaded; if uncaught, the process exits with status 1."""
+FORMAT, AUTO = "praxis_lite program 1", (AxisType.Auto,)
+FIELDS = {
+    "jax": str,
+    "devices": str,
+    "sha256": dict,
+    "mesh": dict,
+    "weights": dict,
+    "compiler_options": dict,
+}
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
@@ -27,66 +33,110 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
     Raises:
       Refused: A file is missing, damaged or from a different program, or jax has too few devices.
     """
-    folder = Path(folder)
-    about = manifest(folder)
-    program = exported(folder, about["jax"])
-    sizes, num, devices = about["mesh"], program.nr_devices, jax.devices()
+    archive = Archive(Path(folder))
+    about, program = archive.about, archive.program()
+    mesh, num, devices = about["mesh"], program.nr_devices, jax.devices()
     if len(devices) < num:
-        raise Refused(f"{sizes} needs {num} devices; jax has {len(devices)}. {about['devices']}")
-    mesh = Mesh(
-        np.reshape(devices[:num], [*sizes.values()]),
-        [*sizes],
-        axis_types=(AxisType.Auto,) * len(sizes),
-    )
-    shardings, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
-    arrays = stored_weights(folder, program.in_avals[: len(shardings[0])])
+        raise Refused(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
+    with archive.reading("manifest.json"):
+        mesh = Mesh(
+            np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO * len(mesh)
+        )
+        shardings, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
+    arrays = archive.weights(program.in_avals[: len(shardings[0])])
     weights = [jax.device_put(x, y) for x, y in zip(arrays, shardings[0], strict=True)]
     options = options_taken(about, mesh)
     run = jax.jit(program.call, in_shardings=shardings, compiler_options=options)
     return lambda inputs: jax.device_get(run(weights, inputs))
 
 
-def manifest(folder: Path) -> dict:
-    """Returns the contents of manifest.json, after comparing the digests of the other files."""
-    path = folder / "manifest.json"
-    try:
-        about = json.loads(path.read_text("utf-8"))
-        found = about["format"]
-        if found != FORMAT:
-            raise Refused(f"{folder} has format {found!r}; this load.py reads {FORMAT!r}.")
-        for name, digest in about["sha256"].items():
-            path = folder / name
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise Refused(
-                        f"{path} is damaged: its SHA-256 differs from the manifest's. Copy or "
-                        "export it again."
+class Refused(SystemExit, ValueError):
+    """Raised if the program cannot be loaded; if uncaught, the process exits with status 1."""
+
+
+class Archive:
+    """The files of an exported program, which are verified when they are read.
+
+    Attributes:
+      folder: Directory that contains the files.
+      about: Contents of manifest.json.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with self.reading("manifest.json"):
+            self.about = json.loads((folder / "manifest.json").read_text("utf-8"))
+            found = self.about["format"]
+            if found != FORMAT:
+                raise Refused(f"{folder} has format {found!r}; this load.py reads {FORMAT!r}.")
+            for name, kind in FIELDS.items():
+                if not isinstance(self.about[name], kind):
+                    raise TypeError(f"{name} is {self.about[name]!r}")
+        for name in ("program.bin", "weights.npz"):
+            with self.reading(name), (folder / name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.about["sha256"].get(name):
+                raise Refused(
+                    f"{folder / name} is damaged: its SHA-256 differs from the "
+                    "manifest's. Copy or export it again."
+                )
+
+    def program(self) -> export.Exported:
+        """Deserializes the program."""
+        content = bytearray((self.folder / "program.bin").read_bytes())
+        try:
+            program = export.deserialize(content)
+            program.mlir_module()
+        except Exception as error:
+            writer = self.about["jax"]
+            raise Refused(
+                f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
+                "Install that version, or export the program again."
+            ) from error
+        return program
+
+    def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
+        """Yields the weights, checking that their shapes and dtypes match the program."""
+        # np.load would leave the file open if an array is damaged.
+        with self.reading("weights.npz"), zipfile.ZipFile(self.folder / "weights.npz") as archive:
+            names = [file.removesuffix(".npy") for file in archive.namelist()]
+            for name in {*names} ^ {*self.about["weights"]}:
+                where = "weights.npz" if name in names else "the manifest"
+                raise ValueError(f"{name} is only in {where}; expected it in both")
+            for name, aval in zip(names, avals, strict=True):
+                with archive.open(f"{name}.npy") as file:
+                    x = np.lib.format.read_array(file, allow_pickle=False)
+                # Types that NumPy does not support, such as bfloat16, are stored as raw bytes.
+                raw = np.dtype(f"V{aval.dtype.itemsize}")
+                if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
+                    raise ValueError(
+                        f"{name} is {x.dtype}{[*x.shape]}; the program takes "
+                        f"{aval.dtype}{[*aval.shape]}"
                     )
-    except (OSError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise Refused(f"{path} cannot be read: {reason}. Copy or export it again.") from error
-    return about
+                yield x.view(aval.dtype)
 
-
-def exported(folder: Path, writer: str) -> export.Exported:
-    """Deserializes the program, which jax `writer` exported."""
-    try:
-        program = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-        program.mlir_module()
-    except Exception as error:
-        raise Refused(
-            f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
-            "Install that version, or export the program again."
-        ) from error
-    return program
-
-
-def stored_weights(folder: Path, avals: Sequence) -> Iterator[np.ndarray]:
-    """Yields the weights in the program's order, with the program's dtypes."""
-    with np.load(folder / "weights.npz") as arrays:
-        for name, aval in zip(arrays.files, avals, strict=True):
-            # Types that NumPy does not support, such as bfloat16, are stored as raw bytes.
-            yield arrays[name].view(aval.dtype)
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Context manager that converts errors while reading a file into `Refused`."""
+        try:
+            yield
+        except Refused:
+            raise
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            EOFError,
+            RecursionError,
+            NotImplementedError,
+            zipfile.BadZipFile,
+        ) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise Refused(
+                f"{self.folder / name} cannot be read: {reason}. Copy or export it again."
+            ) from error
 
 
 def options_taken(about: dict, mesh: Mesh) -> dict:

@@ -1,8 +1,10 @@
 """An exported program, loaded with jax alone, gives the numbers of the job that it came from."""
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -163,9 +165,41 @@ def test_a_changed_file_is_not_loaded(copied, name):
         loader.load(copied)
 
 
+def written_again(folder, name, content):
+    """Writes a file of an export, and its digest into the manifest."""
+    (folder / name).write_bytes(content)
+    about = json.loads((folder / "manifest.json").read_text())
+    about["sha256"][name] = hashlib.sha256(content).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(about))
+
+
+def with_weights_changed(folder, change):
+    arrays = arrays_in(folder / "weights.npz")
+    change(arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    written_again(folder, "weights.npz", content.getvalue())
+
+
+def with_manifest(folder, **changes):
+    about = json.loads((folder / "manifest.json").read_text()) | changes
+    (folder / "manifest.json").write_text(json.dumps(about))
+
+
 def as_folder(path):
     path.unlink()
     path.mkdir()
+
+
+def first_weight_as(change):
+    def harm(folder):
+        def changed(arrays):
+            name = next(name for name, x in arrays.items() if x.ndim == 2)
+            arrays[name] = change(arrays[name])
+
+        with_weights_changed(folder, changed)
+
+    return harm
 
 
 NAMES = ("manifest.json", "program.bin", "weights.npz")
@@ -181,10 +215,26 @@ HARMS = {
     },
     **{
         f"manifest {text[:9]}": lambda f, text=text: (f / "manifest.json").write_text(text)
-        for text in ("[]", "{}", "7", "\0", '{"format": "praxis_lite program 1"}')
+        for text in ("[]", "{}", "7", "\0", "[" * 100_000, '{"format": "praxis_lite program 1"}')
     },
-    "no text": lambda f: (f / "manifest.json").write_bytes(b"\xff"),
-    "another version": lambda f: (f / "manifest.json").write_text('{"format": "program 2"}'),
+    "another version": lambda f: with_manifest(f, format="praxis_lite program 2"),
+    "no digests": lambda f: with_manifest(f, sha256={}),
+    "another mesh": lambda f: with_manifest(f, mesh={"data": 3}),
+    "a mesh of texts": lambda f: with_manifest(f, mesh={"data": "x"}),
+    "weights as a list": lambda f: with_manifest(f, weights=[]),
+    "empty weights": lambda f: written_again(f, "weights.npz", b""),
+    "weights as a pickle": lambda f: written_again(f, "weights.npz", pickle.dumps([1])),
+    "weights as text": lambda f: written_again(f, "weights.npz", b"no zip"),
+    "half of the zip": lambda f: written_again(
+        f, "weights.npz", (f / "weights.npz").read_bytes()[:20_000]
+    ),
+    "an empty program": lambda f: written_again(f, "program.bin", b""),
+    "a weight less": lambda f: with_weights_changed(f, lambda arrays: arrays.popitem()),
+    "a weight more": lambda f: with_weights_changed(f, lambda arrays: arrays.update(x=np.ones(3))),
+    "another dtype": first_weight_as(lambda x: x.astype(np.int32)),
+    "a wider dtype": first_weight_as(lambda x: x.astype(np.float64)),
+    "another shape": first_weight_as(lambda x: x.reshape(-1)),
+    "transposed": first_weight_as(lambda x: np.concatenate([x, x])),
 }
 
 
