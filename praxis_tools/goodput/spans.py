@@ -5,12 +5,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.core.errors import shortened
+from praxis_lite.core.errors import is_number, shortened
 from praxis_lite.host.file_reading import lines_of, parse_json
 from praxis_lite.job.events import KINDS
 
 # `Span.ended_by` of a launch that completed all its steps or stopped early.
 THE_END = "the end"
+_MAX_SECONDS = 1e11  # More than three thousand years.
+_MAX_STEPS = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,32 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _parse_span(line: str) -> Span | None:
-    """Parses a line; returns None if the line is truncated or from a different version."""
+    """Parses a line; returns None if the line is truncated or invalid."""
     try:
         span = Span(**parse_json(line))
-        return dataclasses.replace(
-            span,
-            launch=float(span.launch),
-            seconds={kind: float(span.seconds.get(kind, 0)) for kind in KINDS},
-            ended_by=None if span.ended_by is None else shortened(span.ended_by),
+        first = span.first_step
+        is_valid = (
+            all(
+                is_number(x) and 0 <= x < _MAX_SECONDS
+                for x in (span.launch, *span.seconds.values())
+            )
+            and span.seconds.keys() <= set(KINDS)
+            and (first is None) == (span.last_step is None)
+            and (first is not None or span.lost_to is None)
+            and all(
+                type(step) is int and 0 <= (first or 0) <= step < _MAX_STEPS
+                for step in (first, span.last_step, span.lost_to)
+                if step is not None
+            )
+            and (span.ended_by is None or isinstance(span.ended_by, str))
         )
     except (ValueError, TypeError, AttributeError):
         return None
+    if not is_valid:
+        return None
+    return dataclasses.replace(
+        span,
+        launch=float(span.launch),
+        seconds={kind: float(span.seconds.get(kind, 0)) for kind in KINDS},
+        ended_by=None if span.ended_by is None else shortened(span.ended_by),
+    )

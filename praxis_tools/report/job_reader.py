@@ -75,7 +75,7 @@ class JobState:
     def num_train_steps(self) -> int | None:
         """The number of training steps set in the config, or None if it is unknown."""
         text = self.config.get("run.num_train_steps", "")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def state(self) -> str:

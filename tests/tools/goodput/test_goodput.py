@@ -231,30 +231,62 @@ def test_a_launch_that_found_nothing_to_do_leaves_the_file_as_it_was(job):
     assert job.timeline_jsonl.read_bytes() == before
 
 
-DAMAGED = [
+STRANGE = [
     "{",
     "[]",
     "7",
     "null",
+    '"a"',
     "\0\0",
+    "[" * 100_000,
     '{"launch": 1}',
-    '{"launch": 5, "first_step": 0, "last_step": 3, "seconds": {}, "of_a_later_version": 1}',
-    '{"launch": "x", "first_step": 0, "last_step": 3, "seconds": {}}',
-    '{"launch": 5, "first_step": 0, "last_step": 3, "seconds": []}',
+    *(
+        json.dumps(
+            {
+                "launch": 5.0,
+                "first_step": 0,
+                "last_step": 3,
+                "seconds": {STEP: 1.0},
+                "ended_by": None,
+            }
+            | change
+        )
+        for change in (
+            {"launch": "x"},
+            {"launch": -1},
+            {"launch": 1e300},
+            {"launch": True},
+            {"first_step": 4},
+            {"first_step": None},
+            {"last_step": 2**40},
+            {"first_step": 0.0},
+            {"seconds": []},
+            {"seconds": {STEP: -1}},
+            {"seconds": {STEP: "1"}},
+            {"seconds": {"sleep": 1.0}},
+            {"seconds": {LOST_STEP: 1.0}},
+            {"ended_by": 7},
+            {"launch": 10**400},
+            {"lost_to": -1},
+            {"lost_to": "2"},
+            {"lost_to": True},
+        )
+    ),
+    '{"launch": NaN, "first_step": 0, "last_step": 3, "seconds": {}, "ended_by": null}',
     '{"launch": 5, "first_step": 0, "last_step": 3, "seconds": {"step": 1}, "ended_by": nul',
 ]
 
 
-def test_damaged_lines_are_left_out(job):
+def test_lines_of_strangers_are_left_out(job):
     clocks = Clocks()
     launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 3, 1)
     launch.ends()
     whole = job.timeline_jsonl.read_bytes()
-    for line in DAMAGED:
+    for line in STRANGE:
         job.timeline_jsonl.write_bytes(line.encode("latin-1") + b"\n")
         assert read_spans(job.timeline_jsonl) == [] and goodput_of(job) is None, line
-    rest = "\n".join(DAMAGED).encode("latin-1")
+    rest = "\n".join(STRANGE).encode("latin-1")
     job.timeline_jsonl.write_bytes(b"\xff\xfe\n" + rest + b"\n" + whole + rest)
     assert seconds_of(job) == {STEP: 3.0}
     words = json.loads(whole) | {"ended_by": "\x1b[31m" + "x" * 1000}
