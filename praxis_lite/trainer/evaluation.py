@@ -43,15 +43,12 @@ class Evaluator:
       partitioner: Partitioner of the task, with its mesh.
       pipelines: Evaluation datasets, keyed by name.
       max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
-      note: Function that prints a line. If a metric is not finite, this function is called with a
-        message about the first batch that contains NaN or infinity.
       seed: Seed for the random keys that the task may use in `compute_eval_loss`.
     """
 
     partitioner: Partitioner
     pipelines: Mapping[str, InputPipeline]
     max_eval_batches: int | None
-    note: Callable[[str], None] = _log.info
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def run(
@@ -123,7 +120,7 @@ class Evaluator:
             example_of = functools.partial(pipeline.example_of, index)
             first_row = pipeline.rows_of_batch(index, rows).start
             if message := non_finite_rows(inputs, first_row, example_of):
-                self.note(f"datasets.{name}: batch {index} (counted from 0) has {message}")
+                _log.info("datasets.%s: batch %d (counted from 0) has %s", name, index, message)
                 return
 
 
@@ -179,7 +176,7 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
         print(evaluation_line(step, name, metrics))
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)
-        write_records(path, records, _log.info)
+        write_records(path, records)
         count = "1 example" if len(records) == 1 else f"{len(records)} examples"
         print(
             f"evaluated {count} of {name} with the weights of step {step}: {job.files.shown(path)}"

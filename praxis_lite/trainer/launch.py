@@ -189,7 +189,7 @@ def _train_with_roll_backs(
         warn_once_per_job(line)
     for line in notes_on_resume(job.datasets):
         _log.info(line)
-    with open_trackers(job, launched, start.step, _log.info) as trackers:
+    with open_trackers(job, launched, start.step) as trackers:
         _log.info(checkpoint_schedule(run, start.step))
         _log.info("compiling the first step")
         with events.phase(COMPILE):
@@ -211,7 +211,7 @@ def _train_with_roll_backs(
             live = live_line() if is_shown else None
             progress = ProgressLine(run.num_train_steps, live, run.log_every_steps, start.step)
             hooks = all_hooks(job, progress, tools.hooks, trackers, other_saves.hooks(job))
-            ended = run_training_loop(job, start, checkpoints, stop, hooks, _log.info)
+            ended = run_training_loop(job, start, checkpoints, stop, hooks)
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,6 @@ def run_training_loop(
     checkpoints: Checkpoints,
     stop: StopRequest,
     hooks: Sequence[Hook],
-    note: Callable[[str], None],
 ) -> TrainingResult | LossSpike:
     """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
@@ -65,7 +64,6 @@ def run_training_loop(
       checkpoints: The checkpoints to which hooks save.
       stop: The stop request, polled after every step and before every batch of an evaluation.
       hooks: All hooks, in the order in which they are called.
-      note: Function that prints a line.
 
     Returns:
       How training ended, or a loss spike if the job must be rolled back to an earlier step.
@@ -81,7 +79,6 @@ def run_training_loop(
         checkpoints,
         stop,
         hooks,
-        note,
         is_resumed=start.is_resumed,
     )
     events.report(trains_from=start.step)

@@ -198,7 +198,7 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
     )
     files, notes = JobDir(tmp_path), []
     monkeypatch.setattr(followed_hook, "_POLL_SECONDS", 0.0)
-    job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files, notes.append)
+    job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files)
     hook = followed_hook.FollowedEvaluations(job, trackers)
     loop = SimpleNamespace(
         is_first=True,

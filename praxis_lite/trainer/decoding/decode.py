@@ -57,7 +57,7 @@ def decode(
         path = job.files.decode_jsonl(name, decoder.step)
         if prompts is None:
             records = decoder.records(name, pipeline)
-            write_records(path, records, _log.info)
+            write_records(path, records)
         else:
             assert isinstance(pipeline, IndexedPipeline), "`with_prompts` created it."
             records = _decode_and_print(decoder, pipeline, prompts)

@@ -28,7 +28,6 @@ class Evaluations(Hook):
             job.partitioner,
             job.eval_sets,
             job.run.evaluation.max_batches,
-            loop.note,
             seed=job.run.seed,
         )
         if loop.is_resumed:

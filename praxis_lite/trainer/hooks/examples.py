@@ -77,7 +77,7 @@ class Examples(Hook):
         )
         try:
             folder.mkdir(exist_ok=True)
-            self._lines = RetryingLineWriter(self._path, loop.note)
+            self._lines = RetryingLineWriter(self._path)
             is_truncated = _has_incomplete_last_line(self._path)
         except OSError as error:
             raise not_written(self._path, error) from error

@@ -1,8 +1,9 @@
 """The state of the training loop that hooks read and change."""
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -62,13 +63,13 @@ class LoopState:
         checkpoints: Checkpoints,
         stop: StopRequest,
         hooks: Sequence[Hook],
-        note: Callable[[str], None],
         *,
         is_resumed: bool,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
-        self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
+        self.checkpoints, self.stop, self.hooks = checkpoints, stop, tuple(hooks)
+        self.note = _log.info
         self.is_resumed = is_resumed
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
@@ -85,7 +86,7 @@ class LoopState:
         self.results: Results | None = None
         self.saved_at = time.monotonic()
         self.profile_steps, self.has_profile_request = 0, False
-        self._requests = ProfileRequests(job.files.profile_request, stop, note)
+        self._requests = ProfileRequests(job.files.profile_request, stop)
         self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
@@ -143,3 +144,6 @@ class LoopState:
     def stopped_by(self) -> str | None:
         """Returns the request that stopped training, such as "SIGTERM", or None."""
         return (self.stop.reason or self.consensus.stop_reason) if self.stops else None
+
+
+_log = logging.getLogger(__name__)

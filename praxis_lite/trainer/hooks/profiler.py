@@ -4,7 +4,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,12 @@ class Profiler:
     Attributes:
       steps: The steps being profiled, or None. Remains set until the last of these steps even if
         the trace could not be started, so that all processes take the same path.
-      note: Function that prints a line.
     """
 
     def __init__(self, job: JobOnMesh):
         self._job = job
         self._traces = processes.is_first() or job.run.profile.processes == "all"
         self.steps: range | None = None
-        self.note: Callable[[str], None] = _log.info
         self._folder: Path | None = None  # Set while a trace runs.
         self._start = 0.0
 
@@ -79,7 +77,7 @@ class Profiler:
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
         if not is_written or not processes.is_first():
             return None
-        self.note(f"profiled {_steps_text(steps)}: {folder}")
+        _log.info("profiled %s: %s", _steps_text(steps), folder)
         with self._never_ending_the_run(f"{folder} contains only the trace"):
             write_facts(self._job, folder, steps, seconds)
             return folder
@@ -90,9 +88,10 @@ class Profiler:
         folder, self._folder, steps, self.steps = self._folder, None, self.steps, None
         if folder is not None:
             assert steps is not None
-            self.note(
-                f"the profile that started with step {steps.start} is discarded, because training "
-                "ends before its last step"
+            _log.info(
+                "the profile that started with step %d is discarded, because training ends before "
+                "its last step",
+                steps.start,
             )
             with contextlib.suppress(Exception):
                 _stop()
@@ -105,8 +104,8 @@ class Profiler:
         except Exception as error:
             reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
             # In all processes except the first, only log warnings are shown.
-            note = self.note if processes.is_first() else _log.warning
-            note(f"{outcome}, but training continues: {reason}")
+            level = logging.INFO if processes.is_first() else logging.WARNING
+            _log.log(level, "%s, but training continues: %s", outcome, reason)
 
 
 def _options() -> Any:

@@ -81,7 +81,6 @@ class ProfileEnds(Hook):
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
-        self._profiler.note = loop.note
         if not loop.stop.handles_profile_signal:
             loop.note(
                 "note: SIGUSR1 does not request a profile, because training does not run in the "

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -37,8 +36,6 @@ __all__ = (
     "training_lines",
 )
 
-_log = logging.getLogger(__name__)
-
 # Written as strings, because JSON has no NaN and strict parsers reject it.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -68,7 +65,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     If a later write to the file fails, lines are buffered (`RetryingLineWriter`). If the buffered
     lines still cannot be written when the context exits, ConfigError is raised, or a note is
-    printed if another exception is being raised.
+    logged if another exception is being raised.
 
     Numbers have enough digits to round-trip float64. NaN and the infinities are written as the
     strings "NaN", "Infinity" and "-Infinity".
@@ -76,7 +73,6 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     Args:
       path: The file.
       resume_step: Last step whose lines are kept; -1 to keep no lines.
-      note: Called with a message when the file cannot be written, and when it can be written again.
 
     Attributes:
       newest_kept: Newest step among the lines that are kept, or 0 if there are none.
@@ -87,12 +83,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
       ConfigError: A line that was read is invalid, or the file cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        resume_step: int,
-        note: Callable[[str], None] = _log.warning,
-    ):
+    def __init__(self, path: str | os.PathLike[str], resume_step: int):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = lost_path(self.path)
@@ -102,7 +93,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             try:
                 with _open_for_update(self.path) as file:
                     self._move_lost(file, resume_step)
-                self._lines = RetryingLineWriter(self.path, note)
+                self._lines = RetryingLineWriter(self.path)
             except OSError as error:
                 raise not_written(self.path, error) from error
 
