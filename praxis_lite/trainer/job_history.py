@@ -178,14 +178,8 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
         "continue from here, raise run.num_train_steps."
     )
     if num_skipped:
-        skipped = (
-            f"The last step, {step}, was skipped"
-            if num_skipped == 1
-            else f"The last {num_skipped} steps, up to step {step}, were skipped"
-        )
         return (
-            f"{skipped}, because the loss, gradient or learning rate was not finite or the "
-            f"gradient was too large. The weights in {job.location} are those of step "
+            f"{why_skipped(step, num_skipped)} The weights in {job.location} are those of step "
             f"{step - num_skipped}. {advice}"
         )
     losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
@@ -196,6 +190,19 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
                 f"{job.location} or the evaluation data are not usable. {advice}"
             )
     return None
+
+
+def why_skipped(step: int, num_skipped: int) -> str:
+    """Returns a sentence that the last steps up to `step` were skipped, and why."""
+    skipped = (
+        f"The last step, {step}, was skipped"
+        if num_skipped == 1
+        else f"The last {num_skipped} steps, up to step {step}, were skipped"
+    )
+    return (
+        f"{skipped}, because the loss, gradient or learning rate was not finite or the gradient "
+        "was too large."
+    )
 
 
 def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:

@@ -18,14 +18,11 @@ from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import ProgressLine
 
-# Type of the functions in `JobTools` that return a job's additional hooks.
-MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
-
 
 def all_hooks(
     job: JobOnMesh,
     progress: ProgressLine,
-    more: MoreHooks,
+    more: Callable[[JobOnMesh], Sequence[Hook]],
     trackers: Trackers,
     other_saves: Sequence[Hook],
 ) -> list[Hook]:

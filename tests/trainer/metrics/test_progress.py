@@ -45,33 +45,27 @@ def terminal_of(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch):
-    """The messages that are logged."""
+    """The messages that are logged, while time passes only as CLOCK is told."""
     messages = []
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: CLOCK.seconds))
     monkeypatch.setattr(progress._log, "info", lambda *args, extra: messages.append(args[1]))
     return messages
 
 
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self):
-        self.seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
+CLOCK = types.SimpleNamespace(seconds=100.0)
 
 
 class Run:
     """A run that shows its steps, each of which takes as long as it is told."""
 
     def __init__(self, num_steps, log_every_steps=None, first_step=0, **settings):
-        self.clock, self.rates, live = Clock(), Rates(num_steps, **settings), live_line()
-        self.line = ProgressLine(num_steps, live, log_every_steps, first_step, clock=self.clock)
+        self.rates, live = Rates(num_steps, **settings), live_line()
+        self.line = ProgressLine(num_steps, live, log_every_steps, first_step)
         self.loop_seconds, self.paused = 0.0, {EVALUATION_TIME: 0.0, SAVE_TIME: 0.0}
 
     def step(self, step, seconds=0.0, weight=None, loss=1.0, input_time=0.0, hook=0.0, **more):
         """Makes a step; then comes a hook that waits."""
-        self.clock.seconds += seconds
+        CLOCK.seconds += seconds
         self.loop_seconds += seconds
         line = {"step": step, "step_time": seconds, "input_time": input_time, **self.paused, **more}
         self.paused = dict.fromkeys(self.paused, 0.0)
@@ -80,7 +74,7 @@ class Run:
         self.loop_seconds += hook
 
     def pauses(self, name, seconds):
-        self.clock.seconds += seconds
+        CLOCK.seconds += seconds
         self.paused[name] = seconds
 
 
