@@ -6,8 +6,8 @@ from collections.abc import Collection
 from praxis_lite.config.build import build
 from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core.errors import is_number
-from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.experiment.run_settings import EarlyStopping
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_lines

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from praxis_lite.trainer.hooks.evaluations import EarlyStops, Evaluations
+from praxis_lite.trainer.hooks.evaluations import EarlyStops, Evaluations, FollowedEvaluations
 from praxis_lite.trainer.hooks.examples import Examples
-from praxis_lite.trainer.hooks.followed import FollowedEvaluations
 from praxis_lite.trainer.hooks.histograms import Histograms
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.loss_spike_hook import LossSpikes
 from praxis_lite.trainer.hooks.metrics_jsonl import MetricsFiles, Progress
-from praxis_lite.trainer.hooks.profiler import Profiler
-from praxis_lite.trainer.hooks.profiles import ProfileBegins, ProfileEnds
+from praxis_lite.trainer.hooks.profiles import ProfileBegins, ProfileEnds, Profiler
 from praxis_lite.trainer.hooks.samples import Samples
 from praxis_lite.trainer.hooks.saves import Saves
 from praxis_lite.trainer.hooks.skipped_steps_report import SkippedSteps

@@ -173,9 +173,11 @@ def test_what_is_printed_stands_whole_above_the_live_line(log, monkeypatch):
 def test_a_shorter_line_leaves_nothing_of_a_longer_one(log, monkeypatch):
     terminal = terminal_of(monkeypatch)
     showing = Run(200)
-    showing.step(1, 3.0, loss=123456.0)
-    showing.step(2, 1.0, loss=None)
-    assert terminal.screen() == ["step   2/200  1.0 steps/s  waits for input 0%  3m18s left"]
+    showing.step(1, 3.0)
+    showing.step(2, 1.0, loss=123456.0)
+    showing.step(3, 1.0)
+    shown = "step   3/200  loss 1.0000  1.0 steps/s  waits for input 0%  3m17s left"
+    assert terminal.screen() == [shown]
 
 
 def test_a_narrow_terminal_lacks_the_lesser_numbers_and_no_line_wraps(log, monkeypatch):
