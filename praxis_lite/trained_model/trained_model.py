@@ -31,7 +31,7 @@ from praxis_lite.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from praxis_lite.trainer.layout_table import mesh_text
 from praxis_lite.trainer.metrics.columns import columns_by_dataset, columns_in
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.restored_weights import restored_weights
 
 Record = dict[str, Any]
@@ -126,7 +126,7 @@ class TrainedModel:
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
         """Columns of eval_metrics.jsonl, keyed by dataset, then by name as in `metrics`."""
-        return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
+        return columns_by_dataset(read_json_lines(self._files.eval_metrics_jsonl))
 
     @property
     def mdl_vars(self) -> Any:

@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.columns import Columns, columns_in, columns_of
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import DecodedFile, decoded_files
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
@@ -84,7 +84,7 @@ def _training(columns: Columns) -> str:
 
 def _evaluations(job: JobDir) -> str:
     # The file may not be sorted, because other processes append evaluations of earlier steps.
-    by_step = sorted(lines_if_any(job.eval_metrics_jsonl), key=lambda line: line["step"])
+    by_step = sorted(read_json_lines(job.eval_metrics_jsonl), key=lambda line: line["step"])
     newest = {str(line.get("dataset", "")): line for line in by_step}
     lines = []
     for dataset, line in newest.items():

@@ -27,7 +27,7 @@ from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.metrics.json_lines import lines_if_any, lost_path
+from praxis_lite.trainer.metrics.json_lines import lost_path, read_json_lines
 from praxis_lite.trainer.summary import continuations
 
 # Maximum time to wait for the trackers at the end of a launch.
@@ -135,7 +135,7 @@ class Trackers(contextlib.AbstractContextManager):
 def _newest_lost(path: Path) -> int:
     """Returns the newest step among the lost lines from a file, or 0 if there are none."""
     try:
-        return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
+        return max((line["step"] for line in read_json_lines(lost_path(path))), default=0)
     except ConfigError as error:
         _log.info("note: trackers may get some steps twice: %s", error)
         return 0

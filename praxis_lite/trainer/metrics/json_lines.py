@@ -30,7 +30,6 @@ __all__ = (
     "evaluation_lines",
     "is_step",
     "json_line",
-    "lines_if_any",
     "read_json_lines",
     "strict_json",
     "training_lines",
@@ -211,14 +210,16 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, with "NaN" and the infinities as floats.
+    """Returns the parsed lines of a file, or [] if the file does not exist.
 
-    An incomplete last line is ignored, because its writer was killed or is still writing.
+    "NaN" and the infinities are floats. An incomplete last line is ignored, because its writer was
+    killed or is still writing.
 
     Raises:
-      ConfigError: The file does not exist, or a complete line is not a JSON object with a `step`.
+      ConfigError: The file cannot be read, or a complete line is not a JSON object with a `step`.
     """
-    return list(_read_lines(pathlib.Path(path)))
+    path = pathlib.Path(path)
+    return list(_read_lines(path)) if path.exists() else []
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -316,8 +317,6 @@ def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
     try:
         with opened(path) as file:
             yield file
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror or error}). Fix its permissions, or remove it "
@@ -328,11 +327,6 @@ def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
 def is_step(value: object) -> bool:
     """Returns whether a value is an integer that float64 represents exactly."""
     return isinstance(value, int) and abs(value) <= 2**53
-
-
-def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, or [] if the file does not exist."""
-    return read_json_lines(path) if path.exists() else []
 
 
 def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -362,7 +356,7 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 def _checked_lines(
     path: pathlib.Path, expected: str, is_valid: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    lines = lines_if_any(path)
+    lines = read_json_lines(path)
     for number, line in enumerate(lines, start=1):
         if not is_valid(line):
             raise ConfigError(

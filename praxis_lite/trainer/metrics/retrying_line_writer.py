@@ -39,6 +39,12 @@ class RetryingLineWriter:
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()
 
+    def sync(self) -> None:
+        """Syncs the written lines to disk, so that they survive a host crash."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
+
     def close(self, *, raise_on_loss: bool) -> None:
         """Tries once more to write the buffered lines, and closes the file.
 
