@@ -25,26 +25,37 @@ from praxis_lite.trainer.spike_detector import LossSpike
 
 
 @dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """This process's rows in a batch, on the host.
+
+    Attributes:
+      index: Index of the batch in the training data.
+      inputs: The rows, as NumPy arrays.
+      first_row: Index of the first of these rows in the batch.
+      input_time: Seconds that the loop waited for the batch.
+    """
+
+    index: int
+    inputs: Any
+    first_row: int
+    input_time: float
+
+
+@dataclasses.dataclass(frozen=True)
 class PendingStep:
     """A dispatched step whose outputs are still on the devices.
 
     Attributes:
       step: The step's number.
-      batch_index: Index of the step's batch in the training data.
+      batch: The step's batch.
       outputs: The step's outputs, packed for one transfer per dtype.
-      inputs: This process's rows in the batch, on the host.
-      first_row: Index of this process's first row in the batch.
-      input_time: Seconds that the loop waited for the batch.
       dispatch_time: Duration of the call to the compiled step, in seconds.
       device_span: The time span during which the step runs on the devices.
     """
 
     step: int
-    batch_index: int
+    batch: HostBatch
     outputs: Packed
-    inputs: Any
-    first_row: int
-    input_time: float
     dispatch_time: float
     device_span: DeviceSpan
 
@@ -84,7 +95,7 @@ class LateMetrics:
         line = _line(pending, outputs)
         line |= {
             STEP_TIME: now - self.last_time,
-            INPUT_TIME: pending.input_time,
+            INPUT_TIME: pending.batch.input_time,
             DISPATCH_TIME: pending.dispatch_time,
             DEVICE_TIME: pending.device_span.seconds(),
             EVALUATION_TIME: self._phase_seconds[EVALUATION] - previous[EVALUATION],
@@ -93,8 +104,9 @@ class LateMetrics:
         line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
         self.last_time = now
         # `metrics` contains this dict, so hooks see the values that earlier hooks add.
+        batch = pending.batch
         metrics = StepMetrics(
-            pending.step, line, weight, pending.batch_index, pending.inputs, pending.first_row
+            pending.step, line, weight, batch.index, batch.inputs, batch.first_row
         )
         for hook in self._add_hooks:
             line.update(hook.add_metrics(metrics))

@@ -23,7 +23,7 @@ from praxis_lite.trainer.metrics.device_clock import DeviceClock
 from praxis_lite.trainer.metrics.packed import pack_scalars
 from praxis_lite.trainer.spike_detector import LossSpike
 from praxis_lite.trainer.starting_point import StartingPoint
-from praxis_lite.trainer.step_metrics import LateMetrics, PendingStep
+from praxis_lite.trainer.step_metrics import HostBatch, LateMetrics, PendingStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _run_steps(
         while not loop.is_last(step):
             step += 1
             loop.checkpoints.raise_if_failed()
-            index, inputs, batch, first_row, input_time = next(batches)
+            host_batch, batch = next(batches)
             if step == loop.first_step + 1:
                 # Exclude compilation from the time of the first step.
                 late_metrics.last_time += loop.compile()
@@ -119,22 +119,15 @@ def _run_steps(
                 state, outputs = partitioner.train_step(state, batch, key)
             dispatch_time = time.perf_counter() - dispatch_start
             device_span = device_clock.began(dispatch_start, outputs["metrics"]["loss"])
-            packed_outputs = pack_scalars(outputs)
+            pending = PendingStep(
+                step, host_batch, pack_scalars(outputs), dispatch_time, device_span
+            )
             loop.stop.step_ended()
             loop.should_stop()
             # While the step that was just dispatched runs, read the previous step's metrics.
             if spike := late_metrics.read():
                 return spike
-            late_metrics.pending = PendingStep(
-                step,
-                index,
-                packed_outputs,
-                inputs,
-                first_row,
-                input_time,
-                dispatch_time,
-                device_span,
-            )
+            late_metrics.pending = pending
             loop.results = None
             for hook in step_hooks:
                 if hook.is_due(step, loop.is_last(step)):
@@ -156,13 +149,8 @@ def _run_steps(
     return TrainingResult(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
 
 
-def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
-    """Yields training batches, except batches that are skipped after loss spikes.
-
-    Yields:
-      (index in the data, this process's rows as NumPy arrays, global batch on the devices, index
-      of this process's first row, seconds spent waiting for the input).
-    """
+def _batches(loop: LoopState) -> Iterator[tuple[HostBatch, Any]]:
+    """Yields training batches on the host and on the devices, except those that are skipped."""
     partitioner, pipeline = loop.job.partitioner, loop.job.datasets[TRAIN]
     rows = partitioner.process_rows(pipeline.batch_size)
     num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
@@ -178,4 +166,4 @@ def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
         # dataset and the batch.
         batch = global_batch(inputs, partitioner.mesh, pipeline.num_rows(index))
         loop.consensus.add_host_seconds(time.perf_counter() - began)
-        yield index, inputs, batch, first_row, input_time
+        yield HostBatch(index, inputs, first_row, input_time), batch

@@ -58,8 +58,9 @@ CLOCK = types.SimpleNamespace(seconds=100.0)
 class Run:
     """A run that shows its steps, each of which takes as long as it is told."""
 
-    def __init__(self, num_steps, log_every_steps=None, first_step=0, **settings):
-        self.rates, live = Rates(num_steps, **settings), live_line()
+    def __init__(self, num_steps, log_every_steps=None, first_step=0, num_devices=1, **pauses):
+        pauses = {EVALUATION_TIME: Pause(), SAVE_TIME: Pause(), **pauses}
+        self.rates, live = Rates(num_steps, num_devices, pauses), live_line()
         self.line = ProgressLine(num_steps, live, log_every_steps, first_step)
         self.loop_seconds, self.paused = 0.0, {EVALUATION_TIME: 0.0, SAVE_TIME: 0.0}
 
@@ -220,7 +221,7 @@ def test_the_share_of_a_step_that_waits_for_input_is_of_the_steps_shown(log):
 
 
 def test_utilization_is_of_the_time_of_the_steps_and_of_all_devices_alike():
-    rates = Rates(100, num_devices=8)
+    rates = Rates(100, 8, PAUSES)
     for step, (seconds, mfu) in enumerate(((9.0, 0.01), (1.0, 0.5), (3.0, 0.1)), start=1):
         times = {"step_time": seconds, "input_time": 0, EVALUATION_TIME: 0, SAVE_TIME: 0}
         rates.add({"step": step, "mfu": mfu, **times}, 160.0, 0.0)
@@ -232,7 +233,7 @@ def test_utilization_is_of_the_time_of_the_steps_and_of_all_devices_alike():
 
 def lines_with_pauses(log, first_step, steps, pauses, num_steps=100):
     """Returns lines of steps of 0.5 s, the first of a minute; evaluations take 20 s, saves 3 s."""
-    showing = Run(num_steps, 1, first_step, pauses=pauses)
+    showing = Run(num_steps, 1, first_step, **pauses)
     for step in steps:
         showing.step(step, 60.0 if step == first_step + 1 else 0.5, 100.0, input_time=0.05)
         if step % 10 == 0:
@@ -274,7 +275,7 @@ def test_all_numbers_are_right_straight_after_a_resume(log):
 
 
 def test_saves_by_time_and_hooks_that_wait_count_for_the_time_left(log):
-    showing = Run(100, 1, pauses={SAVE_TIME: Pause(None, 10)})
+    showing = Run(100, 1, **{SAVE_TIME: Pause(None, 10)})
     for step in range(1, 41):
         showing.step(step, 0.5, hook=2.0 if step % 4 == 0 else 0.0)
         if step % 20 == 0:
