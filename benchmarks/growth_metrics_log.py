@@ -47,7 +47,7 @@ def main() -> None:
                 for step in range(size - NUM_MADE_AGAIN + 1, size + 1):
                     writer.write(line_of(step))
             losses_before(run, job)
-            plot_loss_curve(job.metrics_jsonl, job.loss_curve_png)
+            plot_loss_curve(job, "")
 
         start(SIZES[0])  # Imports matplotlib.
         is_good = report("a start by lines of metrics.jsonl", SIZES, start, repeats=2)

@@ -173,16 +173,16 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
-    lines, picture = tmp_path / "m.jsonl", tmp_path / "loss.png"
-    with JsonLinesWriter(lines, -1) as writer:
+    job = JobDir(tmp_path)
+    with JsonLinesWriter(job.metrics_jsonl, -1) as writer:
         writer.write({"step": 1, "loss": 2.5})
         writer.write({"step": 2, "loss": 1.5})
-    plot_loss_curve(lines, picture)
-    before = picture.read_bytes()
-    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"loss\.png"):
-        plot_loss_curve(lines, picture)
-    assert picture.read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == ["loss.png", "m.jsonl"]
+    plot_loss_curve(job, "")
+    before = job.loss_curve_png.read_bytes()
+    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"loss_curve\.png"):
+        plot_loss_curve(job, "")
+    assert job.loss_curve_png.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["loss_curve.png", "metrics.jsonl"]
 
 
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
