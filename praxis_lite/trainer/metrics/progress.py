@@ -1,6 +1,5 @@
 """Shows a run's progress as a live line on a terminal or in a notebook, and as lines of the log."""
 
-import contextlib
 import importlib
 import logging
 import math
@@ -118,7 +117,7 @@ def _console(**settings: Any) -> "Console":
     return ConsoleWithCursor(**settings)
 
 
-class ProgressLine(contextlib.AbstractContextManager):
+class ProgressLine:
     """Shows a run's step, loss, speed and remaining time.
 
     A line is logged every `log_every_steps` and at the last step. The live line is redrawn at most
@@ -146,7 +145,6 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._next_redraw = -math.inf
         self._newest: tuple[int, float, Rates, bool] | None = None  # Arguments of `update`.
         self._is_logged = True  # Whether the log contains `_newest`.
-        self._is_closed = False
 
     def update(self, step: int, loss: float, rates: Rates, *, has_tokens: bool) -> None:
         """Sets the newest state, and shows it if a redraw or a line is due.
@@ -168,18 +166,12 @@ class ProgressLine(contextlib.AbstractContextManager):
             self._log_line()
 
     def close(self) -> None:
-        """Shows and logs the final state. Later calls do nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Shows and logs the final state."""
         if self._live is not None and self._newest is not None:
             self._draw(self._live)
             self._live.close()
         if not self._is_logged:
             self._log_line()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _parts(self, step: int, loss: float, rates: Rates, has_tokens: bool) -> dict[str, str]:
         """Returns the parts of the line, keyed by name."""

@@ -81,11 +81,11 @@ class Run:
 
 def run(num_steps, log_every_steps=None, first_step=0, step_seconds=0.01):
     showing = Run(num_steps, log_every_steps, first_step)
-    with showing.line:
-        for step in range(first_step + 1, num_steps + 1):
-            # Seven of eight steps have few tokens: their mean is 252.3.
-            weight = 504.6 * 4 if step % 8 == 0 else 0.0
-            showing.step(step, step_seconds, weight, loss=5.0 / step)
+    for step in range(first_step + 1, num_steps + 1):
+        # Seven of eight steps have few tokens: their mean is 252.3.
+        weight = 504.6 * 4 if step % 8 == 0 else 0.0
+        showing.step(step, step_seconds, weight, loss=5.0 / step)
+    showing.line.close()
 
 
 @pytest.mark.parametrize(("num_steps", "first_step"), [(200, 0), (7, 0), (20_011, 0), (1013, 513)])
@@ -112,7 +112,6 @@ def test_a_run_that_stops_early_shows_its_last_step_once(log, monkeypatch):
     showing = Run(200)
     for step in range(1, 138):
         showing.step(step)
-    showing.line.close()
     showing.line.close()
     for lines in (terminal.screen(), [*log, ""]):
         assert lines[-2:] == [next(line for line in lines if line.startswith("step 137/200")), ""]
