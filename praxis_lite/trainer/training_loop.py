@@ -27,7 +27,7 @@ from praxis_lite.job.events import (
 )
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics, by_name, overrides
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics, by_name
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -121,7 +121,8 @@ def _run_steps(
     # while this step still runs, so there is no separate prefetch to the devices. Prefetching on
     # the host is up to the pipeline: `tf.data`, or `WithWorkers`.
     late_metrics = LateMetrics(loop)
-    step_hooks = [hook for hook in loop.hooks if overrides(hook, "after_step")]
+    # Other hooks would make the loop wait for the metrics of each step (`Hook.waits`).
+    step_hooks = [hook for hook in loop.hooks if type(hook).after_step is not Hook.after_step]
     key, batches = partitioner.key(job.run.seed), _batches(loop)
     with events.phase(STEP):
         while not loop.is_last(step):
@@ -234,8 +235,6 @@ class LateMetrics:
 
     def __init__(self, loop: LoopState):
         self._loop, self._weight_unit = loop, loop.job.partitioner.task.weight_unit
-        self._add_hooks = [hook for hook in loop.hooks if overrides(hook, "add_metrics")]
-        self._after_hooks = [hook for hook in loop.hooks if overrides(hook, "after_metrics")]
         self._phase_seconds = events.seconds()
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
@@ -274,9 +273,9 @@ class LateMetrics:
         metrics = StepMetrics(
             pending.step, line, weight, batch.index, batch.inputs, batch.first_row
         )
-        for hook in self._add_hooks:
+        for hook in self._loop.hooks:
             line.update(hook.add_metrics(metrics))
-        for hook in self._after_hooks:
+        for hook in self._loop.hooks:
             hook.after_metrics(metrics)
             if self._loop.spike is not None:
                 return self._loop.spike

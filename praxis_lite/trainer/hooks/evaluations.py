@@ -72,7 +72,9 @@ class Evaluations(Hook):
                 loop.should_stop,
             )
         if results is not None:
-            loop.report_evaluation(step, results)
+            loop.results = results
+            for hook in loop.hooks:
+                loop.end(hook.after_evaluation(step, results))
 
 
 class EarlyStops(Hook):

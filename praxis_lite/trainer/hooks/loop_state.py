@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.inputs.base import TRAIN
@@ -14,7 +13,7 @@ from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.job.processes.watchdog import Watchdog
 from praxis_lite.trainer.compilation import compile_step
-from praxis_lite.trainer.hooks.hook import Hook, overrides
+from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.spike_detector import LossSpike
@@ -87,7 +86,6 @@ class LoopState:
         self.saved_at = time.monotonic()
         self.profile_steps, self.has_profile_request = 0, False
         self._requests = ProfileRequests(job.files.profile_request, stop)
-        self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
         """Compiles the training step in the contexts of all hooks; returns the seconds taken."""
@@ -120,17 +118,6 @@ class LoopState:
         if self.consensus.profile_steps:
             self.profile_steps, self.has_profile_request = self.consensus.profile_steps, False
         return self.stops
-
-    def report_evaluation(self, step: int, results: Results) -> None:
-        """Stores the results of an evaluation and calls every hook's `after_evaluation`."""
-        self.results = results
-        for hook in self._evaluation_hooks:
-            self.end(hook.after_evaluation(step, results))
-
-    def report_profile(self, folder: Path) -> None:
-        """Calls every hook's `after_profile`. Only the first process calls this method."""
-        for hook in self.hooks:
-            hook.after_profile(folder)
 
     def end(self, reason: str | None) -> None:
         """Ends training with the current step unless `reason` is None; keeps the first reason."""

@@ -110,8 +110,9 @@ class ProfileEnds(Hook):
         step = dispatched.step
         with self._loop.watchdog.during(f"writing the profile that ends with step {step}"):
             folder = self._profiler.end(step, dispatched.state)
-            if folder is not None:
-                self._loop.report_profile(folder)
+            if folder is not None:  # In the first process.
+                for hook in self._loop.hooks:
+                    hook.after_profile(folder)
 
     def __exit__(self, *exc_info: object) -> None:
         self._profiler.discard()
