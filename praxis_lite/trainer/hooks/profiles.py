@@ -88,7 +88,7 @@ class ProfileEnds(Hook):
 
     every = None
 
-    def __init__(self, job: JobOnMesh, profiler: "Profiler"):
+    def __init__(self, profiler: "Profiler"):
         self._profiler = profiler
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:

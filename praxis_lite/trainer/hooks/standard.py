@@ -29,7 +29,7 @@ def all_hooks(
     return [
         # These two hooks are first and last, so that a profile contains other hooks' work only from
         # the profiled steps.
-        ProfileEnds(job, profiler),
+        ProfileEnds(profiler),
         *more(job),
         # Before hooks that report a step or raise errors, so that the step's metrics are already on
         # disk.

@@ -82,10 +82,8 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
       ConfigError: A line that was read is invalid, or the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resume_step: int):
-        self.path = pathlib.Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.lost_path = lost_path(self.path)
+    def __init__(self, path: pathlib.Path, resume_step: int):
+        self.path, self.lost_path = path, lost_path(path)
         self.newest_kept = 0
         self.lost_steps: tuple[int, int] | None = None
         with locked_folder(self.path):
@@ -209,7 +207,7 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
         os.close(folder)
 
 
-def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the parsed lines of a file, or [] if the file does not exist.
 
     "NaN" and the infinities are floats. An incomplete last line is ignored, because its writer was
@@ -218,7 +216,6 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       ConfigError: The file cannot be read, or a complete line is not a JSON object with a `step`.
     """
-    path = pathlib.Path(path)
     return list(_read_lines(path)) if path.exists() else []
 
 

@@ -14,6 +14,7 @@ from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve, smoothed
 def job_with(folder, lines, evaluations=()):
     """Returns the directory of a job with these lines of metrics and evaluations."""
     job = JobDir(folder)
+    folder.mkdir(exist_ok=True)
     for path, written in ((job.metrics_jsonl, lines), (job.eval_metrics_jsonl, evaluations)):
         if written:
             with JsonLinesWriter(path, -1) as writer:
