@@ -72,12 +72,8 @@ def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
     return early.reason_to_stop(watched_history(early, files, step))
 
 
-def watched_history(
-    early_stopping: EarlyStopping | None, job: JobDir, last_step: int
-) -> dict[int, float]:
+def watched_history(early_stopping: EarlyStopping, job: JobDir, last_step: int) -> dict[int, float]:
     """Returns the values of the early-stopping metric, keyed by step, up to `last_step`."""
-    if early_stopping is None:
-        return {}
     values = {
         step: metrics[early_stopping.metric]
         for step, metrics in metrics_by_step(job).items()
@@ -120,10 +116,8 @@ def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
     return step >= run.num_train_steps or why_stopped_early(run, job, step) is not None
 
 
-def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the recent losses for spike detection, or [] if spike detection is disabled."""
-    if run.loss_spikes.factor is None:
-        return []
+def losses_before(job: JobDir) -> list[float]:
+    """Returns the recent losses for spike detection."""
     return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.experiment.run_settings import EarlyStopping
 from praxis_lite.job.events import EVALUATION, events
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line, watched_values
@@ -82,17 +83,14 @@ class EarlyStops(Hook):
 
     every, waits = None, False
 
-    def __init__(self, job: JobOnMesh):
-        self._job, self._stopping = job, job.run.stopping.early
-        self._watched: dict[int, float] = {}
+    def __init__(self, job: JobOnMesh, stopping: EarlyStopping):
+        self._job, self._stopping = job, stopping
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
         # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> str | None:
-        if self._stopping is None:
-            return None
         values = watched_values(results)
         self._watched[step] = self._stopping.watched_in(values, step)
         return self._stopping.reason_to_stop(self._watched)
@@ -115,15 +113,12 @@ class FollowedEvaluations(Hook):
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
         self._loop = loop
-        if self._job.run.evaluation.by_follower and loop.is_first:
+        if loop.is_first:
             loop.note(
                 "a follower must run the evaluations (run.evaluation.by_follower): praxis eval "
                 f"{self._job.files.location} --follow"
             )
             self._known = {(step, name) for step, name, _ in evaluations(self._job.files)}
-
-    def is_due(self, step: int, is_last: bool) -> bool:
-        return self._job.run.evaluation.by_follower
 
     def after_step(self, dispatched: DispatchedStep) -> str | None:
         if self._loop.is_first:

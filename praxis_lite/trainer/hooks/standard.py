@@ -25,7 +25,8 @@ def all_hooks(
     other_saves: Sequence[Hook],
 ) -> list[Hook]:
     """Returns all hooks of a job: standard hooks, hooks from tools, and the experiment's hooks."""
-    profiler = Profiler(job)
+    profiler, run = Profiler(job), job.run
+    factor, stopping = run.loss_spikes.factor, run.stopping.early
     return [
         # These two hooks are first and last, so that a profile contains other hooks' work only from
         # the profiled steps.
@@ -36,14 +37,14 @@ def all_hooks(
         MetricsFiles(job),
         Examples(job),
         Tracking(trackers),
-        *([] if job.run.histograms_every_steps is None else [Histograms(job, trackers)]),
+        *([] if run.histograms_every_steps is None else [Histograms(job, trackers)]),
         Progress(job, progress),
-        LossSpikes(job),
+        *([] if factor is None else [LossSpikes(job, factor)]),
         SkippedSteps(job),
-        EarlyStops(job),
+        *([] if stopping is None else [EarlyStops(job, stopping)]),
         Evaluations(job),
-        FollowedEvaluations(job, trackers),
-        *([] if job.run.samples.every_steps is None else [Samples(job, trackers)]),
+        *([FollowedEvaluations(job, trackers)] if run.evaluation.by_follower else []),
+        *([] if run.samples.every_steps is None else [Samples(job, trackers)]),
         *job.hooks,
         # Before the hook that saves checkpoints, because these saves are faster: if the job is
         # killed while a checkpoint is being saved, these saves are already complete.
