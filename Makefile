@@ -25,7 +25,7 @@
 #   make clean   removes everything that the other targets created, except the demo's results
 #
 #   make PYTHON=python3.12 ...          uses a different interpreter
-#   make demo JOB_LOG_DIR=/tmp/demo     writes the demo's files to a different directory
+#   make demo JOB_LOG_DIR=/tmp/demo     writes the demo's files to a different directory, or to a URL
 #   make test PYTEST_ARGS='-k metrics'  passes other arguments to pytest
 
 PYTHON ?= python3
@@ -59,12 +59,18 @@ help:
 
 demo: $(INSTALLED)
 	@if [ -z "$(JOB_LOG_DIR)" ]; then echo "JOB_LOG_DIR is empty. Set it to a directory."; exit 1; fi
-	@# The demo always starts a new job. It removes only directories that praxis_lite created.
-	@if [ -n "$$(ls -A "$(JOB_LOG_DIR)" 2>/dev/null)" ]; then \
+	@# The demo always starts a new job. It removes only directories that praxis_lite created, and
+	@# nothing in object stores.
+	@case "$(JOB_LOG_DIR)" in *://*) \
+	  $(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots,s3,gcs]' || exit 1; \
+	  if $(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)" >/dev/null 2>&1; then \
+	    echo "$(JOB_LOG_DIR) already contains a job. Use a different URL."; exit 1; \
+	  fi;; \
+	*) if [ -n "$$(ls -A "$(JOB_LOG_DIR)" 2>/dev/null)" ]; then \
 	  if grep -qs praxis_lite "$(JOB_LOG_DIR)/config.json"; then rm -rf "$(JOB_LOG_DIR)"; else \
 	    echo "$(JOB_LOG_DIR) is not empty and does not contain a praxis_lite job (a config.json)."; \
 	    echo "Remove it, or use a different directory: make demo JOB_LOG_DIR=..."; exit 1; \
-	  fi; fi
+	  fi; fi;; esac
 	@$(VENV_PYTHON) main.py --exp=lm.PyDocs --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=decode --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)"

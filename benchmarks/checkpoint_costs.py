@@ -3,11 +3,17 @@
 `python benchmarks/checkpoint_costs.py` prints measured ratios and their goals. The state is an MLP
 with Adam's slots, 384 MiB by default (--mib). Checkpoints are written to a temporary directory
 (TMPDIR).
+
+`python -m benchmarks.checkpoint_costs --store --mib=64` instead restores a state from a local S3
+server, in a process per host, and prints how many bytes each host reads.
 """
 
 import argparse
+import json
+import logging
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,11 +32,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.checkpoints.steps.step_store import DiskSteps, steps_in
+from praxis_lite.core import (
+    Learner,
+    MeshConfig,
+    Partitioner,
+    StateLayout,
+    TrainState,
+    make_mesh,
+)
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 
@@ -40,6 +54,8 @@ GIB, MIB = 1 << 30, 1 << 20
 WAIT_SECONDS = 0.1
 TINY_MIB = 12
 DATA = {"next_batch": 0, "skipped": []}
+# Meshes (data, mdl) on which a state from a store is restored. It is saved on the first.
+STORE_MESHES, NUM_HOSTS = ((8, 1), (4, 2), (2, 4), (1, 8)), 4
 
 
 def init(key, num_layers):
@@ -124,7 +140,7 @@ def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> 
         restored(partitioner, directory)
 
     def unverified() -> None:
-        with mock.patch.object(step_files, "verify", lambda _: []):
+        with mock.patch.object(DiskSteps, "verify", lambda *_: []):
             restore()
 
     for name, before in (("files cached", lambda: None), ("files on disk", lambda: drop(step_dir))):
@@ -167,6 +183,86 @@ def restored(partitioner: Partitioner, directory: Path) -> Any:
         return jax.block_until_ready(saved.restore(partitioner.layout, partitioner.mesh).state)
 
 
+def store_reads(mib: int) -> None:
+    """Prints how many bytes each host reads to restore a state from a store on another mesh."""
+    from tests.support.fake_s3 import s3_bucket
+    from tests.support.store_proxy import Answer, Request, StoreProxy
+
+    class CountingProxy(StoreProxy):
+        def forward(self, request: Request) -> Answer:
+            answer = super().forward(request)
+            sizes.append(len(answer.body))
+            return answer
+
+    logging.getLogger("werkzeug").disabled = True  # It prints each request.
+    with s3_bucket() as url:
+        server = os.environ["AWS_ENDPOINT_URL"]
+        first = _start_host(server, mib=mib, url=url, mesh=STORE_MESHES[0], num_hosts=1, saves=True)
+        assert first.wait() == 0
+        for mesh in STORE_MESHES:
+            sizes: list[int] = []
+            proxy = CountingProxy(server)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            hosts = [
+                _start_host(
+                    proxy.url if host == NUM_HOSTS - 1 else server,
+                    mib=mib,
+                    url=url,
+                    mesh=mesh,
+                    num_hosts=NUM_HOSTS,
+                    host=host,
+                    port=port,
+                )
+                for host in range(NUM_HOSTS)
+            ]
+            assert all(host.wait() == 0 for host in hosts)
+            proxy.close()
+            name = f"saved on {STORE_MESHES[0]}, restored on {mesh}: MiB of a host / its shards"
+            row(name, sum(sizes) / MIB, mib / NUM_HOSTS, None)
+            print(f"    {len(sizes)} requests")
+
+
+def _start_host(endpoint: str, **settings: Any) -> subprocess.Popen[bytes]:
+    flags = f"--xla_force_host_platform_device_count={8 // settings['num_hosts']}"
+    command = [sys.executable, "-m", "benchmarks.checkpoint_costs", "--host", json.dumps(settings)]
+    return subprocess.Popen(
+        command, env={**os.environ, "AWS_ENDPOINT_URL": endpoint, "XLA_FLAGS": flags}
+    )
+
+
+def store_host(
+    mib: int,
+    url: str,
+    mesh: tuple[int, int],
+    num_hosts: int,
+    host: int = 0,
+    port: int = 0,
+    saves: bool = False,
+) -> None:
+    """Saves a state to a store, or restores it, as one of the hosts of a job."""
+    if num_hosts > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", num_hosts, host)
+    names = [f"w{number}" for number in range(mib * MIB // (4 * DIMS * DIMS))]
+    shapes = {name: jax.ShapeDtypeStruct((DIMS, DIMS), np.float32) for name in names}
+    specs = dict.fromkeys(names, PartitionSpec("data", "mdl"))
+    layout = StateLayout(
+        TrainState(jax.ShapeDtypeStruct((), np.int32), {"params": shapes}, {}),
+        TrainState(PartitionSpec(), {"params": specs}, {}),
+        {"replica": 1, "data": mesh[0], "mdl": mesh[1]},
+    )
+    devices = make_mesh(MeshConfig(ici_mesh_shape=(1, *mesh)))
+    if not saves:
+        with Checkpoints(url) as saved:
+            jax.block_until_ready(saved.restore(layout, devices).state)
+        return
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((DIMS, DIMS), np.float32) for name in names}
+    state = TrainState(np.int32(1), {"params": arrays}, {})
+    with Checkpoints(url, saving=SaveSettings()) as saved:
+        saved.save(1, jax.device_put(state, layout.shardings(devices)), layout, DATA, is_last=True)
+
+
 def row(name: str, one: float, other: float, goal: float | None) -> None:
     """Prints a line of the table."""
     print(
@@ -178,7 +274,7 @@ def row(name: str, one: float, other: float, goal: float | None) -> None:
 
 def newest(directory: Path) -> Path:
     """Returns the directory of the latest checkpoint."""
-    return directory / str(step_dirs.committed_steps(directory)[-1])
+    return directory / str(steps_in(directory).committed()[-1])
 
 
 def files_of(step_dir: Path) -> Iterator[Path]:
@@ -216,8 +312,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=384, help="size of the state")
     parser.add_argument("--num_rounds", type=int, default=5)
+    parser.add_argument("--store", action="store_true", help="measure reads from a store instead")
     parser.add_argument("--restore", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--host", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.host:
+        store_host(**args.host)
+        return
+    if args.store:
+        print(f"{'':<70}{'one':>10}{'other':>10}{'ratio':>8}{'goal':>8}")
+        store_reads(args.mib)
+        return
     if args.restore:
         restore_alone(args.mib, *args.restore)
         return

@@ -1,42 +1,37 @@
 """Saves one state: copies it to the host immediately, and writes it in a background thread.
 
-On disk, Orbax writes the folder `N.saving`. Then the first process checks that the folder contains
-all arrays, computes digests of all files and syncs the files, writes the manifest and the commit,
-and renames the folder to `N`. In an object store, TensorStore writes the folder `N`, which becomes
-a step when the commit is written. If any process fails, the save fails in all processes and its
-files are removed.
+All processes write their shards to a folder. Then the first process checks that the folder contains
+all arrays, and writes the manifest and the commit. If any process fails, the save fails in all
+processes and its files are removed.
 """
 
 import contextlib
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
-from praxis_lite.checkpoints.steps import step_dirs, step_files
+from praxis_lite.checkpoints.orbax_write import OPEN_FILES, CancelledWrite, OpenFolder, OrbaxWrite
+from praxis_lite.checkpoints.steps.step_store import StepStore
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.tensorstore_write import TensorStoreWrite
 from praxis_lite.core.errors import Error
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import processes
 
 _BARRIER_SECONDS = 3600.0
 # Maximum time to wait for the other processes after a save is cancelled, before all files are
 # removed.
 _CANCEL_SECONDS = 10.0
-_OPEN_FILES = "/proc/self/fd"
 
 
 class BackgroundSave:
     """A save that is in progress, or has ended.
 
     Args:
-      directory: The folder of all steps.
+      steps: The folders of the steps.
       manifest: The manifest of the state, to which entries for the files are added.
       name: Name of this save, which is unique in the job and the same in all processes.
       before_commit: Called in every process before its arrays are complete, and in the first
@@ -47,12 +42,11 @@ class BackgroundSave:
       step: The step of the state.
       error: The error with which the save failed, or None.
       failed_alone: Whether this process failed before it could report the error to the others.
-      opened: The open folder whose path is passed to Orbax, or None if Orbax has not been called.
     """
 
     def __init__(
         self,
-        directory: Path | StorePath,
+        steps: StepStore,
         manifest: dict[str, Any],
         name: str,
         before_commit: Callable[[], None],
@@ -61,13 +55,11 @@ class BackgroundSave:
         self.step: int = manifest["step"]
         self.error: Exception | None = None
         self.failed_alone = False
-        self._directory, self._manifest, self._published = directory, manifest, published
+        self._steps, self._manifest, self._published = steps, manifest, published
         self._before_commit = before_commit
-        # Object stores have no renames: there, writing commit.json completes the step.
-        self._is_local = isinstance(directory, Path)
-        self._folder = directory / (f"{self.step}.saving" if self._is_local else str(self.step))
+        self._name = steps.folder_to_write(self.step)
+        self._folder = steps.directory / self._name
         self._barriers = _Barriers(name)
-        self.opened: OpenFolder | None = None
         self._writing: OrbaxWrite | TensorStoreWrite | None = None
         # Wait for this event instead of the thread: up to Python 3.12, a thread is treated as
         # finished if its `join` was interrupted by a signal, although it is still running.
@@ -83,15 +75,13 @@ class BackgroundSave:
         """
         try:
             if processes.is_first():
-                self._clear()
-            if isinstance(self._directory, StorePath):
-                self._writing = TensorStoreWrite(self._barriers.wait)
-                self._writing.begin(self._directory / self._folder.name, state)
-                return self._thread.start()
-            # Keep the folder open, because `why` looks up its path for messages.
-            self.opened = OpenFolder(self._directory)
-            self._writing = OrbaxWrite(self._barriers.wait)
-            self._writing.begin(self.opened.path / self._folder.name, state)
+                self._steps.clear(self.step)
+            folder, wait = self._folder, self._barriers.wait
+            if isinstance(folder, Path):
+                self._writing = OrbaxWrite(folder, wait)
+            else:  # Orbax cannot write to s3:// URLs.
+                self._writing = TensorStoreWrite(folder, wait)
+            self._writing.begin(state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
             self._fail(error)
@@ -136,10 +126,10 @@ class BackgroundSave:
             if processes.is_first():
                 # Check that all arrays were written, because Orbax may omit some without an error.
                 stored_arrays(self._folder, self._manifest)
-                self._manifest["files"] = step_files.synced_digests(self._folder)
+                self._manifest["files"] = self._steps.file_entries(self._name)
                 self._before_commit()
-                step_dirs.commit(self._folder, self._manifest)
-                step_dirs.publish(self._folder, self._directory / str(self.step))
+                self._steps.commit(self._name, self._manifest)
+                self._steps.publish(self.step)
             self._barriers.wait()
         except Exception as error:
             self._fail(error)
@@ -157,37 +147,14 @@ class BackgroundSave:
             self._barriers.report_error(why(error), seconds)
         if processes.is_first():
             try:
-                if self._is_local or not step_dirs.is_committed(self._folder):
-                    self._clear()
+                self._steps.discard(self.step)
             except OSError as second:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
-    def _clear(self) -> None:
-        """Removes files left by a save of this step; in an object store, also an existing step."""
-        if not self._is_local:
-            return step_dirs.remove_leftover(self._folder)
-        for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
-            if path.name.startswith(self._folder.name):
-                step_dirs.remove_leftover(path)
-
-
-class OpenFolder:
-    """An open folder whose path contains no characters with a special meaning for Orbax.
-
-    Orbax expands wildcards in paths ("run[1]" matches "run1"), and etils treats /gs/... as a
-    bucket. The path of an open file descriptor avoids both problems. The descriptor must not be
-    reused while Orbax or TensorStore may still write; see `SaveQueue.begin`.
-
-    Attributes:
-      path: "/proc/self/fd/N", or the folder's own path on systems without such paths.
-    """
-
-    def __init__(self, folder: Path):
-        self.path = folder
-        if os.path.isdir(_OPEN_FILES):
-            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            weakref.finalize(self, os.close, file)
-            self.path = Path(_OPEN_FILES, str(file))
+    @property
+    def opened(self) -> OpenFolder | None:
+        """The folder that must stay open until the next save has started; see `OpenFolder`."""
+        return None if self._writing is None else self._writing.opened
 
 
 class _PeerFailed(Exception):
@@ -243,4 +210,4 @@ def _location(path: str) -> str:
 
 def _real_paths(text: str) -> str:
     """Replaces the paths of open file descriptors in a message with the paths of the files."""
-    return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)
+    return re.sub(rf"{OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from praxis_lite.checkpoints.steps.verified_steps import Metrics, Step, Verified
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, FailedSave, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.local_directory import directory as directory_at
 from praxis_lite.job.processes.broadcast import from_first
 
@@ -78,9 +77,8 @@ class Checkpoints:
             checkpoints.save(step, state, partitioner.layout)
 
     A step is verified before it is used, by comparing all its files with its manifest
-    (`VerifiedSteps`). A job that saves renames damaged steps to `N.damaged` (in an object store, it
-    renames their commit.json), and a job that only reads skips them. Both then use the newest
-    undamaged step.
+    (`VerifiedSteps`). A job that saves sets damaged steps aside, and a job that only reads skips
+    them. Both then use the newest undamaged step.
 
     Args:
       directory: The folder of all steps.
@@ -97,7 +95,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: str | Path | StorePath,
+        directory: str | AnyPath,
         *,
         saving: SaveSettings | None = None,
         note: Callable[[str], None] = _log.warning,
@@ -248,8 +246,8 @@ class Checkpoints:
         """Sets aside the steps after `step` when a run is rolled back to `step`.
 
         Otherwise, the next launch would resume from the newest of these steps. The steps are
-        renamed to N.abandoned, and deleted after the next save is complete. In an object store,
-        only their commits are deleted now, and the next launch removes their other files.
+        renamed to N.abandoned, and deleted after the next save is complete; in an object store,
+        they are deleted now.
         """
         assert self._queue is not None, "Only a job that saves is rolled back."
         self._queue.settle()

@@ -1,18 +1,16 @@
 """Computes digests of a step's logical values, which do not depend on the mesh."""
 
-from pathlib import Path
-
 import numpy as np
 import xxhash
 
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of, tracked
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 __all__ = ("digest_of",)
 
 
-def digest_of(step_dir: Path | StorePath) -> str:
+def digest_of(step_dir: AnyPath) -> str:
     """Returns the digest of a step: the XXH3-128 of the paths and digests of its leaves.
 
     Raises:
@@ -21,7 +19,7 @@ def digest_of(step_dir: Path | StorePath) -> str:
     return combined(leaf_digests(step_dir))
 
 
-def leaf_digests(step_dir: Path | StorePath) -> dict[str, str]:
+def leaf_digests(step_dir: AnyPath) -> dict[str, str]:
     """Returns a digest of each leaf's dtype, logical shape and values, keyed by path.
 
     Values are compared bitwise: 0.0 and -0.0 differ, as do NaNs with different bits.

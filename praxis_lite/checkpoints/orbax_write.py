@@ -9,8 +9,10 @@ arrays.
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
 _TIMEOUT_SECONDS = 3600
+OPEN_FILES = "/proc/self/fd"
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
@@ -103,14 +106,38 @@ class CancelledWrite(Exception):
         super().__init__("it was cancelled by a signal")
 
 
+class OpenFolder:
+    """An open folder whose path contains no characters with a special meaning for Orbax.
+
+    Orbax expands wildcards in paths ("run[1]" matches "run1"), and etils treats /gs/... as a
+    bucket. The path of an open file descriptor avoids both problems. The descriptor must not be
+    reused while Orbax or TensorStore may still write; see `SaveQueue.begin`.
+
+    Attributes:
+      path: "/proc/self/fd/N", or the folder's own path on systems without such paths.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        if os.path.isdir(OPEN_FILES):
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, file)
+            self.path = Path(OPEN_FILES, str(file))
+
+
 class OrbaxWrite:
     """A collective write of a state to a new folder.
 
     Args:
+      folder: The folder.
       barrier: Called in every process when Orbax synchronizes the processes.
+
+    Attributes:
+      opened: The open parent folder.
     """
 
-    def __init__(self, barrier: Callable[[], None]):
+    def __init__(self, folder: Path, barrier: Callable[[], None]):
+        self._folder, self.opened = folder, OpenFolder(folder.parent)
         handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
         self._is_cancelled, self._wait_at_barrier, self._num_barriers = False, barrier, 0
         self._checkpointer = ocp.AsyncCheckpointer(
@@ -121,9 +148,10 @@ class OrbaxWrite:
             ),
         )
 
-    def begin(self, folder: Path, state: TrainState) -> None:
-        """Copies the state to the host, and starts writing it to `folder`."""
+    def begin(self, state: TrainState) -> None:
+        """Copies the state to the host, and starts writing it."""
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
+        folder = self.opened.path / self._folder.name
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
         except Exception:
@@ -131,7 +159,7 @@ class OrbaxWrite:
             raise
 
     def wait(self) -> None:
-        """Waits until `folder` is complete. On failure, waits until all writes stop, and raises."""
+        """Waits until all is written. On failure, waits until all writes stop, and raises."""
         try:
             self._checkpointer.wait_until_finished()
             # Orbax raises no error after a cancellation. After the second barrier, the write is

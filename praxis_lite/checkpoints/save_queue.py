@@ -51,7 +51,7 @@ class SaveQueue:
         """Starts a save. No other save may be in progress."""
         self._retry_at = float("inf")
         save = self._in_flight = BackgroundSave(
-            self._steps.directory,
+            self._steps.store,
             manifest,
             f"{self._name}, save {next(self._numbers)}",
             self._before_commit,

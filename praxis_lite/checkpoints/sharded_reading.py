@@ -1,9 +1,9 @@
 """Reads stored arrays into shards on a mesh. Each process reads only its own shards."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -12,13 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 __all__ = ("read_state",)
 
 # Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
+
+Bounds = tuple[tuple[int, int], ...]  # The first index and the end of each dim.
 
 
 class ReadableArray(Protocol):
@@ -29,7 +31,7 @@ class ReadableArray(Protocol):
 
 
 def read_state(
-    step_dir: Path | StorePath,
+    step_dir: AnyPath,
     saved: Leaves,
     arrays: Callable[[], Mapping[str, ReadableArray]],
     layout: StateLayout,
@@ -106,22 +108,34 @@ def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
 
 def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
     """Reads an array into its shards on a mesh."""
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Read replicated shards once.
+    sharding = leaf.sharding(mesh)
+
+    def bounds_of(index: tuple[slice, ...] | None) -> Bounds:
+        assert index is not None
+        dims = zip(index, leaf.padded_shape, strict=True)
+        return tuple(dim_slice.indices(size)[:2] for dim_slice, size in dims)
+
+    @functools.cache
+    def read(bounds: Bounds) -> np.ndarray:
+        logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
+        part = array.read_block(tuple(slice(a, b) for a, b in logical))
+        pads = [(0, b - a - size) for (a, b), size in zip(bounds, part.shape, strict=True)]
+        return np.pad(part, pads) if any(pad for _, pad in pads) else part
+
+    indices = sharding.addressable_devices_indices_map(leaf.padded_shape).values()
+    shards = {bounds_of(index) for index in indices}
+    box = tuple(
+        (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*shards, strict=True)
+    )
+    # A read decodes complete chunks, so read all shards of this process at once if they fill a box.
+    size, *sizes = (prod(b - a for a, b in bounds) for bounds in (box, *shards))
+    is_box = size == sum(sizes)
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        bounds = tuple(
-            dim_slice.indices(size)[:2]
-            for dim_slice, size in zip(index, leaf.padded_shape, strict=True)
-        )
-        if bounds not in blocks:
-            # Read the logical part of the shard, and pad it with zeros to the shard's shape.
-            logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
-            read = array.read_block(tuple(slice(a, b) for a, b in logical))
-            pads = [(0, b - a - size) for (a, b), size in zip(bounds, read.shape, strict=True)]
-            blocks[bounds] = np.pad(read, pads) if any(pad for _, pad in pads) else read
-        return blocks[bounds]
+        bounds = bounds_of(index)
+        outer = box if is_box else bounds
+        dims = zip(bounds, outer, strict=True)
+        part = tuple(slice(a - start, b - start) for (a, b), (start, _) in dims)
+        return np.asarray(read(outer)[part])  # Indexing a scalar returns no array.
 
-    return jax.make_array_from_callback(
-        leaf.padded_shape, leaf.sharding(mesh), block, dtype=leaf.dtype
-    )
+    return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)

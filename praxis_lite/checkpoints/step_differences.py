@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of, tracked
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 _ORIGINS = {
     "data": "the position in the training data",
@@ -18,7 +17,7 @@ _ORIGINS = {
 }
 
 
-def step_differences(first: Path | StorePath, second: Path | StorePath) -> Iterator[str]:
+def step_differences(first: AnyPath, second: AnyPath) -> Iterator[str]:
     """Compares the values and origins of two steps.
 
     Mesh, specs and padding are not compared.

@@ -9,14 +9,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import StorePath, kvstore_context, kvstore_of
+from praxis_lite.host.object_stores import AnyPath, kvstore_context, kvstore_of
 
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
@@ -42,7 +41,7 @@ class StoredArray:
     path: str
     shape: tuple[int, ...]
     array: ts.TensorStore
-    folder: Path | StorePath
+    folder: AnyPath
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -101,9 +100,7 @@ class StoredArray:
             yield slice(start, min(start + num_rows, shape[0]))
 
 
-def stored_arrays(
-    step_dir: Path | StorePath, manifest: Mapping[str, Any]
-) -> dict[str, StoredArray]:
+def stored_arrays(step_dir: AnyPath, manifest: Mapping[str, Any]) -> dict[str, StoredArray]:
     """Opens the arrays of a step without reading their values.
 
     Args:
@@ -141,7 +138,7 @@ def stored_arrays(
     return dict(sorted(arrays.items()))
 
 
-def orbax_arrays(folder: Path | StorePath, prefix: str = "") -> dict[str, StoredArray]:
+def orbax_arrays(folder: AnyPath, prefix: str = "") -> dict[str, StoredArray]:
     """Opens arrays written by another program with Orbax, without reading their values.
 
     Args:
@@ -162,7 +159,7 @@ def orbax_arrays(folder: Path | StorePath, prefix: str = "") -> dict[str, Stored
     return {path: StoredArray(path, array.shape, array, folder) for path, array in arrays.items()}
 
 
-def _opened(folder: Path | StorePath, prefix: str = "") -> dict[str, ts.TensorStore]:
+def _opened(folder: AnyPath, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, keyed by their Orbax names."""
     # Orbax stores all arrays in one OCDBT database, or each array in a folder.
     kvstore = kvstore_of(folder)
@@ -222,7 +219,7 @@ def _opened(folder: Path | StorePath, prefix: str = "") -> dict[str, ts.TensorSt
     return arrays
 
 
-def _unreadable(folder: Path | StorePath, name: str, error: ValueError) -> ConfigError:
+def _unreadable(folder: AnyPath, name: str, error: ValueError) -> ConfigError:
     # Cut off TensorStore's specs and source locations.
     reason = " ".join(str(error).split()).partition(" [")[0]
     return ConfigError(

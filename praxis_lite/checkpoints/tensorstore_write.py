@@ -6,11 +6,10 @@ each process writes its shards to a separate database, and the first process mer
 these databases without copying data.
 """
 
-import dataclasses
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,24 +27,17 @@ _MAX_CHUNK_BYTES = 1 << 26
 _DATA_FILE_BYTES = 1 << 28
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     """An array to write.
 
     Attributes:
-      item: One of ITEMS.
-      name: Name of the array in the database: the leaf's path with "." instead of "/".
-      shape: Padded shape.
-      dtype: The dtype.
-      chunks: Shape of a chunk, which divides the shape of a shard.
+      folder: Folder of the array in the database: the leaf's path with "." instead of "/".
+      spec: The array's TensorStore spec, without the database.
       shards: (index in the array, host copy) of each shard that this process writes.
     """
 
-    item: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunks: tuple[int, ...]
+    folder: str
+    spec: dict[str, Any]
     shards: list[tuple[tuple[slice, ...], np.ndarray]]
 
 
@@ -53,28 +45,29 @@ class TensorStoreWrite:
     """Writes a state to a new folder from all processes. Has the methods of `OrbaxWrite`.
 
     Args:
+      folder: The folder.
       barrier: Called twice in every process: after the process has written its shards, and after
         the first process has merged them.
     """
 
-    def __init__(self, barrier: Callable[[], None]):
-        self._barrier = barrier
+    opened = None
+
+    def __init__(self, folder: StorePath, barrier: Callable[[], None]):
+        self._folder, self._barrier = folder, barrier
         self._cancelled = threading.Event()
         # TensorStore merges only databases that were opened with the same context.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **kvstore_context()})
 
-    def begin(self, folder: StorePath, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> None:
         """Copies the state to the host."""
-        self._folder = folder
         for leaf in jax.tree.leaves(state):
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
                     shard.data.copy_to_host_async()
-        self._leaves = [
-            _leaf(item, path, leaf)
+        self._leaves = {
+            item: [_leaf(path, leaf) for path, leaf in leaves_with_path(getattr(state, item))]
             for item in ITEMS
-            for path, leaf in leaves_with_path(getattr(state, item))
-        ]
+        }
 
     def wait(self) -> None:
         """Writes the arrays and returns when the folder is complete. Blocks: call it in a thread.
@@ -84,8 +77,7 @@ class TensorStoreWrite:
         """
         several = processes.count() > 1
         # If there are several processes, each writes to its own database, and `_merge` follows.
-        for item in ITEMS:
-            leaves = [leaf for leaf in self._leaves if leaf.item == item]
+        for item, leaves in self._leaves.items():
             self._write(self._database(item, processes.index() if several else None), leaves)
         if several:
             self._barrier()
@@ -102,40 +94,36 @@ class TensorStoreWrite:
 
     def close(self) -> None:
         """Releases the host copies."""
-        self._leaves = []
+        self._leaves = {}
 
     def _database(self, item: str, process: int | None) -> dict[str, Any]:
         """Returns the spec of an item's database, or of the database with one process's shards."""
         folder = self._folder / item
-        base = kvstore_of(folder if process is None else folder / f"ocdbt.process_{process}")
-        config = {"max_inline_value_bytes": 1024}
         return {
             "driver": "ocdbt",
-            "base": base,
-            "config": config,
+            "base": kvstore_of(folder if process is None else folder / f"ocdbt.process_{process}"),
+            "config": {"max_inline_value_bytes": 1024},
             "target_data_file_size": _DATA_FILE_BYTES,
         }
 
     def _write(self, database: dict[str, Any], leaves: list[_Leaf]) -> None:
         # One transaction writes the index once, instead of once per array.
         transaction = ts.Transaction()
+        leaves = [leaf for leaf in leaves if leaf.shards]
         opening = [
             ts.open(
-                _array_spec(database, leaf),
+                {**leaf.spec, "kvstore": {**database, "path": leaf.folder}},
                 create=True,
                 context=self._context,
                 transaction=transaction,
             )
             for leaf in leaves
-            if leaf.shards
         ]
-        writes = []
-        for leaf, future in zip((x for x in leaves if x.shards), opening, strict=True):
-            array = future.result()
-            for index, shard in leaf.shards:
-                writes.append(
-                    array[index].write(shard, can_reference_source_data_indefinitely=True)
-                )
+        writes = [
+            array.result()[index].write(shard, can_reference_source_data_indefinitely=True)
+            for leaf, array in zip(leaves, opening, strict=True)
+            for index, shard in leaf.shards
+        ]
         for write in writes:
             if self._cancelled.is_set():
                 raise CancelledWrite
@@ -153,15 +141,24 @@ class TensorStoreWrite:
         transaction.commit_async().result()
 
 
-def _leaf(item: str, path: str, leaf: jax.Array) -> _Leaf:
+def _leaf(path: str, leaf: jax.Array) -> _Leaf:
     shards = [
         (shard.index, np.asarray(shard.data))
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     ]
-    chunks = _chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize)
-    name = path.replace("/", ".")
-    return _Leaf(item, name, leaf.shape, np.dtype(leaf.dtype), chunks, shards)
+    spec = {
+        "driver": "zarr",
+        "dtype": ts.dtype(np.dtype(leaf.dtype)).name,
+        "metadata": {
+            "shape": leaf.shape,
+            "chunks": _chunk_shape(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize),
+            "compressor": {"id": "zstd", "level": 1},
+        },
+        # `stored_arrays` counts chunks to find missing ones.
+        "store_data_equal_to_fill_value": True,
+    }
+    return _Leaf(f"{path.replace('/', '.')}/", spec, shards)
 
 
 def _chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -171,18 +168,3 @@ def _chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
         largest = max(dim for dim in chunk if dim % 2 == 0)
         chunk[chunk.index(largest)] = largest // 2
     return tuple(chunk)
-
-
-def _array_spec(database: dict[str, Any], leaf: _Leaf) -> dict[str, Any]:
-    return {
-        "driver": "zarr",
-        "kvstore": {**database, "path": f"{leaf.name}/"},
-        "dtype": ts.dtype(leaf.dtype).name,
-        "metadata": {
-            "shape": list(leaf.shape),
-            "chunks": list(leaf.chunks),
-            "compressor": {"id": "zstd", "level": 1},
-        },
-        # `stored_arrays` counts chunks to find missing ones.
-        "store_data_equal_to_fill_value": True,
-    }

@@ -6,18 +6,21 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from praxis_lite.checkpoints.steps import step_dirs, step_files
-from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
+from praxis_lite.checkpoints.steps.manifest import (
+    COMMIT_JSON,
+    MANIFEST_JSON,
+    committed_manifest,
+)
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, Error, first_few, format_bytes
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.local_directory import directory as directory_at
 
@@ -55,7 +58,7 @@ class ListedStep:
     metrics: Mapping[str, float]
 
 
-def steps_directory(path: str) -> Path | StorePath:
+def steps_directory(path: str) -> AnyPath:
     """Returns the directory of steps, given its path or the path of its job.
 
     Raises:
@@ -67,7 +70,8 @@ def steps_directory(path: str) -> Path | StorePath:
             f"{given} is not a directory. Pass a job_log_dir, or the folder 'checkpoints' in it."
         )
     for directory in (given / "checkpoints", given):
-        if step_dirs.numbered_steps(directory) or _set_aside(directory):
+        steps = steps_in(directory)
+        if steps.numbered() or steps.set_aside(*_SET_ASIDE):
             return directory
     if given.name.isdigit() and (given / MANIFEST_JSON).exists():
         raise ConfigError(
@@ -78,7 +82,7 @@ def steps_directory(path: str) -> Path | StorePath:
     )
 
 
-def step_dir_of(directory: Path | StorePath, step: int | None) -> Path | StorePath:
+def step_dir_of(directory: AnyPath, step: int | None) -> AnyPath:
     """Returns the folder of a committed step.
 
     Args:
@@ -88,7 +92,7 @@ def step_dir_of(directory: Path | StorePath, step: int | None) -> Path | StorePa
     Raises:
       ConfigError: The step does not exist.
     """
-    steps = step_dirs.committed_steps(directory)
+    steps = steps_in(directory).committed()
     if not steps or (step is not None and step not in steps):
         existing = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
         missing = "step" if step is None else f"step {step}"
@@ -96,41 +100,42 @@ def step_dir_of(directory: Path | StorePath, step: int | None) -> Path | StorePa
     return directory / str(steps[-1] if step is None else step)
 
 
-def manifest_of(step_dir: Path | StorePath) -> dict[str, Any]:
+def manifest_of(step_dir: AnyPath) -> dict[str, Any]:
     """Returns a step's manifest.
 
     Raises:
       ConfigError: The manifest or the commit is damaged.
     """
-    manifest, errors = step_files.committed_manifest(step_dir)
+    manifest, errors = committed_manifest(step_dir)
     if errors:
         raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(errors)}.")
     return manifest
 
 
-def list_steps(directory: Path | StorePath) -> list[ListedStep]:
+def list_steps(directory: AnyPath) -> list[ListedStep]:
     """Verifies and lists all steps in a directory, and lists folders that were set aside."""
-    listed = []
-    for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
+    listed, steps = [], steps_in(directory)
+    for name in tracked([str(step) for step in steps.numbered()]):
         errors = step_errors(directory / name)
         # Skip a step that a running job deleted while the step was being verified.
         if not errors or (directory / name).exists():
             listed.append(_listed_step(directory / name, first_few(errors, 2, "; ") or "good"))
-    for name in _set_aside(directory):
+    for name in steps.set_aside(*_SET_ASIDE):
         kind = name.partition(".")[2].partition("-")[0].partition(".")[0]
         listed.append(_listed_step(directory / name, _SET_ASIDE.get(kind, kind)))
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
 
 
-def step_errors(step_dir: Path | StorePath) -> list[str]:
+def step_errors(step_dir: AnyPath) -> list[str]:
     """Returns a line for each error in a step's files, without decoding arrays."""
     try:
-        return [f"damaged: {line}" for line in step_files.verify(step_dir)]
+        lines = steps_in(step_dir.parent).verify(step_dir.name)
+        return [f"damaged: {line}" for line in lines]
     except Error as error:
         return [f"foreign: {error}"]
 
 
-def decoded_step_errors(step_dir: Path | StorePath) -> list[str]:
+def decoded_step_errors(step_dir: AnyPath) -> list[str]:
     """Decodes all arrays in a step and checks their padding; returns a line for each error."""
     if errors := step_errors(step_dir):
         return errors
@@ -146,7 +151,7 @@ def decoded_step_errors(step_dir: Path | StorePath) -> list[str]:
     return errors
 
 
-def description(step_dir: Path | StorePath) -> list[str]:
+def description(step_dir: AnyPath) -> list[str]:
     """Returns lines with the size, mesh, versions, data position, metrics and arrays of a step."""
     manifest = manifest_of(step_dir)
     listed = _listed_step(step_dir, "")
@@ -191,29 +196,12 @@ def _when(seconds: float) -> str:
     return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
 
 
-def _set_aside(directory: Path | StorePath) -> list[str]:
-    return [path.name for path in step_dirs.set_aside(directory, *_SET_ASIDE)]
-
-
-def _listed_step(step_dir: Path | StorePath, state: str) -> ListedStep:
-    num_bytes, saved, metrics = 0, math.nan, {}
-    if isinstance(step_dir, StorePath):
-        files = step_dir.files()
-        num_bytes = sum(status.st_size for status in files.values())
-        saved = files[COMMIT_JSON].st_mtime if COMMIT_JSON in files else math.nan
-        metrics = step_files.committed_manifest(step_dir)[0].get("metrics", {})
-        return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
-    # A running job may delete the folder while it is being read.
-    for path in step_dir.rglob("*"):
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        num_bytes += status.st_size if path.is_file() else 0
-        if path == step_dir / COMMIT_JSON:
-            saved = status.st_mtime
+def _listed_step(step_dir: AnyPath, state: str) -> ListedStep:
+    files, metrics = steps_in(step_dir.parent).files(step_dir.name), {}
+    num_bytes = sum(status.st_size for status in files.values())
+    saved = files[COMMIT_JSON].st_mtime if COMMIT_JSON in files else math.nan
     with contextlib.suppress(ConfigError):
-        metrics = step_files.committed_manifest(step_dir)[0].get("metrics", {})
+        metrics = committed_manifest(step_dir)[0].get("metrics", {})
     return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
 
 

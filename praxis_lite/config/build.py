@@ -4,7 +4,6 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
@@ -12,7 +11,7 @@ import fiddle as fdl
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.errors import ConfigError, first_few, printable, shortened
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.host.optional_packages import (
     MissingPackage,
     NeedsPackage,
@@ -69,9 +68,7 @@ _PACKAGES_OF_SETTINGS = {
 
 
 @contextlib.contextmanager
-def naming_settings(
-    config: fdl.Buildable, recorded: Path | StorePath | None = None
-) -> Iterator[None]:
+def naming_settings(config: fdl.Buildable, recorded: AnyPath | None = None) -> Iterator[None]:
     """Adds details from the config to any ConfigError that is raised in the context.
 
     For an error about a file, these are the paths of the settings that contain the file. For a

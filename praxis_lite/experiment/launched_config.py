@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.experiment import registry
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.job_dir import JobDir
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class LaunchedConfig:
     settings: Sequence[str] = ()
     packages: Sequence[str] = ()
     mesh_for: "Callable[[int], fdl.Config | None] | None" = None
-    recorded: Path | StorePath | None = None
+    recorded: AnyPath | None = None
 
 
 def config_of_experiment(

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, first_few
 from praxis_lite.experiment.launched_config import config_of_job
 from praxis_lite.inputs.base import TRAIN, InputPipeline
@@ -99,8 +99,8 @@ def proof_of_examples(
             f"{job_dir.location} has no record of its examples ({job_dir.examples.name}/*.jsonl). "
             "A job writes this record while it trains, and cannot be verified without it."
         )
-    if last_step is None and job_dir.checkpoints.is_dir():
-        last_step = max(committed_steps(job_dir.checkpoints), default=None)
+    if last_step is None:
+        last_step = max(steps_in(job_dir.checkpoints).committed(), default=None)
     history = history_of(record, last_step)
     faults, notes = [*history.faults], [*history.notes]
     notes += [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, first_few
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath, StorePath
 
 __all__ = ("DISK_FULL", "new_directory", "not_written", "write_atomically", "write_picture")
 
@@ -27,7 +27,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "praxis_lite"
 
 
-def write_atomically(path: Path | StorePath, content: bytes) -> None:
+def write_atomically(path: AnyPath, content: bytes) -> None:
     """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
 
     A killed process may leave the temporary file behind. In an object store, all writes are atomic,
@@ -99,7 +99,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for name in sorted(os.listdir(partial), key=lambda name: (name == last, name)):
-            _sync(partial / name)
+            sync(partial / name)
             moved.append(path / name)
             os.replace(partial / name, path / name)
         partial.rmdir()
@@ -120,7 +120,8 @@ def _undo(path: Path, partial: Path, moved: list[Path], is_new: bool) -> None:
             path.rmdir()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Syncs a file, or the entries of a directory, to disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath, StorePath
 
 __all__ = (
     "content_of",
@@ -162,7 +162,7 @@ def descriptor(path: str | os.PathLike[str], flags: int) -> int:
     return fd
 
 
-def read_json(path: Path | StorePath) -> Any:
+def read_json(path: AnyPath) -> Any:
     """Reads a strict JSON file.
 
     Raises:

@@ -30,7 +30,9 @@ from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.optional_packages import optional_module, require_package
 
 __all__ = (
+    "AnyPath",
     "ObjectChanged",
+    "ObjectStatus",
     "StorePath",
     "is_store_url",
     "kvstore_context",
@@ -43,11 +45,26 @@ _SCHEMES = ("gs", "s3", "memory")
 _URL = re.compile(
     rf"(?P<scheme>{'|'.join(_SCHEMES)})://(?P<bucket>[^/]+)(/(?P<key>.*))?", re.DOTALL
 )
-# Maximum time for the first access to a store. Later requests are retried for minutes.
-_FIRST_SECONDS, _FIRST_RETRY_SECONDS = 9.0, 2.0
-_QUICK = {"timeout": "4s", "connect_timeout": "3s"}, 3, timedelta(seconds=8)
+
+
+class _Limits(NamedTuple):
+    """Time limits of requests, in seconds: of an attempt, of its connection, and of all attempts.
+
+    obstore repeats some requests, for `obstore_seconds`. All requests are repeated for `seconds`.
+    """
+
+    attempt: int
+    connection: int
+    num_retries: int
+    obstore_seconds: float
+    seconds: float
+
+
 _RETRY_SECONDS = 180.0
-_PATIENT = {"timeout": "300s", "connect_timeout": "10s"}, 100, timedelta(seconds=_RETRY_SECONDS)
+_PATIENT = _Limits(300, 10, 100, _RETRY_SECONDS, _RETRY_SECONDS)
+_QUICK = _Limits(4, 3, 3, 8.0, 2.0)
+# Maximum time for the first access to a store.
+_FIRST_SECONDS = 9.0
 # By default, TensorStore waits forever for an answer. It only reads these variables.
 _TENSORSTORE = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
@@ -62,6 +79,9 @@ _CREDENTIALS = {
 # Name of the metadata field that identifies an object's version in conditional writes. Listings of
 # Google Cloud Storage do not contain it.
 _VERSIONS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
+# Names of the objects that `newest_files` and `opened` write for a moment. A process that is killed
+# then leaves them behind.
+_MARKERS = (".listed-", ".writable")
 _ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
 
 
@@ -73,7 +93,7 @@ class _Unreachable(ConfigError):
     """A request failed, but may succeed if it is repeated."""
 
 
-class _Status(NamedTuple):
+class ObjectStatus(NamedTuple):
     """The status of an object, with the field names of os.stat_result.
 
     Attributes:
@@ -107,11 +127,13 @@ class StorePath:
       scheme: "gs", "s3" or "memory".
       bucket: Name of the bucket.
       key: The path in the bucket, without leading and trailing slashes.
+      is_quick: Whether requests fail within 15 seconds, instead of being repeated for minutes.
     """
 
     scheme: str
     bucket: str
     key: str
+    is_quick: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @classmethod
     def opened(
@@ -152,21 +174,11 @@ class StorePath:
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
-    def suffix(self) -> str:
-        return os.path.splitext(self.name)[1]
-
-    @property
     def parent(self) -> "StorePath":
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
-    def with_name(self, name: str) -> "StorePath":
-        return self.parent / name
-
     def absolute(self) -> "StorePath":
         return self
-
-    def relative_to(self, folder: "StorePath") -> str:
-        return self.key.removeprefix(folder.key).lstrip("/")
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing, because there are no folders."""
@@ -174,10 +186,10 @@ class StorePath:
     def read_bytes(self) -> bytes:
         return self.read_version()[0]
 
-    def read_version(self) -> tuple[bytes, _Status]:
+    def read_version(self) -> tuple[bytes, ObjectStatus]:
         """Returns the content and the status of the same version of the object."""
 
-        def read(store: Any) -> tuple[bytes, _Status]:
+        def read(store: Any) -> tuple[bytes, ObjectStatus]:
             found = store.get(self.key)
             return bytes(found.bytes()), _status(self.scheme, found.meta)
 
@@ -209,7 +221,7 @@ class StorePath:
         with contextlib.suppress(FileNotFoundError):
             self._retried("delete", lambda store: store.delete(self.key))
 
-    def stat(self) -> _Status:
+    def stat(self) -> ObjectStatus:
         return _status(self.scheme, self._retried("read", lambda store: store.head(self.key)))
 
     def is_file(self) -> bool:
@@ -230,9 +242,11 @@ class StorePath:
         prefixes = self._listed()["common_prefixes"]
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes)
 
-    def files(self) -> dict[str, _Status]:
+    def files(self) -> dict[str, ObjectStatus]:
         """Returns the status of each object in this folder, keyed and sorted by relative path."""
+        return _without_markers(self._objects())
 
+    def _objects(self) -> dict[str, ObjectStatus]:
         def found(store: Any) -> list[Any]:
             return [meta for batch in store.list(self.key or None) for meta in batch]
 
@@ -240,7 +254,7 @@ class StorePath:
         start = len(self.key) + 1 if self.key else 0
         return {meta["path"][start:]: _status(self.scheme, meta) for meta in metas}
 
-    def newest_files(self) -> dict[str, _Status]:
+    def newest_files(self) -> dict[str, ObjectStatus]:
         """Returns `files` from a listing that is not outdated.
 
         Some stores answer with listings that lack the last changes. This method therefore writes a
@@ -249,10 +263,13 @@ class StorePath:
         Raises:
           ConfigError: The object does not appear in listings.
         """
+        return _without_markers(self._newest_objects())
+
+    def _newest_objects(self) -> dict[str, ObjectStatus]:
         marker = self / f".listed-{secrets.token_hex(8)}"
         marker.write_bytes(b"")
         deadline = time.monotonic() + _RETRY_SECONDS
-        while marker.name not in (files := self.files()):
+        while marker.name not in (objects := self._objects()):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self}: listings are outdated; {marker.name} has not appeared within "
@@ -260,7 +277,8 @@ class StorePath:
                 )
             time.sleep(0.2)
         marker.unlink()
-        return {name: status for name, status in files.items() if name != marker.name}
+        del objects[marker.name]
+        return objects
 
     def iterdir(self) -> "list[StorePath]":
         """Returns the objects and folders directly in this folder."""
@@ -274,7 +292,7 @@ class StorePath:
 
     def remove_folder(self) -> None:
         """Deletes all objects below this folder."""
-        keys = [f"{self.key}/{name}" for name in self.newest_files()]
+        keys = [f"{self.key}/{name}" for name in self._newest_objects()]
         for start in range(0, len(keys), 1000):
             batch = keys[start : start + 1000]
             try:
@@ -304,25 +322,37 @@ class StorePath:
         return self._retried("list", lambda store: store.list_with_delimiter(self.key or None))
 
     def _retried(self, action: str, request: Callable[[Any], _T]) -> _T:
-        return _retried(self, action, request, _bucket(self.scheme, self.bucket), _RETRY_SECONDS)
+        """Returns `request(store)`, which is repeated for some time if the store cannot be reached.
+
+        obstore itself repeats neither deletions and conditional writes, nor listings whose text
+        ends early.
+        """
+        limits = _QUICK if self.is_quick else _PATIENT
+        store, pause = _bucket(self.scheme, self.bucket, limits), 0.1
+        deadline = time.monotonic() + limits.seconds
+        while True:
+            try:
+                with _store_errors(self, action):
+                    return request(store)
+            except _Unreachable:
+                if time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
 
     def _check(self, writes: bool) -> None:
         """Checks access by listing the folder and, if `writes`, writing and deleting an object."""
-        _bucket(self.scheme, self.bucket)  # Import obstore here, not in the thread.
-        quick = _new_store(self.scheme, self.bucket, *_QUICK)
+        _bucket(self.scheme, self.bucket, _QUICK)  # Import obstore here, not in the thread.
+        quick = dataclasses.replace(self, is_quick=True)
         raised: list[BaseException] = []
         done = threading.Event()
 
-        def request(action: str, send: Callable[[Any], object]) -> None:
-            _retried(self, action, send, quick, _FIRST_RETRY_SECONDS)
-
         def check() -> None:
             try:
-                request("list", lambda store: next(iter(store.list(self.key or None)), None))
+                quick.is_dir()
                 if writes:
-                    key = (self / ".writable").key
-                    request("write", lambda store: store.put(key, b""))
-                    request("write", lambda store: store.delete(key))
+                    (quick / ".writable").write_bytes(b"")
+                    (quick / ".writable").unlink()
             except BaseException as error:
                 raised.append(error)
             done.set()
@@ -334,7 +364,10 @@ class StorePath:
             raise raised[0]
 
 
-def remove_folder(folder: Path | StorePath) -> None:
+AnyPath = Path | StorePath
+
+
+def remove_folder(folder: AnyPath) -> None:
     """Deletes a folder and everything in it. Ignores errors."""
     if isinstance(folder, StorePath):
         with contextlib.suppress(ConfigError):
@@ -343,7 +376,7 @@ def remove_folder(folder: Path | StorePath) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def kvstore_of(folder: Path | StorePath) -> dict[str, Any]:
+def kvstore_of(folder: AnyPath) -> dict[str, Any]:
     """Returns the TensorStore key-value store spec of a folder."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder}/"}
@@ -371,22 +404,32 @@ def kvstore_context() -> dict[str, Any]:
     return {}
 
 
+def _without_markers(objects: dict[str, ObjectStatus]) -> dict[str, ObjectStatus]:
+    return {
+        name: status
+        for name, status in objects.items()
+        if not name.rpartition("/")[2].startswith(_MARKERS)
+    }
+
+
 @functools.cache
-def _bucket(scheme: str, bucket: str) -> Any:
-    return _new_store(scheme, bucket, *_PATIENT)
-
-
-def _new_store(
-    scheme: str, bucket: str, client: dict[str, Any], max_retries: int, retry_timeout: timedelta
-) -> Any:
+def _bucket(scheme: str, bucket: str, limits: _Limits) -> Any:
+    """Returns obstore's client of a bucket."""
     if scheme == "s3":
         require_package("boto3", f"s3://{bucket}")
     stores = optional_module("obstore.store", f"{scheme}://{bucket}")
-    if scheme == "memory":
-        return stores.MemoryStore()
+    if scheme == "memory":  # Its content belongs to one client.
+        return stores.MemoryStore() if limits == _PATIENT else _bucket(scheme, bucket, _PATIENT)
     options: dict[str, Any] = {
-        "client_options": {**client, "allow_http": True},
-        "retry_config": {"max_retries": max_retries, "retry_timeout": retry_timeout},
+        "client_options": {
+            "timeout": f"{limits.attempt}s",
+            "connect_timeout": f"{limits.connection}s",
+            "allow_http": True,
+        },
+        "retry_config": {
+            "max_retries": limits.num_retries,
+            "retry_timeout": timedelta(seconds=limits.obstore_seconds),
+        },
     }
     if scheme == "gs":
         return stores.GCSStore(bucket, **options)
@@ -401,30 +444,10 @@ def _new_store(
     return stores.S3Store(bucket, **options)
 
 
-def _status(scheme: str, meta: Any) -> _Status:
+def _status(scheme: str, meta: Any) -> ObjectStatus:
     modified, tag = meta["last_modified"].timestamp(), (meta["e_tag"] or "").strip('"')
     version = meta[_VERSIONS[scheme]] or ""
-    return _Status(meta["size"], modified, int(modified * 1e9), hash(tag), tag, version)
-
-
-def _retried(
-    path: StorePath, action: str, request: Callable[[Any], _T], store: Any, seconds: float
-) -> _T:
-    """Returns `request(store)`, which is repeated for some time if the store cannot be reached.
-
-    obstore itself repeats neither deletions and conditional writes, nor listings whose text ends
-    early.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.1
-    while True:
-        try:
-            with _store_errors(path, action):
-                return request(store)
-        except _Unreachable:
-            if time.monotonic() + pause > deadline:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, 10.0)
+    return ObjectStatus(meta["size"], modified, int(modified * 1e9), hash(tag), tag, version)
 
 
 @contextlib.contextmanager

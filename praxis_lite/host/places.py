@@ -21,7 +21,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host import hub
 from praxis_lite.host.atomic_files import user_cache
 from praxis_lite.host.hub import RepoType, is_hub_url
-from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 
 __all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file", "uploaded")
 
@@ -101,7 +101,7 @@ def local_files(pattern: str) -> str:
     return os.path.join(glob.escape(str(_downloaded(folder, tags))), wildcards)
 
 
-def output_file(path: str | os.PathLike[str]) -> Path | StorePath:
+def output_file(path: str | os.PathLike[str]) -> AnyPath:
     """Converts the path of an output file to a path that `write_atomically` accepts.
 
     Raises:

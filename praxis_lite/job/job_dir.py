@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,8 +13,9 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shorte
 from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.hub import is_hub_url
-from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 from praxis_lite.host.places import local_folder
+from praxis_lite.job.job_lock import JobLock, Lease, is_leased, is_locked
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes.exits import temporary_folder
@@ -97,11 +98,11 @@ class JobDir:
     trackers = _child("trackers")
 
     @property
-    def checkpoints(self) -> Path | StorePath:
+    def checkpoints(self) -> AnyPath:
         return self.path / "checkpoints"
 
     @property
-    def location(self) -> Path | StorePath:
+    def location(self) -> AnyPath:
         """The directory that the user specified: `path`, or a folder in an object store."""
         return self.path
 
@@ -117,7 +118,7 @@ class JobDir:
         """Returns the file of a dataset's per-example eval outputs at the checkpoint of `step`."""
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
-    def shown(self, file: Path | StorePath) -> Path | StorePath:
+    def shown(self, file: AnyPath) -> AnyPath:
         """Returns the path of one of the job's files under `location`, for messages."""
         return file
 
@@ -134,6 +135,14 @@ class JobDir:
     def uploading(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that uploads changed files; see `Mirror.uploading`."""
         return contextlib.nullcontext()
+
+    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> JobLock | Lease:
+        """Returns a context manager that locks the directory for training; see `JobLock`."""
+        return JobLock(self.path, note, is_shared=is_shared)
+
+    def is_training(self) -> bool:
+        """Returns whether a process is training in the directory."""
+        return is_locked(self.path)
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`, each atomically."""
@@ -161,7 +170,7 @@ class StoredJobDir(JobDir):
     def location(self) -> StorePath:
         return self.mirror.store
 
-    def shown(self, file: Path | StorePath) -> StorePath:
+    def shown(self, file: AnyPath) -> StorePath:
         if isinstance(file, StorePath):  # A checkpoint.
             return file
         return self.location / str(file.relative_to(self.path))
@@ -177,6 +186,14 @@ class StoredJobDir(JobDir):
 
     def uploading(self) -> contextlib.AbstractContextManager[None]:
         return self.mirror.uploading()
+
+    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> Lease:
+        lease = Lease(self.mirror.store)
+        self.mirror.before_upload = lease.check
+        return lease
+
+    def is_training(self) -> bool:
+        return is_leased(self.mirror.store)
 
 
 def job_dir_at(path: str | os.PathLike[str], *, writes: bool = False) -> JobDir:

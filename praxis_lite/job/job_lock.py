@@ -2,15 +2,18 @@
 
 A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
 its holder replaces every few seconds with a conditional write. Another process may take the lease
-after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared.
+after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared. The
+holder starts a write only if the last successful renewal was sent less than half of this time ago.
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -24,24 +27,16 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.job.processes.exits import end_now
 
-__all__ = ("JobLock", "is_training", "job_lock")
+__all__ = ("JobLock", "Lease", "is_leased", "is_locked")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
-# Retry, because `is_training` in another process holds the lock for a moment.
+# Retry, because `is_locked` in another process holds the lock for a moment.
 _TRIES, _RETRY_SECONDS = 5, 0.02
 _NAME = ".training"
 LEASE_SECONDS = 30.0
 _RENEW_SECONDS = 5.0
+_CHECK_SECONDS = 180.0
 _FREE = b"{}"  # Content of a lease without a holder.
-
-
-def job_lock(
-    directory: Path | StorePath, note: Callable[[str], None], *, is_shared: bool = False
-) -> "JobLock | Lease":
-    """Returns a context manager that locks a directory for training; see `JobLock` and `Lease`."""
-    if isinstance(directory, StorePath):
-        return Lease(directory)
-    return JobLock(directory, note, is_shared=is_shared)
 
 
 class JobLock(contextlib.AbstractContextManager):
@@ -116,16 +111,20 @@ class Lease(contextlib.AbstractContextManager):
     """Context manager that holds a lease on a folder in an object store.
 
     A thread renews the lease. If another process has taken it, for example because this process was
-    suspended, this process exits immediately, without saving. A killed process leaves its lease
-    behind. On the same host, the next launch takes this lease immediately; on another host, or in
-    another container, it first waits for LEASE_SECONDS.
+    suspended, this process exits immediately, without saving. If the store cannot be reached,
+    `check` blocks until the lease is renewed. A killed process leaves its lease behind. On the same
+    host, the next launch takes this lease immediately; on another host, or in another container, it
+    first waits for LEASE_SECONDS.
 
     Args:
       folder: The job's folder.
     """
 
     def __init__(self, folder: StorePath):
-        self._folder, self._object = folder, folder / _NAME
+        self._folder = folder
+        # A request of minutes would outlast the lease.
+        self._object = dataclasses.replace(folder / _NAME, is_quick=True)
+        self._renewed = -math.inf  # When the last successful renewal was sent.
         self._number = itertools.count()
         self._token = secrets.token_hex(8)
         self._stopped = threading.Event()
@@ -152,10 +151,20 @@ class Lease(contextlib.AbstractContextManager):
             )
 
     def check(self) -> None:
-        """Raises ConfigError if another process has taken the lease."""
-        holder, _ = self._read()
-        if holder.get("token") != self._token:
-            raise self._in_use(holder)
+        """Waits until no other process can take the lease soon. Call this before each write.
+
+        Raises:
+          ConfigError: The lease could not be renewed within minutes.
+        """
+        deadline = time.monotonic() + _CHECK_SECONDS
+        while time.monotonic() > self._renewed + LEASE_SECONDS / 2:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"job_log_dir={self._folder}: the lease could not be renewed for "
+                    f"{_CHECK_SECONDS:.0f} s, and another process may train there. Check the "
+                    "network; the same command then resumes the job."
+                )
+            time.sleep(min(0.1, _RENEW_SECONDS))
 
     def _read(self) -> tuple[Mapping[str, Any], str]:
         """Returns the holder, {} if there is none, and the version, "create" if there is none."""
@@ -167,6 +176,7 @@ class Lease(contextlib.AbstractContextManager):
 
     def _write(self, version: str) -> None:
         """Replaces a version. Raises ObjectChanged if another process holds the lease."""
+        sent = time.monotonic()
         # Make each version's content different, because S3 derives the version from the content.
         holder = {
             "host": socket.gethostname(),
@@ -183,7 +193,8 @@ class Lease(contextlib.AbstractContextManager):
             found, found_version = self._read()
             if found.get("token") != self._token:
                 raise
-            self._version = found_version
+            return self._write(found_version)
+        self._renewed = sent
 
     def _take(self) -> None:
         """Takes the lease once its holder has ended, or has not renewed it for LEASE_SECONDS.
@@ -252,19 +263,18 @@ def _pid_namespace() -> str:
         return ""
 
 
-def is_training(directory: Path | StorePath) -> bool:
-    """Returns whether a process is training in a directory; False if locks are unsupported.
+def is_leased(folder: StorePath) -> bool:
+    """Returns whether a process is training in a folder; compares this host's and its clocks."""
+    lease = folder / _NAME
+    try:
+        is_expired = time.time() - lease.stat().st_mtime > LEASE_SECONDS
+        return not is_expired and lease.read_bytes() != _FREE
+    except FileNotFoundError:
+        return False
 
-    In an object store, this compares the clocks of this host and of the store.
-    """
-    if isinstance(directory, StorePath):
-        lease = directory / _NAME
-        try:
-            if time.time() - lease.stat().st_mtime > LEASE_SECONDS:
-                return False
-            return lease.read_bytes() != _FREE
-        except FileNotFoundError:
-            return False
+
+def is_locked(directory: Path) -> bool:
+    """Returns whether a process is training in a directory; False if locks are unsupported."""
     try:
         file = os.open(directory / _NAME, os.O_RDONLY)
     except OSError:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.atomic_files import new_directory
-from praxis_lite.host.object_stores import StorePath, is_store_url
+from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 from praxis_lite.host.places import is_url, local_folder, uploaded
 
 __all__ = ("directory", "local_directory", "output_directory")
 
 
-def directory(path: str | os.PathLike[str] | StorePath) -> Path | StorePath:
+def directory(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     """Returns the absolute path of a local directory, or a path in an object store.
 
     An hf:// repository is downloaded.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir, job_dir_at
 from praxis_lite.job.processes.exits import temporary_folder
@@ -34,7 +34,7 @@ class OtherJobDir(JobDir):
     profiles = property(lambda self: self.shared.profiles)
 
     @property
-    def checkpoints(self) -> Path | StorePath:
+    def checkpoints(self) -> AnyPath:
         return self.shared.checkpoints
 
     def log_txt(self, process: int) -> Path:
@@ -96,7 +96,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
     return job
 
 
-def _appears(path: Path | StorePath) -> bool:
+def _appears(path: AnyPath) -> bool:
     """Waits for a file to become visible, and returns whether it did."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists():

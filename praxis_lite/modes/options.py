@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from praxis_lite.config.settings_file import SettingInFile, settings_in_file
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.experiment.registry import allowed_packages
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath, StorePath
 from praxis_lite.host.places import is_url, local_file, output_file
 from praxis_lite.job.command import Parser
 from praxis_lite.job.processes.logs import LogFormat
@@ -146,7 +145,7 @@ def names(words: str) -> list[str]:
     return [word.strip() for word in words.split(",")]
 
 
-def file_to_write(example: str, *, appends: bool = False) -> Callable[[str], Path | StorePath]:
+def file_to_write(example: str, *, appends: bool = False) -> Callable[[str], AnyPath]:
     """Returns an argparse type for an option that specifies a file to write.
 
     Args:
@@ -154,7 +153,7 @@ def file_to_write(example: str, *, appends: bool = False) -> Callable[[str], Pat
       appends: Whether lines are appended to the file, which is not possible in an object store.
     """
 
-    def parse_path(text: str) -> Path | StorePath:
+    def parse_path(text: str) -> AnyPath:
         if appends and is_url(text):
             raise argparse.ArgumentTypeError(f"{text} is a URL; expected a local file")
         try:

@@ -19,7 +19,7 @@ import numpy as np
 from praxis_lite.checkpoints.stored_arrays import DATABASE, StoredArray, orbax_arrays
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.file_reading import read_json
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.local_directory import directory as directory_at
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
@@ -44,7 +44,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
       ConfigError: The directory contains no Pax model variables.
     """
 
-    def __init__(self, step: int, directory: Path | StorePath):
+    def __init__(self, step: int, directory: AnyPath):
         self.step, self._directory = step, directory
         self._shapes = _shapes(directory)
         state = directory / "state"
@@ -126,7 +126,7 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
     return PaxCheckpoint(step, steps[step])
 
 
-def _shapes(directory: Path | StorePath) -> Shapes:
+def _shapes(directory: AnyPath) -> Shapes:
     """Returns the unpadded shapes, keyed by path, or {} for versions before 1.1."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
@@ -145,7 +145,7 @@ def _shapes(directory: Path | StorePath) -> Shapes:
     return shapes
 
 
-def _msgpack_arrays(file: Path | StorePath, shapes: Shapes) -> dict[str, np.ndarray]:
+def _msgpack_arrays(file: AnyPath, shapes: Shapes) -> dict[str, np.ndarray]:
     """Reads the arrays in a msgpack file. The keys of `shapes` are their paths."""
     if not shapes:
         raise ConfigError(

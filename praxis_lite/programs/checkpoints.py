@@ -6,9 +6,9 @@ otherwise.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.command import Parser
 from praxis_lite.programs.program import Program
 
@@ -56,7 +56,7 @@ class Checkpoints(Program):
         return command(tools.steps_directory(job_log_dir), **options)
 
 
-def _ls(directory: Path, *, step: int | None) -> int:
+def _ls(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
 
     steps = tools.list_steps(directory)
@@ -66,7 +66,7 @@ def _ls(directory: Path, *, step: int | None) -> int:
     return 0
 
 
-def _show(directory: Path, *, step: int | None) -> int:
+def _show(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
 
     step_dir = tools.step_dir_of(directory, step)
@@ -74,11 +74,11 @@ def _show(directory: Path, *, step: int | None) -> int:
     return 0
 
 
-def _verify(directory: Path, *, step: int | None) -> int:
+def _verify(directory: AnyPath, *, step: int | None) -> int:
     from praxis_lite.checkpoints import tools
-    from praxis_lite.checkpoints.steps import step_dirs
+    from praxis_lite.checkpoints.steps.step_store import steps_in
 
-    steps = step_dirs.numbered_steps(directory) if step is None else [step]
+    steps = steps_in(directory).numbered() if step is None else [step]
     if step is not None and not (directory / str(step)).is_dir():
         tools.step_dir_of(directory, step)  # Raises an error that lists the existing steps.
     if not steps:
@@ -94,15 +94,17 @@ def _verify(directory: Path, *, step: int | None) -> int:
     return int(status)
 
 
-def _diff(directory: Path, *, other: str | None, step: int | None, other_step: int | None) -> int:
+def _diff(
+    directory: AnyPath, *, other: str | None, step: int | None, other_step: int | None
+) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.step_differences import step_differences
-    from praxis_lite.checkpoints.steps import step_dirs
+    from praxis_lite.checkpoints.steps.step_store import steps_in
 
     other_directory = directory if other is None else tools.steps_directory(other)
     # Within one job, compare with the previous step by default.
     if step is None and other_directory == directory:
-        steps = step_dirs.committed_steps(directory)
+        steps = steps_in(directory).committed()
         newer = max(steps, default=0) if other_step is None else other_step
         step = max((earlier for earlier in steps if earlier < newer), default=None)
     first = tools.step_dir_of(directory, step)
@@ -118,7 +120,7 @@ def _diff(directory: Path, *, other: str | None, step: int | None, other_step: i
     return int(bool(lines))
 
 
-def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
+def _digest(directory: AnyPath, *, step: int | None, leaves: bool) -> int:
     from praxis_lite.checkpoints import tools
     from praxis_lite.checkpoints.digest import combined, leaf_digests
 

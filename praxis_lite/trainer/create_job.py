@@ -22,7 +22,6 @@ from praxis_lite.experiment.launched_config import config_of_experiment
 from praxis_lite.host.object_stores import remove_folder
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir, open_for_training
-from praxis_lite.job.job_lock import job_lock
 from praxis_lite.trainer.checks.memory import check_fits
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 
@@ -42,7 +41,7 @@ def new_job_dir(
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    with job_lock(job_dir.location, print), job_dir.uploading():
+    with job_dir.lock(print), job_dir.uploading():
         if job_dir.config_json.exists():
             raise ConfigError(f"{job_dir.location} already has a job. Use a new directory.")
         try:

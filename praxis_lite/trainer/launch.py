@@ -14,7 +14,6 @@ from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
-from praxis_lite.job.job_lock import job_lock
 from praxis_lite.job.processes.logs import PhaseTimes, open_job_log, warn_once_per_job
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.datasets import step_for
@@ -87,12 +86,12 @@ def launch_training(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         is_elastic = processes.membership() is not None
-        lock = job_lock(files.location, warn_once_per_job, is_shared=is_elastic)
+        lock = files.lock(warn_once_per_job, is_shared=is_elastic)
         stack.enter_context(lock)
 
         def before_commit() -> None:
-            lock.check()
             files.upload()  # The metrics of a step are stored before the step.
+            lock.check()
 
         stack.enter_context(files.uploading())
         config.write_if_new()

@@ -9,7 +9,7 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.checkpoints.init.init_from_checkpoint import FromCheckpoints
 from praxis_lite.checkpoints.init.initial_state import InitialState, Source, begun
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.events import COMPILE, RESTORE, events
@@ -67,7 +67,7 @@ class StartingPoints:
     def __init__(self, job: JobOnMesh, sources: Mapping[str, Source]):
         self._job = job
         self._sources = {"init_from_checkpoint_rules": FromCheckpoints, **sources}
-        if not step_dirs.committed_steps(job.files.checkpoints):
+        if not steps_in(job.files.checkpoints).committed():
             initial = self._initial()
             check_frozen_base(
                 job.partitioner.bound_learner.groups,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError, printable
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.host.places import local_file
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
@@ -66,8 +66,8 @@ class Certify(Mode):
         command: CommandLine,
         *,
         jobs: Sequence[str],
-        json: Path | StorePath | None,
-        html: Path | StorePath | None,
+        json: AnyPath | None,
+        html: AnyPath | None,
         verify: str | None,
         recorded_only: bool,
     ) -> int:
@@ -102,8 +102,8 @@ class Certify(Mode):
 def _certify(
     paths: Sequence[str],
     reading: "Reading",
-    json_file: Path | StorePath | None,
-    html: Path | StorePath | None,
+    json_file: AnyPath | None,
+    html: AnyPath | None,
 ) -> int:
     from praxis_lite.host.atomic_files import write_atomically
     from praxis_tools.report.certified.certificate import certify_jobs

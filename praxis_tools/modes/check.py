@@ -3,12 +3,11 @@
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
@@ -58,7 +57,7 @@ class Check(Mode):
         meshes: str | None,
         steps: int,
         shrink: bool,
-        json: Path | StorePath | None,
+        json: AnyPath | None,
     ) -> int:
         """Prints the certificate; returns 1 if any results differ, otherwise 0."""
         certificate = check_experiment(

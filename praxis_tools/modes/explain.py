@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.modes.job_from_command import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
@@ -30,7 +29,7 @@ class Explain(Mode):
             help="write the explanation as an HTML page",
         )
 
-    def run(self, command: CommandLine, *, html: Path | StorePath | None) -> None:
+    def run(self, command: CommandLine, *, html: AnyPath | None) -> None:
         """Prints the explanation; raises ConfigError if the experiment is invalid."""
         explanation = explain_experiment(command, print)
         if html is not None:

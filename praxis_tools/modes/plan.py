@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.job_dir import open_for_reading
 from praxis_lite.modes.job_from_command import experiment_of
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -117,8 +117,8 @@ class Plan(Mode):
         measure: bool,
         expert_load: float,
         residuals: Path | None,
-        html: Path | StorePath | None,
-        json: Path | StorePath | None,
+        html: AnyPath | None,
+        json: AnyPath | None,
     ) -> None:
         """Plans an experiment, searches for a layout or measures steps, depending on the options.
 

@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import file_to_write
 
@@ -50,7 +49,7 @@ class Report(Mode):
         command: CommandLine,
         *,
         jobs: Sequence[str],
-        html: Path | StorePath | None,
+        html: AnyPath | None,
         follow: bool,
         every: float | None,
     ) -> None:

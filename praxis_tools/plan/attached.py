@@ -14,7 +14,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.job_on_mesh import partitioner_of
@@ -54,7 +54,7 @@ def figures_on_attached_devices(
 
 
 def measure(
-    job: Job, *, file: Path | StorePath | None = None, residuals: Path | None = None
+    job: Job, *, file: AnyPath | None = None, residuals: Path | None = None
 ) -> tuple[StepPlan, list[float]]:
     """Trains ten steps on the attached devices and prints the predicted and measured step time.
 

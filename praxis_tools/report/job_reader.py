@@ -12,7 +12,6 @@ from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.text_table import unique_ends
 from praxis_lite.job.job_dir import JobDir, open_for_reading, recorded_experiment
-from praxis_lite.job.job_lock import is_training
 from praxis_lite.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
@@ -143,7 +142,7 @@ class JobReader:
                 return default
 
         # Check this before reading: if training has ended, the files below are complete.
-        training = is_training(files.location)
+        training = files.is_training()
         files.refresh()
         self._columns.read()
         if number := self._columns.num_unreadable:

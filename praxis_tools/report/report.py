@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.shown_model import html_of
 from praxis_tools.report.document import MAX_CHARS_OF_SAMPLES, document
@@ -86,7 +85,7 @@ class ReportReader:
 def print_reports(
     reader: ReportReader,
     *,
-    html: Path | StorePath | None,
+    html: AnyPath | None,
     follow_seconds: float | None,
     write_line: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 import praxis_lite
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.job_lock import is_training
 from praxis_lite.job.processes.logs import message_of
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
@@ -97,13 +96,13 @@ class TrialJob:
 
     def is_training(self) -> bool:
         """Returns whether any process is training the job."""
-        return is_training(self.files.path)
+        return self.files.is_training()
 
     def is_complete(self) -> bool:
         """Returns whether the job has completed its last step and no process is training it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
-        steps = committed_steps(self.files.checkpoints)
+        steps = steps_in(self.files.checkpoints).committed()
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
         try:
             return bool(steps) and is_complete(self.files, steps[-1], packages)

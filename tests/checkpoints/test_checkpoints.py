@@ -1,5 +1,6 @@
 """Checkpoints: onto any mesh, compared before a restore, untouched by the training that goes on."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,14 +14,14 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import BestCheckpoints, ConfigError, StepLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.sharded_reading import read_arrays
-from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.checkpoints.steps.step_dirs import commit
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.core import MeshConfig, Partitioner, StateLayout, TrainState, make_mesh
@@ -198,7 +199,7 @@ def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, 
     folder = shutil.copytree(saved_folder, tmp_path / "copy")
     manifest = manifest_of(folder / "13")
     manifest["leaves"][SOFTMAX]["dtype"] = "bfloat16"
-    commit(folder / "13", manifest)
+    DiskSteps(folder).commit("13", manifest)
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     with Checkpoints(folder) as checkpoints:
         layout, mesh = partitioner.layout, partitioner.mesh
@@ -335,6 +336,30 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
         assert checkpoints.all_steps() == [13, 17]
 
 
+@pytest.mark.parametrize("are_adjacent", [True, False])
+def test_adjacent_shards_of_a_process_are_read_at_once(mesh_of, monkeypatch, are_adjacent):
+    x, read = np.arange(35, dtype=np.float32).reshape(7, 5), []
+    indices_of, mesh = NamedSharding.addressable_devices_indices_map, mesh_of(1, 4, 2)
+    calls = itertools.count()
+
+    class Array:
+        def read_block(self, index):
+            read.append(index)
+            return x[index]
+
+    def scattered(self, shape):
+        """Returns two opposite corners, in the first call."""
+        indices = list(indices_of(self, shape).items())
+        return dict(indices if next(calls) else (indices[0], indices[-1]))
+
+    if not are_adjacent:
+        monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", scattered)
+    [leaf] = (leaf for leaf in SMALL.leaves() if leaf.path == "mdl_vars/params/w")
+    [array] = read_arrays({"w": Array()}, {"w": leaf}, mesh).values()
+    np.testing.assert_array_equal(array, np.pad(x, ((0, 1), (0, 1))))
+    assert len(read) == (1 if are_adjacent else 8)
+
+
 # A state that is saved fast: one weight that no mesh divides, and a count.
 SMALL = StateLayout(
     shapes=TrainState(
@@ -390,7 +415,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
 
     def read_and_delete(arrays, leaves, mesh):
         values = read_arrays(arrays, leaves, mesh)
-        step_dirs.remove(tmp_path / "2")
+        DiskSteps(tmp_path).remove(2)
         return values
 
     monkeypatch.setattr("praxis_lite.checkpoints.sharded_reading.read_arrays", read_and_delete)

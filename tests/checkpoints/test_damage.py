@@ -11,8 +11,8 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.core import MeshConfig, make_mesh
 from tests.checkpoints.test_checkpoints import SMALL, small_state
@@ -86,7 +86,7 @@ def replace_with_the_other_step(seven):
 def other_step_number(seven):
     manifest = manifest_of(seven)
     manifest["step"] = 17
-    step_dirs.commit(seven, manifest)
+    DiskSteps(seven.parent).commit("7", manifest)
 
 
 DAMAGE = {
@@ -106,7 +106,7 @@ DAMAGE = {
         lambda s: os.truncate(s / "manifest.json", 77),
         "manifest.json differs from com",
     ),
-    "empty folder": (empty_the_folder, "it is an empty directory"),
+    "empty folder": (empty_the_folder, "commit.json is missing"),
     "half deleted": (delete_half, "is missing"),
 }
 
@@ -130,7 +130,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert checkpoints.latest_step() == 3
     [line] = lines
     assert re.search(rf"step 7 is damaged \(.*{words}.*\): renamed to 7.damaged$", line)
-    assert [item.name for item in step_dirs.set_aside(folder, "damaged")] == ["7.damaged"]
+    assert DiskSteps(folder).set_aside("damaged") == ["7.damaged"]
 
 
 def test_saving_goes_on_after_a_fallback(folder):
@@ -141,8 +141,8 @@ def test_saving_goes_on_after_a_fallback(folder):
             checkpoints.save(7, small_state(mesh(), 7), SMALL, {"next_batch": 7})
             checkpoints.wait()
             assert_is_step(checkpoints, 7)
-        assert step_files.verify(folder / "7") == []
-        actual = [item.name for item in step_dirs.set_aside(folder, "damaged")]
+        assert DiskSteps(folder).verify("7") == []
+        actual = DiskSteps(folder).set_aside("damaged")
         assert actual == ["7.damaged", "7.damaged-2"][:number]
 
 
@@ -156,11 +156,11 @@ def test_a_bit_flipped_anywhere_is_found(folder):
         every = 1 if name == "commit.json" else 101
         for byte in range(0, len(whole), every):
             flip(seven / name, 8 * byte + byte % 8)
-            wrong = step_files.verify(seven)
+            wrong = DiskSteps(folder).verify("7")
             (seven / name).write_bytes(whole)
             assert len(wrong) == 1 and name in wrong[0]
             num_flips += 1
-    assert num_flips > 130 and step_files.verify(seven) == []
+    assert num_flips > 130 and DiskSteps(folder).verify("7") == []
 
 
 def test_every_file_emptied_or_deleted_is_found(folder):
@@ -168,12 +168,12 @@ def test_every_file_emptied_or_deleted_is_found(folder):
     for name in files_of(seven):
         whole = (seven / name).read_bytes()
         (seven / name).unlink()
-        [deleted] = step_files.verify(seven)
+        [deleted] = DiskSteps(folder).verify("7")
         (seven / name).touch()
-        [emptied] = step_files.verify(seven)
+        [emptied] = DiskSteps(folder).verify("7")
         (seven / name).write_bytes(whole)
         assert name in deleted and name in emptied
-    assert step_files.verify(seven) == []
+    assert DiskSteps(folder).verify("7") == []
 
 
 def test_stray_folders_are_no_steps(folder):
@@ -187,7 +187,7 @@ def test_stray_folders_are_no_steps(folder):
     with Checkpoints(folder, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert checkpoints.latest_step() == 7
     assert lines == [
-        "the checkpoint of step 999 is damaged (it is an empty directory): renamed to 999.damaged"
+        "the checkpoint of step 999 is damaged (commit.json is missing): renamed to 999.damaged"
     ]
 
 
@@ -237,7 +237,7 @@ def test_a_damaged_step_is_not_the_best(tmp_path):
 def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
     manifest = manifest_of(folder / "7")
     manifest["format"] = 3
-    step_dirs.commit(folder / "7", manifest)
+    DiskSteps(folder).commit("7", manifest)
     wrong = pytest.raises(ConfigError, match="7/manifest.json.*3.*2")
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints, wrong:
         checkpoints.latest_step()
@@ -245,9 +245,9 @@ def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
 
 
 def test_a_step_is_verified_once_per_process(folder, monkeypatch):
-    verified, verify = [], step_files.verify
+    verified, verify = [], DiskSteps.verify
     monkeypatch.setattr(
-        step_files, "verify", lambda step: verified.append(step.name) or verify(step)
+        DiskSteps, "verify", lambda self, name: verified.append(name) or verify(self, name)
     )
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         assert checkpoints.all_steps() == [3, 7] and verified == []
@@ -259,14 +259,14 @@ def test_a_step_is_verified_once_per_process(folder, monkeypatch):
 
 def test_a_step_that_is_deleted_while_it_is_read_is_no_damage(folder, monkeypatch):
     """As by the job that trains there: its newer step is found instead."""
-    verify = step_files.verify
+    verify = DiskSteps.verify
 
-    def verify_late(step):
-        if step.name == "7":
-            step_dirs.remove(step)
-        return verify(step)
+    def verify_late(self, name):
+        if name == "7":
+            self.remove(7)
+        return verify(self, name)
 
-    monkeypatch.setattr(step_files, "verify", verify_late)
+    monkeypatch.setattr(DiskSteps, "verify", verify_late)
     lines = []
     with Checkpoints(folder, note=lines.append) as reading:
         assert_is_step(reading, 3)

@@ -9,7 +9,7 @@ from praxis_lite.checkpoints.steps import new_steps
 from praxis_lite.checkpoints.steps.new_steps import NewSteps
 from praxis_lite.host import object_stores
 from praxis_lite.job.job_dir import JobDir, job_dir_at
-from praxis_lite.job.job_lock import JobLock, is_training
+from praxis_lite.job.job_lock import JobLock, is_locked
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_it_waits_for_the_first_step_and_no_longer_than_it_is_told(job):
 
 
 def test_a_look_at_the_lock_keeps_no_training_out(tmp_path):
-    assert not is_training(tmp_path)
+    assert not is_locked(tmp_path)
     with JobLock(tmp_path, print):
-        assert is_training(tmp_path)
-        assert is_training(tmp_path)
-    assert not is_training(tmp_path)
+        assert is_locked(tmp_path)
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
     with JobLock(tmp_path, print):
         pass
 

@@ -32,9 +32,9 @@ from praxis_lite import BestCheckpoints, ConfigError, FailedSave
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
-from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.core import StateLayout, TrainState
 from praxis_lite.job.job_dir import JobDir
@@ -60,7 +60,7 @@ def test_a_save_does_not_depend_on_the_wall_clock(tmp_path, monkeypatch, hours):
         for step in (1, 2):
             save(checkpoints, step)
         checkpoints.wait()
-    assert step_dirs.committed_steps(tmp_path) == [1, 2]
+    assert DiskSteps(tmp_path).committed() == [1, 2]
     assert names_in(tmp_path) == ["1", "2"]
 
 
@@ -103,9 +103,8 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def failing(monkeypatch, name, error, *, after=0):
-    """Makes a function of steps raise when it is called, from its call number `after` on."""
-    module = step_files if name == "synced_digests" else step_dirs
-    function, calls = getattr(module, name), []
+    """Makes a method of DiskSteps raise when it is called, from its call number `after` on."""
+    function, calls = getattr(DiskSteps, name), []
 
     def fails(*args, **kwargs):
         calls.append(args)
@@ -114,7 +113,7 @@ def failing(monkeypatch, name, error, *, after=0):
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fails)
+        patch.setattr(DiskSteps, name, fails)
         yield calls
 
 
@@ -123,19 +122,20 @@ FULL = OSError(28, "No space left on device", "/disk/7.saving/mdl_vars/d/0123")
 
 def test_a_step_has_its_number_last(tmp_path, monkeypatch):
     """What is on disk when each thing that makes a step has been done, and in which order."""
-    seen, publish, commit, fsync = [], step_dirs.publish, step_dirs.commit, os.fsync
+    seen, publish, commit, fsync = [], DiskSteps.publish, DiskSteps.commit, os.fsync
     synced = []
 
     def recorded(what, function):
-        def call(saving, *args):
-            seen.append((what, names_in(tmp_path), sorted(os.listdir(saving)), len(synced)))
-            return function(saving, *args)
+        def call(*args):
+            files = sorted(os.listdir(tmp_path / "3.saving"))
+            seen.append((what, names_in(tmp_path), files, len(synced)))
+            return function(*args)
 
         return call
 
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    monkeypatch.setattr(step_dirs, "commit", recorded("commit", commit))
-    monkeypatch.setattr(step_dirs, "publish", recorded("publish", publish))
+    monkeypatch.setattr(DiskSteps, "commit", recorded("commit", commit))
+    monkeypatch.setattr(DiskSteps, "publish", recorded("publish", publish))
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         save(checkpoints, 3)
     monkeypatch.setattr(os, "fsync", fsync)
@@ -189,7 +189,7 @@ def test_the_manifest_says_what_a_step_is_made_of(tmp_path):
 @pytest.mark.parametrize(
     ("name", "left", "steps"),
     [
-        ("synced_digests", ["3", "7.saving"], [3]),
+        ("file_entries", ["3", "7.saving"], [3]),
         ("commit", ["3", "7.saving"], [3]),
         # Whole, but without its number: the next start gives it that.
         ("publish", ["3", "7.saving"], [3, 7]),
@@ -216,15 +216,15 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
 def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
-    def half(path):
-        shutil.rmtree(path / "mdl_vars")
+    def half(self, name):
+        shutil.rmtree(tmp_path / name / "mdl_vars")
         raise Killed
 
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=2)) as checkpoints:
         for step in (1, 2):
             save(checkpoints, step)
         checkpoints.wait()
-        monkeypatch.setattr(step_dirs, "remove_leftover", half)
+        monkeypatch.setattr(DiskSteps, "remove_leftover", half)
         save(checkpoints, 3)
     monkeypatch.undo()
     assert names_in(tmp_path) == ["1.deleting", "2", "3"]
@@ -251,19 +251,19 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
         f"The newest checkpoint is of step 3, in {tmp_path}. Free disk space or fix the cause; the "
         "same command then resumes from that checkpoint."
     )
-    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and DiskSteps(tmp_path).verify("3") == []
 
 
 def test_leaving_waits_for_the_save_and_tells_its_error(tmp_path, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
-    commit = step_dirs.commit
+    commit = DiskSteps.commit
 
     def late(*args):
         began.set()
         go_on.wait()
         commit(*args)
 
-    monkeypatch.setattr(step_dirs, "commit", late)
+    monkeypatch.setattr(DiskSteps, "commit", late)
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         save(checkpoints, 3)
         began.wait()
@@ -326,7 +326,7 @@ def test_a_failed_save_is_tried_again_with_the_newest_state(tmp_path, monkeypatc
 
 
 def test_the_last_save_waits_and_is_tried_again_as_it_is(tmp_path, monkeypatch):
-    lines, publish, calls = [], step_dirs.publish, []
+    lines, publish, calls = [], DiskSteps.publish, []
 
     def at_the_third(*args):
         calls.append(names_in(tmp_path))
@@ -334,12 +334,12 @@ def test_the_last_save_waits_and_is_tried_again_as_it_is(tmp_path, monkeypatch):
             raise FULL
         publish(*args)
 
-    monkeypatch.setattr(step_dirs, "publish", at_the_third)
+    monkeypatch.setattr(DiskSteps, "publish", at_the_third)
     with Checkpoints(tmp_path, saving=RETRYING, note=lines.append) as checkpoints:
         save(checkpoints, 3, is_last=True)
         assert names_in(tmp_path) == ["3"] and len(lines) == 2
         calls.clear()
-        monkeypatch.setattr(step_dirs, "publish", lambda *args: calls.append(0) or _raise(FULL))
+        monkeypatch.setattr(DiskSteps, "publish", lambda *args: calls.append(0) or _raise(FULL))
         with pytest.raises(FailedSave, match="step 7"):
             save(checkpoints, 7, is_last=True)
         assert len(calls) == 3 and names_in(tmp_path) == ["3"]
@@ -570,11 +570,11 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
         f"FailedSave: The checkpoint of step 11 could not be saved: File too large "
         f"({tmp_path}/11.saving). The newest checkpoint is of step 3, in {tmp_path}. Free disk"
     )
-    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and DiskSteps(tmp_path).verify("3") == []
 
 
 def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_path, monkeypatch):
-    job, commit, num_failures = JobDir(tmp_path / "job"), step_dirs.commit, [1]
+    job, commit, num_failures = JobDir(tmp_path / "job"), DiskSteps.commit, [1]
 
     def fails(*args):
         num_failures[0] -= 1
@@ -582,7 +582,7 @@ def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_pa
             raise FULL
         commit(*args)
 
-    monkeypatch.setattr(step_dirs, "commit", fails)
+    monkeypatch.setattr(DiskSteps, "commit", fails)
     # A save is over when the next step begins, however fast the steps are.
     raise_if_failed = Checkpoints.raise_if_failed
     monkeypatch.setattr(

@@ -8,8 +8,8 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.init.sources import located, opened
-from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.step_store import StoredSteps
 from praxis_lite.core.errors import FailedSave
 from praxis_lite.host.object_stores import StorePath
 from tests.checkpoints.saved_steps import SPECS, save_steps, true_state
@@ -57,7 +57,7 @@ def test_every_dtype_is_stored_as_on_disk(folder, tmp_path, monkeypatch, chunk_b
 
 def test_the_newest_steps_are_retained_and_the_newest_is_restored(folder):
     save_small(folder, 1, 2, 5, 7, max_to_keep=2)
-    assert step_dirs.committed_steps(folder) == [5, 7] and folder.folders() == ["5", "7"]
+    assert StoredSteps(folder).committed() == [5, 7] and folder.folders() == ["5", "7"]
     assert restored(folder) == (7, 7.0)
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_step_is_skipped_by_readers_and_set_aside_by_its_job(folder, d
 @pytest.mark.slow
 def test_a_failed_save_leaves_nothing_behind(folder, monkeypatch):
     save_small(folder, 3)
-    monkeypatch.setattr(step_dirs, "commit", lambda *_: 1 / 0)
+    monkeypatch.setattr(StoredSteps, "commit", lambda *_: 1 / 0)
     with pytest.raises(FailedSave, match="step 5"):
         save_small(folder, 5)
     assert folder.folders() == ["3"]
@@ -104,13 +104,13 @@ def test_a_failed_save_leaves_nothing_behind(folder, monkeypatch):
 def test_an_outdated_listing_does_not_change_the_steps(folder, monkeypatch):
     save_small(folder, 3, 5)
     monkeypatch.setattr(StorePath, "folders", lambda self: ["2", "3"])
-    assert step_dirs.committed_steps(folder) == [3, 5] and restored(folder) == (5, 5.0)
+    assert StoredSteps(folder).committed() == [3, 5] and restored(folder) == (5, 5.0)
 
 
 @pytest.mark.slow
 def test_metrics_are_uploaded_before_the_commit(folder):
     seen = []
-    save_small(folder, 3, before_commit=lambda: seen.append(step_dirs.committed_steps(folder)))
+    save_small(folder, 3, before_commit=lambda: seen.append(StoredSteps(folder).committed()))
     assert seen == [[], []]
 
 
@@ -120,6 +120,7 @@ def test_a_rolled_back_step_is_not_listed(folder):
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         checkpoints.abandon_after(3)
         assert checkpoints.all_steps() == [3]
+    assert folder.folders() == ["3"]
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
         "6": "damaged: mdl_vars/",
         "9": "good",
         "12.saving": "saving, or left by an interrupted save",
-        "15": "damaged: it is an empty directory",
+        "15": "damaged: commit.json is missing",
     }.items():
         assert words in states.pop(name)
     assert states == {}

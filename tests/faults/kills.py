@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.steps.step_files import verify
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from tests.faults.damage import files_of, flip_bit
 from tests.faults.kill_points import CURVE, END, STEP, Kill, plan
 from tests.faults.outcome import (
@@ -204,9 +204,11 @@ class _Chain:
 
 def _broken_steps(job: Path) -> list[str]:
     """Returns a message for each damaged step. Folders with a plain number must be complete."""
-    folders = [job / "checkpoints" / str(step) for step in steps_of(job)]
+    steps = DiskSteps(job / "checkpoints")
     return [
-        f"{folder.name} is damaged: {wrong[0]}" for folder in folders if (wrong := verify(folder))
+        f"{step} is damaged: {wrong[0]}"
+        for step in steps_of(job)
+        if (wrong := steps.verify(str(step)))
     ]
 
 

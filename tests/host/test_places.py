@@ -16,7 +16,7 @@ from praxis_lite import ConfigError
 from praxis_lite.host import object_stores, optional_packages
 from praxis_lite.host.atomic_files import write_atomically
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
-from praxis_lite.host.places import local_file, local_folder, output_file, uploaded
+from praxis_lite.host.places import check_upload, local_file, local_folder, output_file, uploaded
 from praxis_lite.inputs.sources.files.paths import matching_files
 
 pytest.importorskip("obstore")
@@ -94,6 +94,14 @@ def test_an_export_is_uploaded_with_its_last_file_last(store, monkeypatch):
     assert written == ["z.bin", "config.json"]
     with pytest.raises(ConfigError, match="already has files"), uploaded(str(store), "x"):
         pass
+
+
+def test_an_object_that_a_killed_process_left_is_no_file_and_is_removed_with_its_folder(store):
+    write(store, ".writable", ".listed-0123", "sub/.listed-4567")
+    check_upload(str(store))
+    assert store.files() == store.newest_files() == {}
+    store.remove_folder()
+    assert not store.exists()
 
 
 def test_conditional_writes_fail_if_the_object_has_changed(store):

@@ -17,10 +17,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 before = [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
 
-def ended(limit, *signums, steps=1, pause=0.3):
+class Answered(Interrupt):
+    """Sends a second signal as soon as the first is reported, as a script may."""
+
+    def _on_signal(self, signum):
+        super()._on_signal(signum)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # The main thread's handler runs now.
+
+def ended(limit, *signums, steps=1, pause=0.3, kind=Interrupt):
     pauses = 0
     try:
-        with Interrupt(limit) as stop:
+        with kind(limit) as stop:
             stop.training_begins(40)
             for _ in range(steps):
                 stop.step_ended()
@@ -63,6 +71,7 @@ CASES = {
     "ended(None, signal.SIGTERM)": "saved: SIGTERM",
     "ended(None, signal.SIGINT, signal.SIGINT)": "KeyboardInterrupt 1 SIGINT",
     "ended(None, signal.SIGINT, signal.SIGTERM, pause=0)": "KeyboardInterrupt 1 SIGTERM",
+    "ended(None, signal.SIGTERM, kind=Answered)": "KeyboardInterrupt 0 SIGINT",
     "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt 0 SIGINT",
     "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt 0 SIGTERM",
     "ended(0.1)": "saved: the time limit of 0.1 s",

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer import launch as launching
 from praxis_lite.trainer import starting_point, training_loop
 from praxis_lite.trainer.hooks import saves
@@ -34,7 +35,7 @@ PLACES = [
     (training_loop, "check_ids"),
     (starting_point, "compile_init"),
     (launching, "write_layout"),
-    (launching, "job_lock"),
+    (JobDir, "lock"),
     (launching, "unsound_end"),
 ]
 QUICK = [(deleted, PLACES[0])]
@@ -64,6 +65,6 @@ def test_a_job_whose_directory_is_gone_ends_with_a_paragraph(how, place, tmp_pat
     done = launch(LINE, f"--job_log_dir={path}", "--set", "run.num_train_steps=3")
     assert "Traceback" not in done.err
     if done.code == 0:  # An empty directory is a new job's; and at the end all was saved.
-        assert name in ("job_lock", "unsound_end")
+        assert name in ("lock", "unsound_end")
     else:
         assert done.code in (1, 2) and done.err.startswith("error: ") and str(path) in done.err

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps import step_dirs, step_files
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.signals import SIGNALS
 from praxis_lite.job.processes.stop_request import StopRequest
@@ -314,15 +314,15 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path, monkeypatch):
-    publish, left = step_dirs.publish, []
+    publish, left = DiskSteps.publish, []
 
-    def slow(folder, target):
+    def slow(self, step):
         # Longer than a step: the save of step 3 is under way when step 4's batch is made.
         for _ in range(200):
             if left:
                 break
             time.sleep(0.05)
-        publish(folder, target)
+        publish(self, step)
 
     def rows(self, index, which):
         if index == 3:
@@ -340,12 +340,13 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
     lines = importlib.import_module("jobzoo.lines").Lines
     rows_before = lines.rows
     monkeypatch.setattr(lines, "rows", rows)
-    monkeypatch.setattr(step_dirs, "publish", slow)
+    monkeypatch.setattr(DiskSteps, "publish", slow)
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoints.every_steps=3")
     assert launch(*argv).code == code
     steps = ["3", "4"] if kind == "signal" else ["3"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == steps
-    assert [step_files.verify(tmp_path / "checkpoints" / one) for one in steps] == [[]] * len(steps)
+    store = DiskSteps(tmp_path / "checkpoints")
+    assert [store.verify(step) for step in steps] == [[]] * len(steps)
 
 
 @pytest.mark.slow

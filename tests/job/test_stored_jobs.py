@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import socket
 import threading
 import time
@@ -13,11 +14,13 @@ from praxis_lite.host import object_stores
 from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import job_lock, mirror
 from praxis_lite.job.job_dir import open_for_reading, open_for_training
-from praxis_lite.job.job_lock import Lease, is_training
+from praxis_lite.job.job_lock import Lease, is_leased
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
+from tests.support.fake_s3 import s3_bucket
+from tests.support.store_proxy import StoreProxy
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore.store")
 
 
 @pytest.fixture
@@ -113,12 +116,12 @@ def test_a_url_is_rejected_where_a_local_directory_is_required():
 
 def test_a_lease_is_held_by_one_process_and_released(store, monkeypatch):
     monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
-    assert not is_training(store)
+    assert not is_leased(store)
     with Lease(store):
-        assert is_training(store)
+        assert is_leased(store)
         with pytest.raises(ConfigError, match="one is in use by another process.*process"):
             Lease(store).__enter__()
-    assert not is_training(store)
+    assert not is_leased(store)
     with Lease(store):
         pass
 
@@ -139,13 +142,60 @@ def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.05)
     monkeypatch.setattr(job_lock, "end_now", lambda status, why: ended.set())
-    with Lease(store) as lease:
-        lease.check()
+    with Lease(store):
         (store / ".training").write_bytes(b'{"host": "thief", "pid": 1}')
-        with pytest.raises(ConfigError, match="in use.*process 1 on thief"):
-            lease.check()
         assert ended.wait(5)
     assert b"thief" in (store / ".training").read_bytes()
+
+
+class SlowProxy(StoreProxy):
+    """Delays renewals of the lease while `is_slow` is set, and carries them out later."""
+
+    is_slow, num_delayed = False, 0
+
+    def handle(self, request, handler):
+        if self.is_slow and request.method == "PUT" and ".training" in request.path:
+            self.num_delayed += 1
+            while self.is_slow:
+                time.sleep(0.02)
+        super().handle(request, handler)
+
+
+def test_a_holder_whose_renewals_hang_writes_nothing_after_its_lease_was_taken(
+    tmp_path, monkeypatch
+):
+    ended = threading.Event()
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(job_lock, "_CHECK_SECONDS", 3.0)
+    monkeypatch.setattr(job_lock, "end_now", lambda status, why: ended.set())
+    monkeypatch.setattr(object_stores, "_QUICK", object_stores._Limits(1, 1, 0, 0.0, 0.0))
+    with s3_bucket() as url:
+        direct = obstore.S3Store("bucket", client_options={"allow_http": True})
+        proxy = SlowProxy(os.environ["AWS_ENDPOINT_URL"])
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        job = Mirror(StorePath.opened(f"{url}/job"), tmp_path)
+        with Lease(job.store) as lease:
+            job.before_upload = lease.check
+            uploads = job.uploading()
+            uploads.__enter__()
+            (tmp_path / "metrics.jsonl").write_text("1")
+            job.upload()
+            proxy.is_slow = True
+            time.sleep(job_lock.LEASE_SECONDS)
+            taken = b'{"host": "other", "pid": 1, "token": "x"}'
+            direct.put("job/.training", taken)
+            (tmp_path / "metrics.jsonl").write_text("2")
+            with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):
+                job.upload()
+            assert proxy.num_delayed > 1 and not ended.is_set()
+            proxy.is_slow = False
+            assert ended.wait(5)
+            with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):
+                uploads.__exit__(None, None, None)
+        assert bytes(direct.get("job/metrics.jsonl").bytes()) == b"1"
+        assert bytes(direct.get("job/.training").bytes()) == taken
+        proxy.close()
 
 
 def test_a_renewal_whose_answer_was_lost_keeps_the_lease(store, monkeypatch):
@@ -167,7 +217,7 @@ def test_a_renewal_whose_answer_was_lost_keeps_the_lease(store, monkeypatch):
         lease._thread.start()
         time.sleep(0.5)
         lease.check()
-    assert num_lost == 2 and not ended and not is_training(store)
+    assert num_lost == 2 and not ended and not is_leased(store)
 
 
 def test_a_lease_that_is_renewed_is_not_taken_after_a_slow_read(store, monkeypatch):
@@ -199,12 +249,12 @@ def test_a_lease_that_is_renewed_is_not_taken_after_a_slow_read(store, monkeypat
 
 def test_an_outdated_listing_hides_no_file_from_the_next_launch(mirrors, monkeypatch):
     writer, reader = mirrors
-    files, outdated = StorePath.files, [{}, {}]
+    objects, outdated = StorePath._objects, [{}, {}]
     (writer.folder / "metrics.jsonl").write_text("a" * 9)
     writer.upload()
     monkeypatch.setattr(
-        StorePath, "files", lambda self: outdated.pop() if outdated else files(self)
+        StorePath, "_objects", lambda self: outdated.pop() if outdated else objects(self)
     )
     reader.download(newest=True)
     assert (reader.folder / "metrics.jsonl").read_text() == "a" * 9 and not outdated
-    assert list(files(writer.store)) == ["metrics.jsonl", "metrics.jsonl.part1"]
+    assert list(writer.store.files()) == ["metrics.jsonl", "metrics.jsonl.part1"]

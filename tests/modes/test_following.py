@@ -10,7 +10,7 @@ import pytest
 
 from praxis_lite import EarlyStopping, EvaluationSettings, RunConfig, StopSettings
 from praxis_lite.checkpoints.sharded_reading import read_arrays
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.hooks import evaluations as evaluation_hooks
 from praxis_lite.trainer.hooks.tracking import Trackers
@@ -86,7 +86,7 @@ def test_all_end_by_themselves_and_the_training_early_by_the_followers_values(fo
     job, processes = followed
     assert {name: done.code for name, done in processes.items()} == dict.fromkeys(processes, 0)
     steps = [line["step"] for line in read_json_lines(job.eval_metrics_jsonl)]
-    last = step_dirs.committed_steps(job.checkpoints)[-1]
+    last = DiskSteps(job.checkpoints).committed()[-1]
     # patience is 2, and no evaluation is better than the first by min_delta.
     assert steps[:3] == sorted(steps[:3]) and steps[2] <= last < 2000
     early = f"stopped early at step {last}: heldout/loss was best at step {steps[0]} "
@@ -142,14 +142,14 @@ def test_the_best_checkpoint_is_chosen_by_the_followers_values(followed):
 def test_two_processes_end_after_the_same_step_when_a_follower_has_said_it(tmp_path):
     job = JobDir(tmp_path / "job")
     started = start_processes(FOLLOWED, f"--job_log_dir={job.path}", cwd=tmp_path)
-    wait_until(lambda: len(step_dirs.committed_steps(job.checkpoints)) >= 1, started)
+    wait_until(lambda: len(DiskSteps(job.checkpoints).committed()) >= 1, started)
     for step in (1, 2, 3):
         append_lines(job.eval_metrics_jsonl, [{"step": step, "dataset": "heldout", "loss": 5.0}])
     at = time.monotonic()
     done = ended(started)
     assert [process.code for process in done] == [0, 0], done
     assert max(process.at for process in done) - at < 30
-    last = step_dirs.committed_steps(job.checkpoints)[-1]
+    last = DiskSteps(job.checkpoints).committed()[-1]
     assert f"stopped early at step {last}: heldout/loss was best at step 1 " in done[0].out
     assert [line["step"] for line in read_json_lines(job.metrics_jsonl)] == [*range(1, last + 1)]
 
@@ -168,7 +168,7 @@ def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path, monkeyp
 
     def read_and_delete(*args):
         arrays = read_arrays(*args)
-        step_dirs.remove(job.checkpoints / "6")
+        DiskSteps(job.checkpoints).remove(6)
         return arrays
 
     monkeypatch.setattr("praxis_lite.checkpoints.sharded_reading.read_arrays", read_and_delete)

@@ -35,7 +35,6 @@ from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSet
 from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.background_save import BackgroundSave
 from praxis_lite.checkpoints.orbax_write import OrbaxWrite
-from praxis_lite.checkpoints.steps import step_files
 from tests.support.log_lines import terminal_text
 
 LIBC = ctypes.CDLL(None)
@@ -70,7 +69,7 @@ def gate_of_c(place):
 
 
 JOIN, BEGIN, READ = BackgroundSave.join, OrbaxWrite.begin, checkpoints.read_state
-WRITE, DIGESTS = serialization.async_serialize_from_host, step_files.synced_digests
+WRITE, DIGESTS = serialization.async_serialize_from_host, DiskSteps.file_entries
 step = ""  # Of the save in flight, of which there is only one at a time.
 
 
@@ -79,10 +78,10 @@ def noted_join(self):
     JOIN(self)
 
 
-def noted_begin(self, folder, state):
+def noted_begin(self, state):
     global step
-    step = folder.name.removesuffix(".saving")
-    BEGIN(self, folder, state)
+    step = self._folder.name.removesuffix(".saving")
+    BEGIN(self, state)
 
 
 async def gated_write(*args, **kwargs):
@@ -91,9 +90,9 @@ async def gated_write(*args, **kwargs):
     await WRITE(*args, **kwargs)
 
 
-def gated_digests(folder):
+def gated_digests(self, name):
     gate(f"digests of {step}")
-    return DIGESTS(folder)
+    return DIGESTS(self, name)
 
 
 def gated_read(*args, **kwargs):
@@ -103,7 +102,7 @@ def gated_read(*args, **kwargs):
 
 BackgroundSave.join, OrbaxWrite.begin = noted_join, noted_begin
 checkpoints.read_state = gated_read
-serialization.async_serialize_from_host, step_files.synced_digests = gated_write, gated_digests
+serialization.async_serialize_from_host, DiskSteps.file_entries = gated_write, gated_digests
 
 
 class Gates(Hook):

@@ -16,7 +16,7 @@ def oldest_versions() -> list[str]:
     extras = project["optional-dependencies"]
     of_features = [extras[name] for name in extras if name not in ("docs", "test", "lm_eval")]
     requirements = [*project["dependencies"], *(item for extra in of_features for item in extra)]
-    bounds = [re.match(r"([\w.-]+)>=([\d.]+)", item) for item in requirements]
+    bounds = [re.match(r"([\w.-]+)>=([\w.]+)", item) for item in requirements]
     return sorted({f"{bound[1]}=={bound[2]}" for bound in bounds if bound})
 
 

@@ -1,6 +1,9 @@
 """Tests that jobs in an object store are bitwise equal to jobs on disk."""
 
+import os
+import shutil
 import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -8,12 +11,12 @@ import pytest
 
 import praxis_lite
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.host.object_stores import StorePath
 from tests.support import process_pairs
 from tests.support.fake_gcs import gcs_bucket
 from tests.support.fake_s3 import s3_bucket
-from tests.support.job_runs import launch, lines_of, start_process, succeed
+from tests.support.job_runs import CHECKOUT, launch, lines_of, start_process, succeed
 
 pytestmark = pytest.mark.slow
 TRAIN = ("--exp=jobzoo.experiments.Tiny", "--set", "run.checkpoints.every_steps=2")
@@ -62,6 +65,33 @@ def test_a_report_is_written_to_the_store_and_a_wrong_bucket_fails_before_anythi
     assert done.code == 2 and done.num_compiled == 0 and "s3://absent does not exist" in done.err
 
 
+# Replaces the Makefile's interpreter: installs nothing, and trains for two steps.
+PYTHON = """#!/bin/sh
+case "$*" in
+  "-m pip "*) exit 0;;
+  *--exp=*) exec {python} "$@" --set run.num_train_steps=2 run.checkpoints.every_steps=1;;
+  *) exec {python} "$@";;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_demo_runs_in_a_store_and_does_not_overwrite_a_job(bucket, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    command = ["make", "-o", f"{tmp_path}/.installed", "demo", f"VENV={tmp_path}"]
+    command += [f"JOB_LOG_DIR={bucket}/jobs/demo"]
+    env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    for code, message in ((0, "trained to step 2: s3://bucket/jobs/demo"), (2, "already contains")):
+        done = subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True)
+        assert done.returncode == code and message in done.stdout, done
+    job = StorePath.opened(f"{bucket}/jobs/demo")
+    assert steps_in(job / "checkpoints").committed() == [1, 2]
+    assert (job / "decode" / "heldout" / "2.jsonl").is_file()
+
+
 def test_two_processes_save_and_one_resumes(bucket, tmp_path):
     job = f"--job_log_dir={bucket}/jobs/two"
     ended = process_pairs.run(*TRAIN, "run.num_train_steps=3", job, cwd=tmp_path)
@@ -78,11 +108,11 @@ def test_a_killed_job_resumes_at_once_on_the_same_host(bucket, tmp_path):
     location = f"{bucket}/jobs/killed"
     argv = (*TRAIN, "run.num_train_steps=100000", f"--job_log_dir={location}")
     process = start_process(*argv, cwd=tmp_path, out=subprocess.DEVNULL)
-    checkpoints = StorePath.opened(f"{location}/checkpoints")
-    process_pairs.wait_until(lambda: committed_steps(checkpoints), [process])
+    steps = steps_in(StorePath.opened(f"{location}/checkpoints"))
+    process_pairs.wait_until(steps.committed, [process])
     process_pairs.kill(process)
     process.communicate()
-    newest = committed_steps(checkpoints)[-1]
+    newest = steps.committed()[-1]
     done = succeed(*TRAIN, f"run.num_train_steps={newest + 1}", f"--job_log_dir={location}")
     assert f"restored the checkpoint of step {newest}" in done.out
     StorePath.opened(f"{location}/metrics.jsonl").download(tmp_path / "metrics.jsonl")

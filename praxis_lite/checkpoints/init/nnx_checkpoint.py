@@ -17,7 +17,6 @@ Without OCDBT (`use_ocdbt=False`), each array has a folder instead of the databa
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -32,7 +31,7 @@ from praxis_lite.checkpoints.stored_arrays import (
 )
 from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.local_directory import directory as directory_at
 
 # The files do not specify the collection of a variable; the model does.
@@ -54,10 +53,10 @@ class NnxCheckpoint:
       ConfigError: The directory does not contain a checkpoint.
     """
 
-    def __init__(self, directory: str | Path | StorePath):
+    def __init__(self, directory: str | AnyPath):
         self.directory = directory_at(directory)
         self._steps = _step_folders(self.directory)
-        self._arrays: dict[Path | StorePath, dict[str, StoredArray]] = {}
+        self._arrays: dict[AnyPath, dict[str, StoredArray]] = {}
         if not self._steps and not _is_checkpoint(self.directory):
             raise ConfigError(
                 f"{self.directory} is neither an Orbax checkpoint nor a folder with steps. "
@@ -65,7 +64,7 @@ class NnxCheckpoint:
             )
 
     @staticmethod
-    def is_at(directory: Path | StorePath) -> bool:
+    def is_at(directory: AnyPath) -> bool:
         """Returns whether a folder is an Orbax checkpoint or contains its steps."""
         return _is_checkpoint(directory) or bool(_step_folders(directory))
 
@@ -131,7 +130,7 @@ class NnxCheckpoint:
         arrays = self.arrays(step)
         return read_arrays({path: arrays[path.split("/", 2)[2]] for path in leaves}, leaves, mesh)
 
-    def _folder(self, step: object) -> Path | StorePath:
+    def _folder(self, step: object) -> AnyPath:
         if step is None:
             step = self.latest_step()
         if step is None:
@@ -150,7 +149,7 @@ class NnxCheckpoint:
         return _folder_of_arrays(self._steps[step])
 
 
-def _has_arrays(directory: Path | StorePath) -> bool:
+def _has_arrays(directory: AnyPath) -> bool:
     """Returns whether a folder is an OCDBT database or contains Zarr arrays."""
     if (directory / DATABASE).is_file():
         return True
@@ -159,7 +158,7 @@ def _has_arrays(directory: Path | StorePath) -> bool:
     )
 
 
-def _is_checkpoint(directory: Path | StorePath) -> bool:
+def _is_checkpoint(directory: AnyPath) -> bool:
     """Returns whether a folder is an Orbax checkpoint that is not a step of a praxis_lite job."""
     if _has_arrays(directory):
         return True
@@ -167,7 +166,7 @@ def _is_checkpoint(directory: Path | StorePath) -> bool:
     return not is_job_step and any((directory / mark).is_file() for mark in _MARKS)
 
 
-def _step_folders(directory: Path | StorePath) -> dict[int, Path | StorePath]:
+def _step_folders(directory: AnyPath) -> dict[int, AnyPath]:
     """Returns step folders in order, keyed by step; {} if the directory is itself a checkpoint."""
     if _is_checkpoint(directory) or not directory.is_dir():
         return {}
@@ -179,7 +178,7 @@ def _step_folders(directory: Path | StorePath) -> dict[int, Path | StorePath]:
     return dict(sorted(steps.items()))
 
 
-def _folder_of_arrays(checkpoint: Path | StorePath) -> Path | StorePath:
+def _folder_of_arrays(checkpoint: AnyPath) -> AnyPath:
     """Returns the folder inside a checkpoint that contains the arrays.
 
     Raises:

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from praxis_lite.checkpoints.init.sources import SETTING, located, opened
 from praxis_lite.config.paths import join
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 
 class Source(NamedTuple):
@@ -31,7 +30,7 @@ class Source(NamedTuple):
       cast_from: The dtype in the checkpoint if the array is cast, else None.
     """
 
-    directory: Path | StorePath
+    directory: AnyPath
     step: int | None
     rule: str
     path: str
@@ -52,7 +51,7 @@ class InitPlan:
 
     layout: StateLayout
     sources: Mapping[str, Source]
-    step: tuple[int, Path | StorePath] | None
+    step: tuple[int, AnyPath] | None
     left_out: Mapping[str, Sequence[str]]
 
     def summary(self) -> list[str]:
@@ -100,7 +99,7 @@ def name_of(path: str) -> str:
     return path.removeprefix("mdl_vars/")
 
 
-def source_text(directory: Path | StorePath, step: int | None) -> str:
+def source_text(directory: AnyPath, step: int | None) -> str:
     """Formats a checkpoint as "step 3 in DIRECTORY", or as "DIRECTORY" if it has no steps."""
     return str(directory) if step is None else f"step {step} in {directory}"
 

@@ -1,17 +1,16 @@
 """Locates and opens the checkpoints from which a new job loads arrays."""
 
 import contextlib
-from pathlib import Path
 from typing import Literal
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.checkpoints.steps.manifest import MANIFEST_JSON
-from praxis_lite.checkpoints.steps.step_dirs import numbered_steps, set_aside
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.config.paths import join
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.local_directory import directory as directory_at
 
 SETTING = "run.init_from_checkpoint_rules"
@@ -19,7 +18,7 @@ SETTING = "run.init_from_checkpoint_rules"
 
 def located(
     key: str, rules: CheckpointLoadingRules
-) -> tuple[Path | StorePath, int | Literal["best"] | None]:
+) -> tuple[AnyPath, int | Literal["best"] | None]:
     """Returns the directory that contains a source's steps, and the step to load.
 
     Args:
@@ -38,7 +37,8 @@ def located(
         directory = given / "checkpoints"
     elif given.name.isdigit() and (given / MANIFEST_JSON).is_file():
         directory, step = given.parent, int(given.name)
-    if not (directory.is_dir() and (numbered_steps(directory) or set_aside(directory, "damaged"))):
+    steps = steps_in(directory)
+    if not (steps.numbered() or steps.set_aside("damaged")):
         experiment = rules.experiment or "EXP"
         raise ConfigError(
             f"There is no checkpoint in {given} to start this job from. Train that job first: "
@@ -49,7 +49,7 @@ def located(
 
 
 def opened(
-    directory: Path | StorePath,
+    directory: AnyPath,
 ) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
     """Opens the checkpoints of a job, or an Orbax checkpoint of a Flax NNX model."""
     if NnxCheckpoint.is_at(directory):

@@ -11,18 +11,17 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, first_few
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 if TYPE_CHECKING:  # The tools read manifests without JAX.
     from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
-__all__ = ("digest_of_config", "new_manifest", "parse_manifest")
+__all__ = ("committed_manifest", "digest_of_config", "new_manifest", "parse_manifest")
 
 FORMAT = 2
 MANIFEST_JSON, COMMIT_JSON = "manifest.json", "commit.json"
@@ -74,7 +73,7 @@ def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
     }
 
 
-def check_same(step_dir: Path | StorePath, saved: Leaves, expected: Leaves) -> None:
+def check_same(step_dir: AnyPath, saved: Leaves, expected: Leaves) -> None:
     """Checks that a step has exactly the expected arrays.
 
     Args:
@@ -114,10 +113,43 @@ def digest_of_config(config_json: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
 
 
-def commit_text(step: int, manifest: bytes) -> str:
+def commit_text(step: int, manifest: bytes) -> bytes:
     """Returns the content of commit.json for a manifest.json."""
     digest = xxhash.xxh3_128_hexdigest(manifest)
-    return json.dumps({"step": step, "manifest_xxh3_128": digest}) + "\n"
+    return (json.dumps({"step": step, "manifest_xxh3_128": digest}) + "\n").encode()
+
+
+def committed_manifest(step_dir: AnyPath) -> tuple[dict[str, Any], list[str]]:
+    """Returns a step's manifest, and a list of errors in the manifest and the commit.
+
+    Raises:
+      ConfigError: Both files are undamaged, but have a different format version.
+    """
+    texts = {}
+    for name in (COMMIT_JSON, MANIFEST_JSON):
+        try:
+            texts[name] = (step_dir / name).read_bytes()
+        except FileNotFoundError:
+            return {}, [f"{name} is missing"]
+        except OSError as error:
+            return {}, [f"{name} cannot be read ({error.strerror})"]
+    committed, text = texts[COMMIT_JSON], texts[MANIFEST_JSON]
+    # Check the digest before parsing, so that damage is not reported as a different format.
+    if xxhash.xxh3_128_hexdigest(text).encode() not in committed:
+        return {}, [f"the digest of {MANIFEST_JSON} differs from {COMMIT_JSON}: one has changed"]
+    try:
+        manifest = parse_manifest(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{step_dir / MANIFEST_JSON} {error}. Use the praxis_lite version that wrote it."
+        ) from None
+    step = manifest["step"]
+    if committed != commit_text(step, text):
+        return {}, [f"{COMMIT_JSON} has changed"]
+    # Steps that are set aside have a suffix, as in "300.damaged".
+    if str(step) != step_dir.name.partition(".")[0]:
+        return {}, [f"{COMMIT_JSON} and {MANIFEST_JSON} belong to step {step}"]
+    return manifest, []
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:

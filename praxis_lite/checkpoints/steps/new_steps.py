@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable, Iterator
 
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps, identity
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.job_lock import is_training
 
 _POLL_SECONDS = 0.5
 
@@ -33,7 +32,7 @@ class NewSteps:
         """
         active_at, has_noted = time.monotonic(), False
         while not (self._steps() and self._job_dir.config_json.is_file()):
-            if is_training(self._job_dir.location):
+            if self._job_dir.is_training():
                 active_at = time.monotonic()
             if not has_noted:
                 self._note(f"waiting for the first checkpoint of {self._job_dir.location}")
@@ -62,7 +61,7 @@ class NewSteps:
         while True:
             # Check for a running process before listing steps, because a job saves its last step
             # before exiting.
-            trains, steps = is_training(self._job_dir.location), self._steps()
+            trains, steps = self._job_dir.is_training(), self._steps()
             new = [step for step, seen in steps.items() if self._seen.get(step) != seen]
             self._seen = steps
             if new:
@@ -88,6 +87,6 @@ class NewSteps:
     def _steps(self) -> dict[int, tuple[int, int]]:
         """Returns the identity of each committed step, in order."""
         self._job_dir.refresh()
-        directory = self._job_dir.checkpoints
-        found = {step: identity(directory / str(step)) for step in committed_steps(directory)}
+        steps = steps_in(self._job_dir.checkpoints)
+        found = {step: steps.identity(step) for step in steps.committed()}
         return {step: seen for step, seen in found.items() if seen is not None}

@@ -1,20 +1,19 @@
 """Verifies the steps of a directory before they are used, and sets damaged steps aside.
 
-A step is verified once per process, on first use, by reading all its files (in an object store, by
-comparing their sizes and versions). Listing steps does not verify them. The job that owns the
-directory renames damaged steps. A process that only reads leaves damaged steps in place, because a
-job may be training in the directory.
+A step is verified once per process, on first use. Listing steps does not verify them. The job that
+owns the directory sets damaged steps aside. A process that only reads leaves damaged steps in
+place, because a job may be training in the directory.
 """
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from praxis_lite.checkpoints.steps import step_dirs, step_files
+from praxis_lite.checkpoints.steps.manifest import committed_manifest
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
+from praxis_lite.checkpoints.steps.step_store import LEFTOVERS, steps_in
 from praxis_lite.core.errors import ConfigError, Error, StepLost, first_few
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 Step = int | Literal["best"] | None  # None is the newest step.
 Metrics = Mapping[int, Mapping[str, float]]
@@ -25,21 +24,25 @@ class VerifiedSteps:
 
     Args:
       directory: The folder of all steps.
-      owned: Whether this job owns the directory and may rename and delete steps.
+      owned: Whether this job owns the directory and may set aside and delete steps.
       note: Called with a message about each damaged step and how it is handled.
       evaluated: Function that returns metrics keyed by step, from evaluations run after the save.
         Metrics that were saved with a step take precedence.
+
+    Attributes:
+      store: The folders of the steps.
     """
 
     def __init__(
         self,
-        directory: Path | StorePath,
+        directory: AnyPath,
         *,
         owned: bool,
         note: Callable[[str], None],
         evaluated: Callable[[], Metrics] = dict,
     ):
-        self.directory, self._owned, self._note = directory, owned, note
+        self.directory, self.store = directory, steps_in(directory)
+        self._owned, self._note = owned, note
         self._evaluated = evaluated
         self._verified: set[int] = set()
         self._skipped: set[int] = set()
@@ -48,23 +51,22 @@ class VerifiedSteps:
     def repair(self) -> None:
         """Cleans up after killed saves and deletions, and completes interrupted renames."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
-            name = path.name.removesuffix(".saving")
-            if name.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
-                step_dirs.publish(path, self.directory / name)
-                self._note(f"completed the save of step {name}, which only needed its final rename")
-        for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
-            action = "deletion" if ".deleting" in path.name else "save"
-            if self._remove_leftover(path):
-                self._note(f"removed {path.name}, left by an interrupted {action}")
+        for name in self.store.set_aside(*LEFTOVERS):
+            number = name.removesuffix(".saving")
+            if number.isdecimal() and self.store.is_committed(name) and not self.store.verify(name):
+                self.store.publish(int(number))
+                self._note(f"completed the save of step {number}: its last rename was missing")
+            elif self._remove_leftover(name):
+                action = "deletion" if ".deleting" in name else "save"
+                self._note(f"removed {name}, left by an interrupted {action}")
         # A save commits before its final rename, so a numbered folder without a commit is damaged.
-        for step in step_dirs.numbered_steps(self.directory):
-            if not step_dirs.is_committed(self._dir(step)):
-                self._reject(step, step_files.verify(self._dir(step)))
+        for step in self.store.numbered():
+            if not self.store.is_committed(str(step)):
+                self._reject(step, self.store.verify(str(step)))
 
     def committed(self) -> list[int]:
         """Returns the committed steps in order, except steps that were found to be damaged."""
-        return [s for s in step_dirs.committed_steps(self.directory) if s not in self._skipped]
+        return [step for step in self.store.committed() if step not in self._skipped]
 
     def newest(self) -> int | None:
         """Verifies and returns the newest undamaged step, or None if no step was saved.
@@ -74,13 +76,12 @@ class VerifiedSteps:
         """
 
         def candidates() -> list[int]:
-            steps = step_dirs.numbered_steps(self.directory)
-            return [step for step in reversed(steps) if step not in self._skipped]
+            return [step for step in reversed(self.store.numbered()) if step not in self._skipped]
 
         step = self._first_undamaged(candidates)
         if step is None:
-            damaged = [str(step) for step in sorted(self._skipped) if self._dir(step).exists()]
-            damaged += [path.name for path in step_dirs.set_aside(self.directory, "damaged")]
+            damaged = [str(step) for step in self.store.numbered() if step in self._skipped]
+            damaged += self.store.set_aside("damaged")
             if damaged:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
@@ -134,7 +135,6 @@ class VerifiedSteps:
         if errors := self._errors(number):
             others = ", ".join(str(other) for other in steps if other != number)
             advice = f"Choose a different step: {others}." if others else "There is no other step."
-            # Only the job that owns the directory may rename a damaged step.
             if self._owned:
                 self._reject(number, errors)
             raise StepLost(
@@ -146,7 +146,7 @@ class VerifiedSteps:
     def manifest(self, step: int) -> Mapping[str, Any]:
         """Returns the manifest of a step, or {} if it is damaged."""
         if step not in self._manifests:
-            manifest, errors = step_files.committed_manifest(self._dir(step))
+            manifest, errors = committed_manifest(self.directory / str(step))
             if errors:
                 return {}
             self._manifests[step] = manifest
@@ -167,17 +167,17 @@ class VerifiedSteps:
             f"The checkpoint of step {step} was deleted while it was being read, by the job that "
             f"trains in {self.directory}. Try again."
         )
-        manifest, identity = self.manifest(step), step_dirs.identity(self._dir(step))
+        manifest, identity = self.manifest(step), self.store.identity(step)
         if not manifest or identity is None:
             raise deleted
         try:
             yield manifest
         except Error as error:
-            if step_dirs.identity(self._dir(step)) != identity:
+            if self.store.identity(step) != identity:
                 raise deleted from error
             raise
         # A deletion starts by renaming the folder or deleting its commit, which changes `identity`.
-        if step_dirs.identity(self._dir(step)) != identity:
+        if self.store.identity(step) != identity:
             raise deleted
 
     def forget(self, step: int) -> None:
@@ -188,22 +188,21 @@ class VerifiedSteps:
 
     def delete(self, steps: Collection[int]) -> None:
         """Deletes the given steps, and all abandoned steps."""
-        for path in step_dirs.set_aside(self.directory, "abandoned"):
-            self._remove_leftover(path)
+        for name in self.store.set_aside("abandoned"):
+            self._remove_leftover(name)
         for step in steps:
             try:
-                step_dirs.remove(self._dir(step))
+                self.store.remove(step)
             except OSError as error:
                 self._note(f"the checkpoint of step {step} cannot be deleted ({error.strerror})")
             self.forget(step)
 
     def abandon_after(self, step: int) -> None:
-        """Renames all steps after `step` to N.abandoned, or deletes their commits in a store."""
+        """Sets aside all steps after `step`."""
         for later in self.committed():
             if later > step:
-                name = step_dirs.put_aside(self._dir(later), "abandoned").name
+                action = self.store.abandon(later)
                 self.forget(later)
-                action = "removed" if name == str(later) else f"renamed to {name}"
                 self._note(f"the checkpoint of step {later} is rolled back: {action}")
 
     def describe_newest(self) -> str:
@@ -220,10 +219,11 @@ class VerifiedSteps:
             for step in self.committed()
         }
 
-    def _remove_leftover(self, path: Path | StorePath) -> bool:
+    def _remove_leftover(self, name: str) -> bool:
         """Removes a folder that was set aside. On failure, prints a note and returns False."""
+        path = self.directory / name
         try:
-            step_dirs.remove_leftover(path)
+            self.store.remove_leftover(name)
         except OSError as error:
             self._note(f"{path} cannot be removed ({error.strerror}): remove it by hand")
         return not path.exists()
@@ -234,7 +234,7 @@ class VerifiedSteps:
             if not (errors := self._errors(steps[0])):
                 return steps[0]
             # If the job that trains there has deleted the step, `candidates` no longer returns it.
-            if self._dir(steps[0]).exists():
+            if (self.directory / str(steps[0])).exists():
                 self._reject(steps[0], errors)
         return None
 
@@ -242,20 +242,17 @@ class VerifiedSteps:
         """Verifies a step once, and returns a line for each error."""
         if step in self._verified:
             return []
-        if not (errors := step_files.verify(self._dir(step))):
+        if not (errors := self.store.verify(str(step))):
             self._verified.add(step)
         return errors
 
     def _reject(self, step: int, errors: Sequence[str]) -> None:
-        """Renames or skips a damaged step, and prints a note."""
+        """Sets aside or skips a damaged step, and prints a note."""
         self.forget(step)
         if self._owned:
-            action = f"renamed to {step_dirs.put_aside(self._dir(step), 'damaged').name}"
+            action = self.store.quarantine(step)
         else:
             self._skipped.add(step)
             action = "skipped"
         reasons = first_few(errors, separator="; ")
         self._note(f"the checkpoint of step {step} is damaged ({reasons}): {action}")
-
-    def _dir(self, step: int) -> Path | StorePath:
-        return self.directory / str(step)

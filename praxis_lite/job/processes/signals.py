@@ -29,8 +29,8 @@ STOPS_WORKER = signal.SIGUSR2
 # Requests a profile. Its default action would end the process.
 PROFILES = signal.SIGUSR1
 
-# A byte that is not a signal number. After it is read, all earlier signals have been read as well.
-_MARK = 255
+# A byte that is not a signal number. It only wakes the listening thread.
+_WAKE_UP = 255
 # Maximum time for which the main thread waits for the listening thread, which may in turn wait for
 # a lock that the main thread holds.
 _LISTENER_SECONDS = 1.0
@@ -90,9 +90,12 @@ class SignalListener(contextlib.AbstractContextManager):
         Only the listening thread knows the number and order of the signals: after a wait in C++,
         Python calls each pending handler once, in the order of signal numbers.
         """
-        self._caught_up.clear()
-        self._write.send(bytes([_MARK]))
-        self._caught_up.wait(_LISTENER_SECONDS)
+        # Each wait has a separate event, because a second signal may interrupt the wait after the
+        # first signal, and then waits here too.
+        caught_up = threading.Event()
+        self._waiting.append(caught_up)
+        self._write.send(bytes([_WAKE_UP]))
+        caught_up.wait(_LISTENER_SECONDS)
 
     def __enter__(self) -> "SignalListener":
         self._read, self._write = socket.socketpair()
@@ -100,7 +103,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._write.setblocking(False)
         self._handlers, self._is_closing = {}, False
         self._wakeup_fd = -1  # The previous wake-up descriptor; -1 means none.
-        self._caught_up = threading.Event()
+        self._waiting: list[threading.Event] = []
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         if threading.current_thread() is threading.main_thread():
@@ -153,6 +156,9 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._timeout_at = None
                 self._on_timeout()
                 continue
+            # Signals are written before their handlers are called, so `recv` returns the signals of
+            # all handlers that are waiting now.
+            waiting = self._waiting[:]
             # Treat equal signals that arrive together as a single signal: `timeout` signals its
             # command, and then the command's process group.
             for signum in dict.fromkeys(self._read.recv(64)):
@@ -160,8 +166,9 @@ class SignalListener(contextlib.AbstractContextManager):
                     self._dispatch(signum)
                 elif signum == PROFILES and self.handles_profile_signal:
                     self._on_profile_signal()
-                elif signum == _MARK:
-                    self._caught_up.set()
+            for caught_up in waiting:
+                self._waiting.remove(caught_up)
+                caught_up.set()
 
     def _dispatch(self, signum: int) -> None:
         if signum == signal.SIGHUP:

@@ -21,7 +21,7 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.experiment.run_settings import StopSettings
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.interrupts import Interrupt
@@ -140,7 +140,7 @@ def _train_job(
     }
 
 
-def _restore_state(directory: Path | StorePath, runner: TaskRunner) -> Any:
+def _restore_state(directory: AnyPath, runner: TaskRunner) -> Any:
     with Checkpoints(directory, note=lambda line: None) as checkpoints:
         state = checkpoints.restore(runner.layout, runner.mesh).state
     return unpad(runner.layout, jax.device_get(state))[0]

@@ -20,7 +20,7 @@ from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.launched_config import LaunchedConfig, config_of_experiment
 from praxis_lite.host.atomic_files import write_atomically
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.trainer.layout_table import bytes_per_device
 from praxis_tools.explain.compiler_warnings import explained_warnings
 from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
@@ -54,7 +54,7 @@ def search(
     topology: Topology,
     *,
     minutes: float,
-    file: Path | StorePath | None = None,
+    file: AnyPath | None = None,
 ) -> None:
     """Searches for the fastest layout and prints the progress and the result.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps, numbered_steps
+from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.experiment.recorded_examples import (
     ExamplesProof,
@@ -98,30 +98,30 @@ class Reading:
 
 def scope_of(job_dir: JobDir) -> Scope:
     """Returns the scope of the entire job. Raises ConfigError if the job has no checkpoint."""
-    steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
-    if not steps:
+    steps = steps_in(job_dir.checkpoints)
+    if not (committed := steps.committed()):
         raise ConfigError(
             f"{job_dir.location} has no checkpoint to certify. Train until a step is saved."
         )
-    # Unlike `steps`, this includes damaged checkpoints.
-    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
+    # Unlike `committed`, this includes damaged checkpoints.
+    newest = tuple(steps.numbered()[-_MAX_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING if (path := job_dir.path / name).is_file()
     }
     if job_dir.timeline_jsonl.is_file():
         sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
-    files = JobFiles(job_dir, steps[-1], steps[-1])
+    files = JobFiles(job_dir, committed[-1], committed[-1])
     if job_dir.eval_metrics_jsonl.is_file():
         with contextlib.suppress(ConfigError):  # The fact about this file reports the error.
             sizes[job_dir.eval_metrics_jsonl.name] = len(files.evaluations())
     sizes |= {name: 0 for name, _ in files.folders()}
-    return Scope(steps[-1], newest, sizes)
+    return Scope(committed[-1], newest, sizes)
 
 
 def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     """Computes the facts that the certificate of a job covers."""
     proof, examples = _proof(job_dir, scope)
-    newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
+    newest = max([scope.last_step, *steps_in(job_dir.checkpoints).committed()])
     segments = proof.history.segments if proof is not None else ()
     starts = [segment.first_step - 1 for segment in segments]
     files = JobFiles(

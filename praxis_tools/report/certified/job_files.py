@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.steps.manifest import digest_of_config
-from praxis_lite.checkpoints.steps.step_files import committed_manifest
+from praxis_lite.checkpoints.steps.manifest import committed_manifest, digest_of_config
 from praxis_lite.config.build import build
 from praxis_lite.config.config_json import LoadedConfig, load_config_file
 from praxis_lite.core.errors import ConfigError, Error, first_few, shortened

@@ -15,7 +15,7 @@ import pytest
 import praxis_lite
 from praxis_lite import ConfigError, NotCertified
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
@@ -261,7 +261,7 @@ def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every,
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == ([1] if ends else [2, 4])
     assert {line["difference"]["kind"] for line in lines} == {"update of weights"}
-    assert committed_steps(tmp_path / "checkpoints")[-1] == (1 if ends else 4)
+    assert DiskSteps(tmp_path / "checkpoints").committed()[-1] == (1 if ends else 4)
 
 
 class WideCertified(planted.Wide):
@@ -289,7 +289,7 @@ def test_a_bad_device_is_named_and_the_run_saves(tmp_path, caplog):
     assert line["difference"]["device"] == "device 2 (cpu) of process 0"
     assert line["difference"]["axis"] == "data 1, mdl 0"
     assert line["difference"]["layer"] == "first"
-    assert committed_steps(tmp_path / "checkpoints") == [2]
+    assert DiskSteps(tmp_path / "checkpoints").committed() == [2]
 
 
 def compared(job, check, place, spoil=lambda state: state):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import lines_of, start_process, succeed
 from tests.support.process_pairs import ended, wait_until
@@ -41,7 +41,7 @@ def killed(tmp_path_factory):
     slow = {"SWEPT_SECONDS": "0.2"}
     first = start_process(*argv, cwd=folder, env=slow)
     second_job = JobDir(folder / "s/trials/0001")
-    wait_until(lambda: 5 in committed_steps(second_job.checkpoints), [first])
+    wait_until(lambda: 5 in DiskSteps(second_job.checkpoints).committed(), [first])
     trainer = int(re.search(r"process (\d+)", (second_job.path / ".training").read_text())[1])
     first.send_signal(signal.SIGKILL)
     before = ended([first])
@@ -50,7 +50,7 @@ def killed(tmp_path_factory):
     while is_alive(trainer):
         assert time.monotonic() < deadline, "a trial outlives its sweep"
         time.sleep(0.1)
-    saved = committed_steps(second_job.checkpoints)[-1]
+    saved = DiskSteps(second_job.checkpoints).committed()[-1]
     return folder, before[0], saved, ended([start_process(*argv, cwd=folder)])[0]
 
 
@@ -103,6 +103,6 @@ def test_a_state_that_does_not_fit_is_refused_and_lines_for_a_scheduler_run(tmp_
     words = shlex.split(lines.splitlines()[1])
     # What follows the program's name, in this process.
     succeed(*words[3:])
-    assert committed_steps(tmp_path / "p/trials/0001/checkpoints") == [2]
+    assert DiskSteps(tmp_path / "p/trials/0001/checkpoints").committed() == [2]
     collected = succeed(*argv[:2], f"--job_log_dir={tmp_path}/p", *argv[3:], "--print").out
     assert [shlex.split(line)[:3] for line in collected.splitlines()] == [words[:3]]

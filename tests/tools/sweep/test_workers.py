@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.job.job_dir import JobDir
 from praxis_tools.sweep.claims import Claims
 from praxis_tools.sweep.study import Study
@@ -58,9 +58,11 @@ def test_two_workers_run_each_trial_once_and_one_resumes_the_others(tmp_path):
         "--set",
         "task.learner.learning_rate=1e-3..1e-1",
     ]
-    workers = [start_process(*argv, cwd=tmp_path, env={"SWEPT_SECONDS": "0.2"}) for _ in range(2)]
+    # The first worker is slow, so that trials are left if the second starts late.
+    seconds = ("1", "0.2")
+    workers = [start_process(*argv, cwd=tmp_path, env={"SWEPT_SECONDS": s}) for s in seconds]
     jobs = [JobDir(tmp_path / f"s/trials/000{number}") for number in range(3)]
-    wait_until(lambda: all(5 in committed_steps(x.checkpoints) for x in jobs[:2]), workers)
+    wait_until(lambda: all(DiskSteps(job.checkpoints).committed() for job in jobs[:2]), workers)
     workers[0].send_signal(signal.SIGKILL)
     outputs = [worker.out for worker in ended(workers)]
     starts = sorted(re.findall(r"^trial (\d) starts: ", "\n".join(outputs), re.M))
