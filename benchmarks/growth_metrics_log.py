@@ -14,8 +14,6 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.growth import report
-from praxis_lite.experiment.run_config import RunConfig
-from praxis_lite.experiment.run_settings import LossSpikeSettings
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.job_history import losses_before
 from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
@@ -33,7 +31,6 @@ def line_of(step: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints the growth of a launch's time and memory."""
-    run = RunConfig(num_train_steps=1, loss_spikes=LossSpikeSettings(factor=3.0))
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
             job = JobDir(Path(folder, str(size)))
@@ -46,8 +43,8 @@ def main() -> None:
             with JsonLinesWriter(job.metrics_jsonl, size - NUM_MADE_AGAIN) as writer:
                 for step in range(size - NUM_MADE_AGAIN + 1, size + 1):
                     writer.write(line_of(step))
-            losses_before(run, job)
-            plot_loss_curve(job.metrics_jsonl, job.loss_curve_png)
+            losses_before(job)
+            plot_loss_curve(job, "")
 
         start(SIZES[0])  # Imports matplotlib.
         is_good = report("a start by lines of metrics.jsonl", SIZES, start, repeats=2)

@@ -54,7 +54,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
         job = JobDir(folder)
         with (
             JsonLinesWriter(job.metrics_jsonl, -1) as writer,
-            Trackers(threads_in(job, every), job, print) as trackers,
+            Trackers(threads_in(job, every), job) as trackers,
         ):
             trackers.resume_from(0)
             if every:

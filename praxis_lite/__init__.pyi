@@ -17,11 +17,11 @@ from praxis_lite.core.errors import PeerLost as PeerLost
 from praxis_lite.core.errors import StepLost as StepLost
 from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
-from praxis_lite.experiment.early_stopping import EarlyStopping as EarlyStopping
 from praxis_lite.experiment.experiment import Experiment as Experiment
 from praxis_lite.experiment.experiment import Job as Job
 from praxis_lite.experiment.registry import register as register
 from praxis_lite.experiment.run_config import RunConfig as RunConfig
+from praxis_lite.experiment.run_settings import EarlyStopping as EarlyStopping
 from praxis_lite.experiment.run_settings import EvaluationSettings as EvaluationSettings
 from praxis_lite.experiment.run_settings import LossSpikeSettings as LossSpikeSettings
 from praxis_lite.experiment.run_settings import ProfileSettings as ProfileSettings

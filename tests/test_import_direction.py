@@ -80,7 +80,7 @@ ORDERS = {
         {"create_job", "evaluation"},
         {"decoding"},
         {"hooks"},
-        {"job_tools", "step_metrics"},
+        {"job_tools"},
         {"starting_point"},
         {"training_loop"},
         {"job_files"},

@@ -71,7 +71,7 @@ class _Writer:
         self._packages = packages
         self._num_ids = 0
         # Also store the value, because the id of a freed object may be reused.
-        self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+        self._written: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def write(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, int, str):
@@ -88,18 +88,11 @@ class _Writer:
             return self._new(value, path)
         if id(value) in self._written:
             node = self._written[id(value)][1]
-            if node is None:
-                raise ConfigError(
-                    f"{path}: the config contains itself, which config.json cannot represent. "
-                    "Remove this reference."
-                )
             # Only objects that occur more than once get an id.
             if "id" not in node:
                 self._num_ids += 1
                 node["id"] = self._num_ids
             return {"again": node["id"]}
-        # Until its node is complete, an object is marked with None, so that cycles are detected.
-        self._written[id(value)] = (value, None)
         node = self._new(value, path)
         self._written[id(value)] = (value, node)
         return node

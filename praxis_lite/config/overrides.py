@@ -42,7 +42,7 @@ def apply_overrides(
     settings: Sequence[str],
     packages: Collection[str] = (),
     attributes: Collection[str] = (),
-) -> list[str]:
+) -> None:
     """Sets fields of a config in place.
 
     A config that is shared by several fields is changed in all of them.
@@ -56,16 +56,19 @@ def apply_overrides(
         packages: The user's top-level packages, whose functions and classes may be used.
         attributes: Attributes of the experiment's class, for error messages.
 
-    Returns:
-        A line 'path: old -> new' for each setting.
-
     Raises:
         ConfigError: A path does not exist, or a value has the wrong type. Earlier settings have
             already been applied.
     """
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
-    return [_apply_located(config, setting, packages, attributes) for setting in settings]
+    for setting in settings:
+        try:
+            _apply(config, setting, packages, attributes)
+        except ConfigError as error:
+            if isinstance(setting, SettingInFile):
+                raise ConfigError(f"{setting.location}: {error}") from None
+            raise
 
 
 def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ()) -> Any:
@@ -102,20 +105,9 @@ def _unset_paths(node: Any, path: str) -> list[str]:
     return missing
 
 
-def _apply_located(
-    config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
-) -> str:
-    try:
-        return _apply(config, setting, packages, attributes)
-    except ConfigError as error:
-        if isinstance(setting, SettingInFile):
-            raise ConfigError(f"{setting.location}: {error}") from None
-        raise
-
-
 def _apply(
     config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
-) -> str:
+) -> None:
     path, _, text = setting.partition("=")
     path = path.strip()
     trail = _resolve(config, path)
@@ -124,18 +116,16 @@ def _apply(
     current, annotation = trail[-1].value, trail[-1].annotation
     path = functools.reduce(join, (step.key for step in trail), "")
     value = _checked_value(path, text, current, annotation, packages)
-    change = f"{path}: {shown_value(current, annotation)} -> {shown_value(value, annotation)}"
     # A default value stays unset: setting it could collide with an argument of the caller.
     if value is current or (holds_only_literals(current) and are_same(value, current)):
-        return change
+        return
     # Copy the containers from the inside out, up to the config that contains them, which is changed
     # in place.
     for step in reversed(trail):
         if isinstance(step.parent, fdl.Buildable):
             _assign(step.parent, step.key, value)
-            break
+            return
         value = _replaced(step.parent, step.key, value)
-    return change
 
 
 class _Step(NamedTuple):

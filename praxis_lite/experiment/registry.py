@@ -1,7 +1,6 @@
 """Registers experiments by name; `lm.PyDocs` imports `praxis_lite.experiments.lm`."""
 
 import ast
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from praxis_lite.core.callables import callable_name, imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, first_few, shortened
-from praxis_lite.host.user_errors import describe_error
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
@@ -92,12 +90,10 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
     """Imports and returns the experiment with the given name.
 
-    If there is no such module, all modules of `praxis_lite.experiments` and `packages` are imported
-    to find the class by its name alone.
-
     Args:
         name: Full name, such as `mypackage.experiments.MyLm`, name without its package, such as
-            `lm.PyDocs` for `praxis_lite.experiments.lm.PyDocs`, or class name, such as `PyDocs`.
+            `lm.PyDocs` for `praxis_lite.experiments.lm.PyDocs`, or class name, such as `PyDocs`,
+            of an experiment that `list_experiments` lists.
         packages: The user's packages on sys.path.
 
     Raises:
@@ -113,11 +109,11 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
         [f"{package}.{name}" for package in (*allowed, "praxis_lite")], allowed
     )
     if not found:
-        _import_all(allowed)
+        known = _summaries(allowed)
         if "." not in name:
-            found = {full: cls for full, cls in registered.items() if full.endswith(f".{name}")}
+            found = _found([full for full in known if full.endswith(f".{name}")], allowed)
     if not found:
-        raise ConfigError(_unknown(name, allowed))
+        raise ConfigError(_unknown(name, sorted(known), allowed))
     if len(found) > 1:
         raise ConfigError(
             f"The experiment {name} may mean {' or '.join(sorted(found))}. Use one of these full "
@@ -134,14 +130,20 @@ def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
     instead of imported, because their imports take seconds. Logs a warning for modules that cannot
     be parsed.
     """
+    found = _summaries(allowed_packages(packages))
+    return {full.removeprefix(f"{HOME}."): summary for full, summary in sorted(found.items())}
+
+
+def _summaries(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the first docstring line of each experiment in packages, keyed by full name."""
     found = {
         full: inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
         for full, cls in registered.items()
     }
-    for package in allowed_packages(packages):
+    for package in packages:
         for module, file in _source_files(package):
             found |= {f"{module}.{name}": text for name, text in _registered_in(module, file)}
-    return {full.removeprefix(f"{HOME}."): summary for full, summary in sorted(found.items())}
+    return found
 
 
 def _source_files(package: str) -> Iterator[tuple[str, Path]]:
@@ -172,7 +174,7 @@ def _registered_in(module: str, file: Path) -> Iterator[tuple[str, str]]:
     try:
         body = ast.parse(file.read_bytes(), str(file)).body
     except (OSError, SyntaxError, ValueError) as error:
-        _log.warning("WARNING: %s cannot be parsed: %s", module, error)
+        _log.warning("%s cannot be parsed: %s", module, error)
         return
     for node in body:
         decorators = node.decorator_list if isinstance(node, ast.ClassDef) else ()
@@ -205,28 +207,9 @@ def _imported(full: str) -> "type[Experiment] | None":
     return found
 
 
-def _import_all(packages: Sequence[str]) -> None:
-    """Imports all modules of packages, and logs a warning for modules that cannot be imported."""
-    remaining = list(packages)
-    while remaining:
-        name = remaining.pop()
-        try:
-            folders = getattr(importlib.import_module(name), "__path__", ())
-        except Exception as error:
-            reason = describe_error(error) or f"{type(error).__name__}: {error}"
-            _log.warning("%s cannot be imported: %s", name, reason)
-            continue
-        # Importing a `__main__` module would run a program.
-        remaining += [
-            f"{name}.{module.name}"
-            for module in pkgutil.iter_modules(list(folders))
-            if module.name != _MAIN
-        ]
-
-
-def _unknown(name: str, allowed: Sequence[str]) -> str:
+def _unknown(name: str, experiments: Sequence[str], allowed: Sequence[str]) -> str:
     """Returns the error message for an unknown experiment, with similar names."""
-    known = sorted(full.removeprefix(f"{HOME}.") for full in registered)
+    known = [full.removeprefix(f"{HOME}.") for full in experiments]
     # First suggest classes with the same name in other modules.
     last = name.rpartition(".")[2]
     near = [full for full in known if full.rpartition(".")[2] == last]

@@ -28,7 +28,7 @@ __all__ = ("Parser", "run")
 def run(
     command: Callable[[], int | None],
     *,
-    continues_without_output: bool | Callable[[], bool],
+    continues_without_output: Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     logs_to_stderr: bool = False,
 ) -> None:
@@ -42,9 +42,8 @@ def run(
 
     Args:
       command: Function that returns the exit status, or None for 0.
-      continues_without_output: Whether the command continues if its standard output is closed. If
-        False, the command exits quietly, like a program in a pipe. May also be a function that
-        returns such a bool and is called when output is lost.
+      continues_without_output: Function that is called if standard output is closed, and returns
+        whether the command continues. If False, it exits quietly, like a program in a pipe.
       traceback_txt: Function that returns the file for tracebacks of the user's code, or None for a
         temporary file.
       logs_to_stderr: Whether the log is written to standard error, because other programs read the

@@ -1,6 +1,5 @@
 """Hooks for training on a cluster: health files, and the grace period after SIGTERM."""
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -91,6 +90,3 @@ class Grace(Hook):
             f"after --grace_seconds={self._seconds}, so the last save would be lost. Increase the "
             "cluster's grace period (docs/clusters.md)."
         )
-
-
-_log = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
 """TrainedModel: the weights of a job's checkpoint, with evaluation, prediction and generation."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import fiddle as fdl
 import jax
@@ -31,27 +32,10 @@ from praxis_lite.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from praxis_lite.trainer.layout_table import mesh_text
 from praxis_lite.trainer.metrics.columns import columns_by_dataset, columns_in
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.restored_weights import restored_weights
 
 Record = dict[str, Any]
-
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
-
-
-def _naming_settings(
-    method: Callable[Concatenate["TrainedModel", _Params], _Result],
-) -> Callable[Concatenate["TrainedModel", _Params], _Result]:
-    """Wraps a method so that error messages mention the settings that caused the errors."""
-
-    @functools.wraps(method)
-    def named(self: "TrainedModel", *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        with naming_settings(self._config, self._files.config_json):
-            return method(self, *args, **kwargs)
-
-    return named
 
 
 class TrainedModel:
@@ -126,7 +110,7 @@ class TrainedModel:
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
         """Columns of eval_metrics.jsonl, keyed by dataset, then by name as in `metrics`."""
-        return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
+        return columns_by_dataset(read_json_lines(self._files.eval_metrics_jsonl))
 
     @property
     def mdl_vars(self) -> Any:
@@ -153,7 +137,6 @@ class TrainedModel:
             for leaf, x in zip(leaves, jax.tree.leaves(self.mdl_vars), strict=True)
         }
 
-    @_naming_settings
     def predict(self, *arrays: Any, **named: Any) -> Any:
         """Calls the model without dropout, and returns its outputs as NumPy arrays.
 
@@ -173,10 +156,10 @@ class TrainedModel:
           ConfigError: No argument is an array, arrays have different numbers of rows, a layer
             rejects them, or an id or position is out of range.
         """
-        check_call(self.partitioner.task, arrays, named)
-        return self._forward(self.mdl_vars, *arrays, **named)
+        with self._naming_settings():
+            check_call(self.partitioner.task, arrays, named)
+            return self._forward(self.mdl_vars, *arrays, **named)
 
-    @_naming_settings
     def evaluate(self, data: str | InputPipeline | Batch | Iterable[Batch]) -> dict[str, float]:
         """Evaluates the task's metrics.
 
@@ -193,28 +176,32 @@ class TrainedModel:
           ConfigError: The job has no such dataset, the dataset is endless, or the batches lack an
             input of the task.
         """
-        limit = self.job.run.evaluation.max_batches
-        if not isinstance(data, str | InputPipeline):
-            data, limit = in_memory(data), None
-        name, pipeline = self._pipeline("datasets", data)
-        check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
-        if pipeline.num_batches is None and limit is None:
-            raise ConfigError(
-                f"{name} cannot be evaluated completely, because it is endless. Load the job with "
-                "settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
-            )
-        evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
-        # Restoring the weights also sets `step`.
-        mdl_vars = self.mdl_vars
-        metrics = evaluator.run(self._restored_step(), mdl_vars)
+        run, limit = self.job.run, self.job.run.evaluation.max_batches
+        with self._naming_settings():
+            if not isinstance(data, str | InputPipeline):
+                data, limit = in_memory(data), None
+            name, pipeline = self._pipeline("datasets", data)
+            check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
+            if pipeline.num_batches is None and limit is None:
+                raise ConfigError(
+                    f"{name} cannot be evaluated completely, because it is endless. Load the job "
+                    "with settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
+                )
+            evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=run.seed)
+            # Restoring the weights also sets `step`.
+            mdl_vars = self.mdl_vars
+            metrics = evaluator.run(self._restored_step(), mdl_vars)
         assert metrics is not None, "Only `should_stop` ends an evaluation early."
         return metrics[name]
+
+    def _naming_settings(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which error messages mention the settings that caused them."""
+        return naming_settings(self._config, self._files.config_json)
 
     def _restored_step(self) -> int:
         assert isinstance(self.step, int), "`mdl_vars_with` has set the number."
         return self.step
 
-    @_naming_settings
     def decode(
         self,
         data: str | InputPipeline,
@@ -239,7 +226,8 @@ class TrainedModel:
           ConfigError: The task cannot decode, the job has no such dataset, or the decoder has no
             such setting.
         """
-        return self._decoded(data, self._decoding(decoder, settings), seed)
+        with self._naming_settings():
+            return self._decoded(data, self._decoding(decoder, settings), seed)
 
     def _decoded(
         self, data: str | InputPipeline, partitioner: Partitioner, seed: int | None
@@ -252,7 +240,6 @@ class TrainedModel:
         step = self._restored_step()
         return PromptDecoder(partitioner, mdl_vars, step, seed).records(name, pipeline)
 
-    @_naming_settings
     def generate(
         self,
         prompts: Prompts,
@@ -281,8 +268,9 @@ class TrainedModel:
           ConfigError: The task does not continue prompts, a prompt is empty, or the decoder has no
             such setting.
         """
-        partitioner = self._decoding(decoder, settings)
-        return self._decoded(prompt_batch(partitioner.task, prompts), partitioner, seed)
+        with self._naming_settings():
+            partitioner = self._decoding(decoder, settings)
+            return self._decoded(prompt_batch(partitioner.task, prompts), partitioner, seed)
 
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
         """Returns the weights in the format that a decoder needs, cached per format."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from praxis_lite.checkpoints.steps.verified_steps import Step
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.core.task import records_of
@@ -27,7 +27,6 @@ from praxis_lite.trainer.metrics.json_lines import append_lines
 from praxis_lite.trainer.metrics.packed import Packed, pack_scalars
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import write_records
-from praxis_lite.trainer.metrics.weighted import WeightedMean
 from praxis_lite.trainer.restored_weights import restored_weights
 
 _log = logging.getLogger(__name__)
@@ -43,15 +42,12 @@ class Evaluator:
       partitioner: Partitioner of the task, with its mesh.
       pipelines: Evaluation datasets, keyed by name.
       max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
-      note: Function that prints a line. If a metric is not finite, this function is called with a
-        message about the first batch that contains NaN or infinity.
       seed: Seed for the random keys that the task may use in `compute_eval_loss`.
     """
 
     partitioner: Partitioner
     pipelines: Mapping[str, InputPipeline]
     max_eval_batches: int | None
-    note: Callable[[str], None] = _log.info
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def run(
@@ -123,8 +119,44 @@ class Evaluator:
             example_of = functools.partial(pipeline.example_of, index)
             first_row = pipeline.rows_of_batch(index, rows).start
             if message := non_finite_rows(inputs, first_row, example_of):
-                self.note(f"datasets.{name}: batch {index} (counted from 0) has {message}")
+                _log.info("datasets.%s: batch %d (counted from 0) has %s", name, index, message)
                 return
+
+
+class WeightedMean:
+    """Accumulates the mean of each metric, sum(value * weight) / sum(weight), in float64.
+
+    Pairs with weight 0 are ignored, because a batch of padding rows may report NaN, and 0 * NaN is
+    NaN. A NaN with a positive weight makes the mean NaN.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, scalars: Mapping[str, tuple[Any, Any]]) -> None:
+        """Adds a batch's metrics, (value, weight) by name.
+
+        The values and weights are scalars: numbers, or NumPy or JAX arrays of shape ().
+
+        Raises:
+          ConfigError: A weight is negative or not finite.
+        """
+        for name, (value, weight) in scalars.items():
+            weight = float(weight)
+            require(
+                math.isfinite(weight) and weight >= 0,
+                f"The weight of metric {name!r}",
+                weight,
+                "a finite non-negative number",
+            )
+            if weight > 0:
+                self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        """Returns the mean of each metric whose total weight is not 0."""
+        return {name: total / self._weights[name] for name, total in self._sums.items()}
 
 
 def _add(
@@ -179,7 +211,7 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
         print(evaluation_line(step, name, metrics))
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)
-        write_records(path, records, _log.info)
+        write_records(path, records)
         count = "1 example" if len(records) == 1 else f"{len(records)} examples"
         print(
             f"evaluated {count} of {name} with the weights of step {step}: {job.files.shown(path)}"

@@ -83,9 +83,8 @@ def draw_loss_curve(files: JobDir, step: int) -> None:
     """Writes loss_curve.png, or logs why it cannot be written."""
     if not processes.is_first():
         return
-    title = f"{files.path.name}, {step} steps"
     try:
-        plot_loss_curve(files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title)
+        plot_loss_curve(files, f"{files.path.name}, {step} steps")
     except ConfigError as error:
         _log.info("note: %s", error)
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from praxis_lite.config.build import build
 from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core.errors import is_number
-from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.experiment.run_settings import EarlyStopping
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_lines
@@ -72,12 +72,8 @@ def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
     return early.reason_to_stop(watched_history(early, files, step))
 
 
-def watched_history(
-    early_stopping: EarlyStopping | None, job: JobDir, last_step: int
-) -> dict[int, float]:
+def watched_history(early_stopping: EarlyStopping, job: JobDir, last_step: int) -> dict[int, float]:
     """Returns the values of the early-stopping metric, keyed by step, up to `last_step`."""
-    if early_stopping is None:
-        return {}
     values = {
         step: metrics[early_stopping.metric]
         for step, metrics in metrics_by_step(job).items()
@@ -120,10 +116,8 @@ def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
     return step >= run.num_train_steps or why_stopped_early(run, job, step) is not None
 
 
-def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the recent losses for spike detection, or [] if spike detection is disabled."""
-    if run.loss_spikes.factor is None:
-        return []
+def losses_before(job: JobDir) -> list[float]:
+    """Returns the recent losses for spike detection."""
     return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
 
 
@@ -178,14 +172,8 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
         "continue from here, raise run.num_train_steps."
     )
     if num_skipped:
-        skipped = (
-            f"The last step, {step}, was skipped"
-            if num_skipped == 1
-            else f"The last {num_skipped} steps, up to step {step}, were skipped"
-        )
         return (
-            f"{skipped}, because the loss, gradient or learning rate was not finite or the "
-            f"gradient was too large. The weights in {job.location} are those of step "
+            f"{why_skipped(step, num_skipped)} The weights in {job.location} are those of step "
             f"{step - num_skipped}. {advice}"
         )
     losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
@@ -196,6 +184,19 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
                 f"{job.location} or the evaluation data are not usable. {advice}"
             )
     return None
+
+
+def why_skipped(step: int, num_skipped: int) -> str:
+    """Returns a sentence that the last steps up to `step` were skipped, and why."""
+    skipped = (
+        f"The last step, {step}, was skipped"
+        if num_skipped == 1
+        else f"The last {num_skipped} steps, up to step {step}, were skipped"
+    )
+    return (
+        f"{skipped}, because the loss, gradient or learning rate was not finite or the gradient "
+        "was too large."
+    )
 
 
 def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:

@@ -38,9 +38,9 @@ from praxis_lite.trainer.job_history import (
     why_stopped_early,
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
+from praxis_lite.trainer.job_tools import JobTools, OtherSaves
 from praxis_lite.trainer.metrics.progress import ProgressLine, live_line
-from praxis_lite.trainer.spike_detector import LossSpike, RollBacks
+from praxis_lite.trainer.spike_detector import RollBacks
 from praxis_lite.trainer.starting_point import StartingPoint, StartingPoints
 from praxis_lite.trainer.training_loop import TrainingResult, run_training_loop
 
@@ -122,7 +122,9 @@ def launch_training(
         if newest_step is None:
             start = starting_points.new()
         else:
-            start = _resume(starting_points, saved, config)
+            start = starting_points.resumed(saved)
+            for line in config.changes():
+                _log.info("changed since the job was last run: %s", line)
         events.report(from_step=start.step, source=start.source)
         config.write()
         write_layout(job.partitioner, files)
@@ -141,20 +143,17 @@ def launch_training(
                 stop,
                 shows_progress=shows_progress,
             )
-    if not reason:
-        _log.info(_last_line(job, result))
+    if result.stopped_by:
+        _log.info(
+            "stopped by %s: step %d is saved, and the same command resumes from it: %s",
+            result.stopped_by,
+            result.step,
+            files.location,
+        )
+    elif not reason:
+        _log.info("trained to step %d: %s", result.step, files.location)
     unsound = unsound_end(files, result.step, result.num_skipped, job.eval_sets)
     return dataclasses.replace(result, unsound=unsound)
-
-
-def _resume(
-    starting_points: StartingPoints, saved: SavedState, config: ConfigFiles
-) -> StartingPoint:
-    """Restores a saved state, and logs the settings that changed since the previous launch."""
-    start = starting_points.resumed(saved)
-    for line in config.changes():
-        _log.info("changed since the job was last run: %s", line)
-    return start
 
 
 def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> TrainingResult:
@@ -188,7 +187,7 @@ def _train_with_roll_backs(
         warn_once_per_job(line)
     for line in notes_on_resume(job.datasets):
         _log.info(line)
-    with open_trackers(job, launched, start.step, _log.info) as trackers:
+    with open_trackers(job, launched, start.step) as trackers:
         _log.info(checkpoint_schedule(run, start.step))
         _log.info("compiling the first step")
         with events.phase(COMPILE):
@@ -210,37 +209,23 @@ def _train_with_roll_backs(
             live = live_line() if is_shown else None
             progress = ProgressLine(run.num_train_steps, live, run.log_every_steps, start.step)
             hooks = all_hooks(job, progress, tools.hooks, trackers, other_saves.hooks(job))
-            ended = run_training_loop(job, start, checkpoints, stop, hooks, _log.info)
+            ended = run_training_loop(job, start, checkpoints, stop, hooks)
             if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
             # From now on, also skip the batch of the loss spike.
             skipped = tuple(sorted({*start.skipped_batches, ended.batch_index}))
             start = starting_points.rolled_back(checkpoints, ended, skipped)
-            warn_once_per_job(_roll_back_line(ended, start))
+            warn_once_per_job(
+                f"rolled back from the loss spike of step {ended.step} to step {start.step}; batch "
+                f"{ended.batch_index} will be skipped (batches skipped so far: {len(skipped)})"
+            )
         events.report(ended_by=ended.stopped_by)
         # If an elastic job was stopped, its supervisor is waiting, so skip the loss curve.
         if processes.membership() is None or not ended.stopped_by:
             draw_loss_curve(job.files, ended.step)
         trackers.finish(start.step, ended.step, stopped=ended.stopped_by is not None)
     return ended
-
-
-def _roll_back_line(spike: LossSpike, start: StartingPoint) -> str:
-    return (
-        f"rolled back from the loss spike of step {spike.step} to step {start.step}; batch "
-        f"{spike.batch_index} will be skipped (batches skipped so far: "
-        f"{len(start.skipped_batches)})"
-    )
-
-
-def _last_line(job: JobOnMesh, result: TrainingResult) -> str:
-    if result.stopped_by:
-        return (
-            f"stopped by {result.stopped_by}: step {result.step} is saved, and the same command "
-            f"resumes from it: {job.files.location}"
-        )
-    return f"trained to step {result.step}: {job.files.location}"
 
 
 _log = logging.getLogger(__name__)

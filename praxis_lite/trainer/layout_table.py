@@ -177,27 +177,17 @@ def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
                 wasteful[(dim, size, padded, leaf.spec[dim])].append(leaf)
     sentences = []
     for (dim, size, padded, axes), leaves in wasteful.items():
-        fraction = 1 - size / padded
+        fraction, num_others = 1 - size / padded, len(leaves) - 1
+        plural = "s" * (num_others > 1)
+        others = f" (and that of {num_others} other array{plural})" if num_others else ""
         sentences.append(
             (
-                f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {size} to {padded} "
-                f"to split over {axes}: {fraction:.0%} of it is padding.",
+                f"{leaves[0].path}: dim {dim}{others} is padded from {size} to {padded} to split "
+                f"over {axes}: {fraction:.0%} of it is padding.",
                 fraction * sum(leaf.bytes_per_device for leaf in leaves),
             )
         )
     return sentences
-
-
-def _others(leaves: Sequence[LeafLayout]) -> str:
-    """Returns " (and that of 3 other weights)" for the leaves after the first, or ""."""
-    kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
-    first, others = kinds[0], collections.Counter(kinds[1:])
-    counts = [
-        f"of {others[kind]} {'other ' * (kind == first)}{name}{'s' * (others[kind] > 1)}"
-        for kind, name in (("weights", "weight"), ("slots", "optimizer slot"))
-        if others[kind]
-    ]
-    return f" (and that {' and '.join(counts)})" if counts else ""
 
 
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:

@@ -35,12 +35,12 @@ class SpikeDetector:
     run. All processes therefore find the same spikes. Spikes are excluded from the median.
 
     Args:
-      factor: A loss above this multiple of the median is a spike. If None, or if the median is not
-        positive, as for a log-likelihood, no spikes are detected.
+      factor: A loss above this multiple of the median is a spike. If the median is not positive, as
+        for a log-likelihood, no spikes are detected.
       previous_losses: Losses of the steps so far, oldest first, as from `recent_losses`.
     """
 
-    def __init__(self, factor: float | None, previous_losses: Iterable[float] = ()):
+    def __init__(self, factor: float, previous_losses: Iterable[float] = ()):
         self._factor = factor
         self._losses = collections.deque(previous_losses, maxlen=NUM_LOSSES)
 
@@ -50,7 +50,7 @@ class SpikeDetector:
         A finite loss that is not a spike is added to the previous losses. A loss that is not finite
         is ignored, because its step was skipped.
         """
-        if self._factor is None or not math.isfinite(loss):
+        if not math.isfinite(loss):
             return None
         if len(self._losses) >= MIN_LOSSES:
             median_loss = median(self._losses)

@@ -9,20 +9,19 @@ from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.columns import Columns, columns_in, columns_of
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import DecodedFile, decoded_files
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 
+_NUM_PROMPTS = 3  # Number of prompts to show for each decoded dataset.
 
-def summary(
-    job: JobDir, *, num_prompts: int = 3, more: Callable[[JobDir], str] = lambda job: ""
-) -> str:
+
+def summary(job: JobDir, *, more: Callable[[JobDir], str] = lambda job: "") -> str:
     """Returns a job's losses, evaluations, step times, decoded samples and files as text.
 
     Args:
       job: The job directory.
-      num_prompts: Number of prompts to show for each decoded dataset.
       more: Function that returns a section to show after the evaluations, or "".
     """
     columns = columns_in(job.metrics_jsonl)
@@ -32,7 +31,7 @@ def summary(
             _evaluations(job),
             more(job),
             _times_of_a_step(columns),
-            *(text for _, _, text in continuations(job, num_prompts)),
+            *(text for _, _, text in continuations(job, _NUM_PROMPTS)),
             _files(job),
         ]
     return printable("\n\n".join(part for part in parts if part))
@@ -84,7 +83,7 @@ def _training(columns: Columns) -> str:
 
 def _evaluations(job: JobDir) -> str:
     # The file may not be sorted, because other processes append evaluations of earlier steps.
-    by_step = sorted(lines_if_any(job.eval_metrics_jsonl), key=lambda line: line["step"])
+    by_step = sorted(read_json_lines(job.eval_metrics_jsonl), key=lambda line: line["step"])
     newest = {str(line.get("dataset", "")): line for line in by_step}
     lines = []
     for dataset, line in newest.items():

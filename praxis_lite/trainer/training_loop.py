@@ -1,9 +1,13 @@
-"""The training loop, which feeds batches to the train step; hooks do everything else."""
+"""The training loop, which feeds batches to the train step; hooks do everything else.
+
+The metrics and times of a step are read while the next step runs, so that the devices never wait
+for the host. `metrics/step_times.py` defines the times.
+"""
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +16,33 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
-from praxis_lite.job.events import DISPATCH, INPUT_WAIT, STEP, events
+from praxis_lite.job.events import (
+    DISPATCH,
+    EVALUATION,
+    INPUT_WAIT,
+    ON_DEVICES,
+    SAVE,
+    STEP,
+    events,
+)
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics, by_name
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.metrics.device_clock import DeviceClock
-from praxis_lite.trainer.metrics.packed import pack_scalars
+from praxis_lite.trainer.metrics.device_clock import DeviceClock, DeviceSpan
+from praxis_lite.trainer.metrics.packed import Packed, pack_scalars
+from praxis_lite.trainer.metrics.step_times import (
+    DEVICE_TIME,
+    DISPATCH_TIME,
+    EVALUATION_TIME,
+    INPUT_TIME,
+    SAVE_TIME,
+    STEP_TIME,
+)
 from praxis_lite.trainer.spike_detector import LossSpike
 from praxis_lite.trainer.starting_point import StartingPoint
-from praxis_lite.trainer.step_metrics import LateMetrics, PendingStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +71,11 @@ def run_training_loop(
     checkpoints: Checkpoints,
     stop: StopRequest,
     hooks: Sequence[Hook],
-    note: Callable[[str], None],
 ) -> TrainingResult | LossSpike:
     """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
-    The metrics of a step are read one step late, while the next step runs, so that the devices
-    never wait for the host. Before a hook with `waits=True`, the metrics are read immediately.
+    The metrics of a step are read one step late. Before a hook with `waits=True`, they are read
+    immediately.
 
     Args:
       job: The job, placed on its mesh.
@@ -65,7 +83,6 @@ def run_training_loop(
       checkpoints: The checkpoints to which hooks save.
       stop: The stop request, polled after every step and before every batch of an evaluation.
       hooks: All hooks, in the order in which they are called.
-      note: Function that prints a line.
 
     Returns:
       How training ended, or a loss spike if the job must be rolled back to an earlier step.
@@ -81,7 +98,6 @@ def run_training_loop(
         checkpoints,
         stop,
         hooks,
-        note,
         is_resumed=start.is_resumed,
     )
     events.report(trains_from=start.step)
@@ -105,13 +121,14 @@ def _run_steps(
     # while this step still runs, so there is no separate prefetch to the devices. Prefetching on
     # the host is up to the pipeline: `tf.data`, or `WithWorkers`.
     late_metrics = LateMetrics(loop)
-    step_hooks = [hook for hook in loop.hooks if overrides(hook, "after_step")]
+    # Other hooks would make the loop wait for the metrics of each step (`Hook.waits`).
+    step_hooks = [hook for hook in loop.hooks if type(hook).after_step is not Hook.after_step]
     key, batches = partitioner.key(job.run.seed), _batches(loop)
     with events.phase(STEP):
         while not loop.is_last(step):
             step += 1
             loop.checkpoints.raise_if_failed()
-            index, inputs, batch, first_row, input_time = next(batches)
+            host_batch, batch = next(batches)
             if step == loop.first_step + 1:
                 # Exclude compilation from the time of the first step.
                 late_metrics.last_time += loop.compile()
@@ -122,22 +139,15 @@ def _run_steps(
                 state, outputs = partitioner.train_step(state, batch, key)
             dispatch_time = time.perf_counter() - dispatch_start
             device_span = device_clock.began(dispatch_start, outputs["metrics"]["loss"])
-            packed_outputs = pack_scalars(outputs)
+            pending = PendingStep(
+                step, host_batch, pack_scalars(outputs), dispatch_time, device_span
+            )
             loop.stop.step_ended()
             loop.should_stop()
             # While the step that was just dispatched runs, read the previous step's metrics.
             if spike := late_metrics.read():
                 return spike
-            late_metrics.pending = PendingStep(
-                step,
-                index,
-                packed_outputs,
-                inputs,
-                first_row,
-                input_time,
-                dispatch_time,
-                device_span,
-            )
+            late_metrics.pending = pending
             loop.results = None
             for hook in step_hooks:
                 if hook.is_due(step, loop.is_last(step)):
@@ -159,13 +169,8 @@ def _run_steps(
     return TrainingResult(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
 
 
-def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
-    """Yields training batches, except batches that are skipped after loss spikes.
-
-    Yields:
-      (index in the data, this process's rows as NumPy arrays, global batch on the devices, index
-      of this process's first row, seconds spent waiting for the input).
-    """
+def _batches(loop: LoopState) -> "Iterator[tuple[HostBatch, Any]]":
+    """Yields training batches on the host and on the devices, except those that are skipped."""
     partitioner, pipeline = loop.job.partitioner, loop.job.datasets[TRAIN]
     rows = partitioner.process_rows(pipeline.batch_size)
     num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
@@ -181,4 +186,97 @@ def _batches(loop: LoopState) -> Iterator[tuple[int, Any, Any, int, float]]:
         # dataset and the batch.
         batch = global_batch(inputs, partitioner.mesh, pipeline.num_rows(index))
         loop.consensus.add_host_seconds(time.perf_counter() - began)
-        yield index, inputs, batch, first_row, input_time
+        yield HostBatch(index, inputs, first_row, input_time), batch
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """This process's rows in a batch, on the host.
+
+    Attributes:
+      index: Index of the batch in the training data.
+      inputs: The rows, as NumPy arrays.
+      first_row: Index of the first of these rows in the batch.
+      input_time: Seconds that the loop waited for the batch.
+    """
+
+    index: int
+    inputs: Any
+    first_row: int
+    input_time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A dispatched step whose outputs are still on the devices.
+
+    Attributes:
+      step: The step's number.
+      batch: The step's batch.
+      outputs: The step's outputs, packed for one transfer per dtype.
+      dispatch_time: Duration of the call to the compiled step, in seconds.
+      device_span: The time span during which the step runs on the devices.
+    """
+
+    step: int
+    batch: HostBatch
+    outputs: Packed
+    dispatch_time: float
+    device_span: DeviceSpan
+
+
+class LateMetrics:
+    """Reads the pending step's outputs, adds the step's times, and passes both to the hooks.
+
+    Attributes:
+      pending: The step to read next, or None.
+      last_time: Value of `time.perf_counter()` when the previous step was read.
+    """
+
+    def __init__(self, loop: LoopState):
+        self._loop, self._weight_unit = loop, loop.job.partitioner.task.weight_unit
+        self._phase_seconds = events.seconds()
+        self.pending: PendingStep | None = None
+        self.last_time = time.perf_counter()
+
+    def read(self) -> LossSpike | None:
+        """Waits for the pending step, if any, and calls the hooks with its metrics.
+
+        Returns:
+          The loss spike to roll back from, or None. If there is one, the remaining hooks are not
+          called.
+        """
+        if self.pending is None:
+            return None
+        pending, self.pending = self.pending, None
+        with events.phase(ON_DEVICES):
+            outputs = pending.outputs.to_host()
+        now = time.perf_counter()
+        events.report(made=pending.step)
+        previous, self._phase_seconds = self._phase_seconds, events.seconds()
+        weight = float(outputs["metrics"]["loss"][1])
+        line: dict[str, Any] = {"step": pending.step}
+        line |= {name: float(value) for name, (value, _) in outputs["metrics"].items()}
+        line |= {name: value.item() for name, value in outputs["learner"].items()}
+        line |= {
+            STEP_TIME: now - self.last_time,
+            INPUT_TIME: pending.batch.input_time,
+            DISPATCH_TIME: pending.dispatch_time,
+            DEVICE_TIME: pending.device_span.seconds(),
+            EVALUATION_TIME: self._phase_seconds[EVALUATION] - previous[EVALUATION],
+            SAVE_TIME: self._phase_seconds[SAVE] - previous[SAVE],
+        }
+        line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
+        self.last_time = now
+        # `metrics` contains this dict, so hooks see the values that earlier hooks add.
+        batch = pending.batch
+        metrics = StepMetrics(
+            pending.step, line, weight, batch.index, batch.inputs, batch.first_row
+        )
+        for hook in self._loop.hooks:
+            line.update(hook.add_metrics(metrics))
+        for hook in self._loop.hooks:
+            hook.after_metrics(metrics)
+            if self._loop.spike is not None:
+                return self._loop.spike
+        return None

@@ -14,7 +14,7 @@ from praxis_lite.host.text_table import unique_ends
 from praxis_lite.job.job_dir import JobDir, open_for_reading, recorded_experiment
 from praxis_lite.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.trainer.metrics.records import decoded_files
 from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.goodput import Goodput, goodput_of
@@ -163,7 +163,7 @@ class JobReader:
             experiment=recorded_experiment(files),
             is_training=training,
             columns=columns,
-            evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
+            evaluations=read_or_note(lambda: columns_by_dataset(read_json_lines(eval_file)), {}),
             config=config,
             samples=samples,
             goodput=read_or_note(lambda: goodput_of(files), None),

@@ -142,9 +142,9 @@ def test_without_annotation_another_type_is_refused(setting):
         apply_overrides(job(), [f"task.1.{setting}"])
 
 
-def test_changes_are_told_and_applied_in_order():
+def test_changes_are_applied_in_order():
     config = job()
-    changes = apply_overrides(
+    apply_overrides(
         config,
         [
             "run.num_train_steps=13",
@@ -154,13 +154,6 @@ def test_changes_are_told_and_applied_in_order():
             "datasets.held-out.batch_size=37",
         ],
     )
-    assert changes == [
-        "run.num_train_steps: 257 -> 13",
-        "run.num_train_steps: 13 -> 7",
-        "mesh.ici_mesh_shape[1]: 4 -> 3",
-        "mesh.dcn_mesh_shape: None -> 1,1,1",
-        "datasets.held-out.batch_size: 7 -> 37",
-    ]
     built = fdl.build(config)
     assert built.run == RunConfig(num_train_steps=7)
     assert built.mesh == zoo.Mesh((1, 3, 2), (1, 1, 1))

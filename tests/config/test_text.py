@@ -201,8 +201,7 @@ def _check_lines(config):
     changed = copy.deepcopy(config)
     for line in lines:
         (setting,) = shlex.split(line)  # What the shell makes of the line.
-        (change,) = apply_overrides(changed, [setting], ["tests"])
-        assert len(set(change.split(": ", 1)[1].split(" -> "))) == 1, change
+        apply_overrides(changed, [setting], ["tests"])
     assert config_lines(changed) == lines
     assert changed == config  # A default stays unset.
 

@@ -54,7 +54,7 @@ def test_the_settings_of_the_command_line_are_taken():
     words, sampled = page("trackers").commands("praxis train")
     settings = [word for word in words if word.startswith("run.trackers.")]
     config = fdl.Config(RunConfig, num_train_steps=7)
-    assert len(apply_overrides(fdl.Config(dict, run=config), settings)) == 5
+    apply_overrides(fdl.Config(dict, run=config), settings)
     trackers = fdl.build(config).trackers
     assert trackers["tensorboard"] is None and trackers["wandb"].project == "small-models"
     assert trackers["mlflow"].tracking_uri == "sqlite:////tmp/mlflow.db"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.process_pairs import free_port
 
 CHECKOUT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ class Hosts(contextlib.AbstractContextManager):
 
     def step(self) -> int:
         """Returns the step of the last line of metrics.jsonl, or 0."""
-        lines = lines_if_any(self.settings.job / "metrics.jsonl")
+        lines = read_json_lines(self.settings.job / "metrics.jsonl")
         return lines[-1]["step"] if lines else 0
 
     def first_step_at(

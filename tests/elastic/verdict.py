@@ -15,7 +15,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.faults.outcome import Row, steps_of
 
 # Absolute, which is stricter than relative, because the losses are between 1 and 7.
@@ -43,12 +43,12 @@ def verdict(
     """
     names = ("metrics.jsonl", "eval_metrics.jsonl")
     (ours, evaluated), (theirs, expected) = (
-        [lines_if_any(folder / name) for name in names] for folder in (job, whole)
+        [read_json_lines(folder / name) for name in names] for folder in (job, whole)
     )
     return [
         each_step_once(ours),
         same_losses(ours, theirs),
-        same_lost_steps(lines_if_any(job / "metrics.lost.jsonl"), theirs),
+        same_lost_steps(read_json_lines(job / "metrics.lost.jsonl"), theirs),
         same_evaluations(evaluated, expected),
         same_weights(job, whole),
         examples_once(job, env),

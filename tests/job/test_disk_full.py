@@ -47,46 +47,46 @@ def at_once(monkeypatch):
     monkeypatch.setattr(retrying_line_writer, "_RETRY_SECONDS", 0.0)
 
 
-def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path, at_once):
-    path, notes = tmp_path / "metrics.jsonl", []
-    with JsonLinesWriter(path, -1, notes.append) as writer:
+def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path, at_once, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLinesWriter(path, -1) as writer:
         writer.write({"step": 1, "loss": 2.5})
         before = path.read_bytes()
         with files_of_at_most(len(before) + 7):
             for step in (2, 3, 4):
                 writer.write({"step": step, "loss": 1.5})
                 assert path.read_bytes() == before  # No part of a line either.
-        (said,) = notes
+        (said,) = caplog.messages
         assert str(path) in said and "File too large" in said
         writer.write({"step": 5, "loss": 1.5})
         assert steps_in(path) == [1, 2, 3, 4, 5]
         writer.write({"step": 6, "loss": 1.5})
-    assert notes[1:] == [f"{path} can be written again; wrote 4 lines for steps 2 to 5"]
+    assert caplog.messages[1:] == [f"{path} can be written again; wrote 4 lines for steps 2 to 5"]
     assert steps_in(path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tmp_path, at_once):
-    path, notes = tmp_path / "metrics.jsonl", []
+def test_lines_lost_at_the_end_are_an_error_or_a_note_beside_another(tmp_path, at_once, caplog):
+    path = tmp_path / "metrics.jsonl"
     for raises in (ConfigError, KeyError):
         with (
             files_of_at_most(0),
             pytest.raises(raises) as error,
-            JsonLinesWriter(path, 1, notes.append) as writer,
+            JsonLinesWriter(path, 1) as writer,
         ):
             writer.write({"step": 2, "loss": 1.5})
             writer.write({"step": 3, "loss": 1.5})
             if raises is KeyError:
                 raise KeyError
-    words = str(error.value) if raises is ConfigError else notes[-1]
+    words = str(error.value) if raises is ConfigError else caplog.messages[-1]
     assert str(path) in words and "2 lines for steps 2 to 3 are lost" in words
-    assert "File too large" in words and len(notes) == 3
+    assert "File too large" in words and len(caplog.messages) == 3
 
 
 def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
     path, now = tmp_path / "metrics.jsonl", [100.0]
     monkeypatch.setattr(retrying_line_writer.time, "monotonic", lambda: now[0])
     opens = mock.Mock(side_effect=descriptor)
-    with JsonLinesWriter(path, -1, lambda line: None) as writer:
+    with JsonLinesWriter(path, -1) as writer:
         monkeypatch.setattr(retrying_line_writer, "descriptor", opens)
         with files_of_at_most(0):
             for step in range(1, 101):
@@ -173,16 +173,16 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
-    lines, picture = tmp_path / "m.jsonl", tmp_path / "loss.png"
-    with JsonLinesWriter(lines, -1) as writer:
+    job = JobDir(tmp_path)
+    with JsonLinesWriter(job.metrics_jsonl, -1) as writer:
         writer.write({"step": 1, "loss": 2.5})
         writer.write({"step": 2, "loss": 1.5})
-    plot_loss_curve(lines, picture)
-    before = picture.read_bytes()
-    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"loss\.png"):
-        plot_loss_curve(lines, picture)
-    assert picture.read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == ["loss.png", "m.jsonl"]
+    plot_loss_curve(job, "")
+    before = job.loss_curve_png.read_bytes()
+    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"loss_curve\.png"):
+        plot_loss_curve(job, "")
+    assert job.loss_curve_png.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["loss_curve.png", "metrics.jsonl"]
 
 
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):

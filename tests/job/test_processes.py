@@ -32,7 +32,7 @@ def test_a_command_that_lost_a_peer_exits_with_a_status_after_which_clusters_ret
         raise PeerLost("process 1 (host) did not reach 'the end' within 300 s")
 
     with pytest.raises(SystemExit) as exited:
-        run(command, continues_without_output=True)
+        run(command, continues_without_output=lambda: True)
     assert exited.value.code == 1
 
 

@@ -12,7 +12,7 @@ PRINTS = """
 import sys
 from praxis_lite.job.processes.standard_output import output_may_be_lost
 
-with output_may_be_lost(continues=sys.argv[1] == "goes on"):
+with output_may_be_lost(continues=lambda: sys.argv[1] == "goes on"):
     print("first", flush=True)
     sys.stdin.readline()
     for _ in range(3):

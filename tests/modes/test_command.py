@@ -152,9 +152,9 @@ def test_a_command_whose_output_is_lost_makes_what_it_makes(continues, code, mon
 def test_a_status_of_a_command_is_its_own():
     assert status_of(lambda: 1, continues_without_output=True) == 1
     with pytest.raises(SystemExit) as ended:
-        run(lambda: 3, continues_without_output=True)
+        run(lambda: 3, continues_without_output=lambda: True)
     assert ended.value.code == 3
-    run(lambda: 0, continues_without_output=True)
+    run(lambda: 0, continues_without_output=lambda: True)
 
 
 def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from praxis_lite import EarlyStopping, EvaluationSettings, RunConfig, StopSettin
 from praxis_lite.checkpoints.sharded_reading import read_arrays
 from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.trainer.hooks import followed as followed_hook
+from praxis_lite.trainer.hooks import evaluations as evaluation_hooks
 from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_history import metrics_by_step
 from praxis_lite.trainer.metrics.json_lines import append_lines, json_line, read_json_lines
@@ -197,9 +197,9 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
         stopping=StopSettings(early=early),
     )
     files, notes = JobDir(tmp_path), []
-    monkeypatch.setattr(followed_hook, "_POLL_SECONDS", 0.0)
-    job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files, notes.append)
-    hook = followed_hook.FollowedEvaluations(job, trackers)
+    monkeypatch.setattr(evaluation_hooks, "_POLL_SECONDS", 0.0)
+    job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files)
+    hook = evaluation_hooks.FollowedEvaluations(job, trackers)
     loop = SimpleNamespace(
         is_first=True,
         note=notes.append,

@@ -14,7 +14,7 @@ def praxis(*argv: object) -> int:
 
 def status_of(command: Callable[[], int | None], *, continues_without_output: bool) -> int:
     """Calls `run` with a command."""
-    return _status(lambda: run(command, continues_without_output=continues_without_output))
+    return _status(lambda: run(command, continues_without_output=lambda: continues_without_output))
 
 
 def _status(function: Callable[[], None]) -> int:

@@ -48,7 +48,7 @@ from praxis_lite import (
 )
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.decode import Sample
-from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.experiment.run_settings import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import set_sharding_params

@@ -17,7 +17,7 @@ from praxis_lite import (
     EvaluationSettings, Experiment, LossSpikeSettings, MeshConfig, RunConfig, SaveSettings,
     StopSettings, register,
 )
-from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.experiment.run_settings import EarlyStopping
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.models import FunctionModel

@@ -15,7 +15,7 @@ from praxis_lite.experiments.classify import Spirals, spirals
 from praxis_lite.experiments.vision import DigitsResNet, DigitsViT, digits
 from praxis_lite.layers import AuxLoss, BaseLayer, ClassificationModel, FullSoftmax
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.trainer.metrics.weighted import WeightedMean
+from praxis_lite.trainer.evaluation import WeightedMean
 
 
 def test_loss_and_accuracy_are_means_over_weighted_examples():

@@ -15,7 +15,7 @@ from praxis_lite.core.partitioner import accumulation
 from praxis_lite.inputs import InMemory
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.trainer.metrics.weighted import WeightedMean
+from praxis_lite.trainer.evaluation import WeightedMean
 
 WEIGHTS = np.asarray([1.0, 0.5, 2.0, 0.0, 1.0], np.float32)
 X = np.asarray([3.0, -1.0, 0.25, np.nan, 7.0], np.float32)  # The row that weighs nothing is NaN.

@@ -12,8 +12,8 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.evaluation import WeightedMean
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.trainer.metrics.weighted import WeightedMean
 from tests.support.job_runs import home, launch, lines_of, loaded, succeed
 from tests.support.line_jobs import LINE
 from tests.support.marks import slow_but

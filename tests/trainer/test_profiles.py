@@ -3,6 +3,7 @@
 import collections
 import gzip
 import json
+import logging
 import os
 import signal
 import threading
@@ -64,28 +65,30 @@ def test_which_processes_trace_is_one_of_two_words():
         ("9" * 10_000, 0, "999..."),
     ],
 )
-def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, text, expected, words):
-    notes, file = [], tmp_path / "profile.request"
-    requests = ProfileRequests(file, StopRequest(), notes.append)
+def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, caplog, text, expected, words):
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "profile.request"
+    requests = ProfileRequests(file, StopRequest())
     assert requests.take() == 0
     file.write_text(text)
     requests._polled_at -= 1.0
     assert requests.take() == expected
     assert not file.exists()
     assert requests.take() == 0
-    assert words in "".join(notes)
-    assert len(notes) == bool(words)
+    assert words in caplog.text
+    assert len(caplog.records) == bool(words)
 
 
-def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
-    notes, file = [], tmp_path / "profile.request"
+def test_a_request_that_cannot_be_read_is_reported_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "profile.request"
     file.mkdir()
-    requests = ProfileRequests(file, StopRequest(), notes.append)
+    requests = ProfileRequests(file, StopRequest())
     for _ in range(3):
         assert requests.take() == 0
         requests._polled_at -= 1.0
-    assert len(notes) == 1
-    assert "profile.request cannot be read and removed" in notes[0]
+    (record,) = caplog.records
+    assert "profile.request cannot be read and removed" in record.getMessage()
 
 
 def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(monkeypatch):

@@ -10,7 +10,7 @@ from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
-from praxis_lite.trainer.decoding.streaming import ContinuationPrinter
+from praxis_lite.trainer.decoding.decode import ContinuationPrinter
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts, title
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 

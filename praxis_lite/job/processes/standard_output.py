@@ -69,19 +69,17 @@ def open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None]:
+def output_may_be_lost(*, continues: Callable[[], bool]) -> Iterator[None]:
     """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      continues: Whether the process continues without its output. If False, the process exits
-        quietly, like a program in a pipe. May also be a function that returns such a bool and is
-        called when output is lost.
+      continues: Function that is called when output is lost, and returns whether the process
+        continues without it. If False, the process exits quietly, like a program in a pipe.
     """
-    decide = continues if callable(continues) else lambda: continues
     original = sys.stdout, sys.stderr
     wrapped = (
-        _FailsafeStream(sys.stdout, "standard output", decide),
-        _FailsafeStream(sys.stderr, "standard error", decide),
+        _FailsafeStream(sys.stdout, "standard output", continues),
+        _FailsafeStream(sys.stderr, "standard error", continues),
     )
     sys.stdout, sys.stderr = wrapped
     try:

@@ -1,7 +1,5 @@
 """The hook that records which rows each process trained on, to verify the order of the data."""
 
-import contextlib
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ import numpy as np
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.host.atomic_files import not_written
+from praxis_lite.host.file_reading import finish_last_line
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.processes.row_digests import (
     fingerprint_digest,
@@ -77,12 +76,13 @@ class Examples(Hook):
         )
         try:
             folder.mkdir(exist_ok=True)
-            self._lines = RetryingLineWriter(self._path, loop.note)
-            is_truncated = _has_incomplete_last_line(self._path)
+            self._lines = RetryingLineWriter(self._path)
+            # A process that was killed may have left an incomplete line.
+            with self._path.open("r+b") as file:
+                finish_last_line(file)
         except OSError as error:
             raise not_written(self._path, error) from error
-        # A process that was killed may have left an incomplete line.
-        self._write(loop.first_step, "\n" * is_truncated + line_of(self._start))
+        self._write(loop.first_step, line_of(self._start))
         self._reset()
 
     def after_metrics(self, metrics: StepMetrics) -> None:
@@ -121,22 +121,10 @@ class Examples(Hook):
         """Appends a line and syncs it to disk, so that the line survives a host crash."""
         assert self._lines is not None, "`before_training` was called."
         self._lines.add(step, text)
-        with contextlib.suppress(OSError):
-            file = os.open(self._path, os.O_RDONLY)
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+        self._lines.sync()
 
 
 def _ranges(is_own: np.ndarray) -> tuple[tuple[int, int], ...]:
     """Returns the (start, end) ranges of indices at which a mask is True."""
     edges: Sequence[int] = np.flatnonzero(np.diff(is_own, prepend=False, append=False)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _has_incomplete_last_line(path: os.PathLike) -> bool:
-    last_byte = os.path.getsize(path) - 1
-    with open(path, "rb") as file:
-        file.seek(max(last_byte, 0))
-        return file.read(1) not in (b"", b"\n")

@@ -164,11 +164,6 @@ METHODS = {
 }
 
 
-def overrides(hook: Hook, method: str) -> bool:
-    """Returns whether a hook overrides a method of `Hook`."""
-    return getattr(type(hook), method) is not getattr(Hook, method)
-
-
 def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
     """Raises ConfigError unless all hooks are valid `Hook` objects that fit the job."""
     for index, hook in enumerate(hooks):

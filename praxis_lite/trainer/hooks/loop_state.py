@@ -1,9 +1,9 @@
 """The state of the training loop that hooks read and change."""
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.inputs.base import TRAIN
@@ -13,7 +13,7 @@ from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.job.processes.watchdog import Watchdog
 from praxis_lite.trainer.compilation import compile_step
-from praxis_lite.trainer.hooks.hook import Hook, overrides
+from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.spike_detector import LossSpike
@@ -62,13 +62,13 @@ class LoopState:
         checkpoints: Checkpoints,
         stop: StopRequest,
         hooks: Sequence[Hook],
-        note: Callable[[str], None],
         *,
         is_resumed: bool,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
-        self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
+        self.checkpoints, self.stop, self.hooks = checkpoints, stop, tuple(hooks)
+        self.note = _log.info
         self.is_resumed = is_resumed
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
@@ -85,8 +85,7 @@ class LoopState:
         self.results: Results | None = None
         self.saved_at = time.monotonic()
         self.profile_steps, self.has_profile_request = 0, False
-        self._requests = ProfileRequests(job.files.profile_request, stop, note)
-        self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
+        self._requests = ProfileRequests(job.files.profile_request, stop)
 
     def compile(self) -> float:
         """Compiles the training step in the contexts of all hooks; returns the seconds taken."""
@@ -120,17 +119,6 @@ class LoopState:
             self.profile_steps, self.has_profile_request = self.consensus.profile_steps, False
         return self.stops
 
-    def report_evaluation(self, step: int, results: Results) -> None:
-        """Stores the results of an evaluation and calls every hook's `after_evaluation`."""
-        self.results = results
-        for hook in self._evaluation_hooks:
-            self.end(hook.after_evaluation(step, results))
-
-    def report_profile(self, folder: Path) -> None:
-        """Calls every hook's `after_profile`. Only the first process calls this method."""
-        for hook in self.hooks:
-            hook.after_profile(folder)
-
     def end(self, reason: str | None) -> None:
         """Ends training with the current step unless `reason` is None; keeps the first reason."""
         self.reason = self.reason or reason
@@ -143,3 +131,6 @@ class LoopState:
     def stopped_by(self) -> str | None:
         """Returns the request that stopped training, such as "SIGTERM", or None."""
         return (self.stop.reason or self.consensus.stop_reason) if self.stops else None
+
+
+_log = logging.getLogger(__name__)

@@ -14,32 +14,30 @@ class LossSpikes(Hook):
 
     every, waits = None, False
 
-    def __init__(self, job: JobOnMesh):
-        self._job = job
+    def __init__(self, job: JobOnMesh, factor: float):
+        self._job, self._factor = job, factor
         self._median: float | None = None
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
-        self._loop, run = loop, self._job.run
+        self._loop = loop
         # The `MetricsFiles` hook runs earlier and has removed the lines for steps to be recomputed.
-        self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
+        self._spikes = SpikeDetector(self._factor, losses_before(self._job.files))
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:
         self._median = self._spikes.median_below(metrics.line["loss"])
-        if self._job.run.loss_spikes.factor is None:
-            return {}
         return {
             "is_loss_spike": int(self._median is not None),
             "num_skipped_batches": len(self._loop.skipped_batches),
         }
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        median, run, loss = self._median, self._job.run, metrics.line["loss"]
+        median, loss = self._median, metrics.line["loss"]
         if median is None:
             return
         self._loop.note(
             f"step {metrics.step}: loss spike: {metric_text(loss)} is {loss / median:.1f} times "
             f"{metric_text(median)}, the median of previous losses (run.loss_spikes.factor is "
-            f"{run.loss_spikes.factor})"
+            f"{self._factor})"
         )
-        if run.loss_spikes.action == "roll_back":
+        if self._job.run.loss_spikes.action == "roll_back":
             self._loop.spike = LossSpike(metrics.step, metrics.batch_index)

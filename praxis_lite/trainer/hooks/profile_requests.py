@@ -1,8 +1,8 @@
 """Receives requests to profile a running job, by SIGUSR1 or by a file in its directory."""
 
+import logging
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import shortened
@@ -21,11 +21,10 @@ class ProfileRequests:
       file: The file that requests a profile. It may contain a number of steps, and is removed after
         it is read.
       stop: Listener that receives SIGUSR1.
-      note: Function that prints a line.
     """
 
-    def __init__(self, file: Path, stop: StopRequest, note: Callable[[str], None]):
-        self._file, self._stop, self._note = file, stop, note
+    def __init__(self, file: Path, stop: StopRequest):
+        self._file, self._stop = file, stop
         self._polled_at = -_POLL_SECONDS
         self._polls_file = processes.is_first()
 
@@ -46,17 +45,20 @@ class ProfileRequests:
             self._file.unlink()
         except OSError as error:
             self._polls_file = False
-            self._note(
+            _log.info(
                 f"{self._file} cannot be read and removed ({error.strerror or error}), so this "
                 "launch will ignore the file. Send SIGUSR1 to request a profile."
             )
             return 0
         is_number = re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_STEPS
         if text and not is_number:
-            self._note(
+            _log.info(
                 f"{self._file.name} contains {shortened(text)!r}, so no profile is recorded; "
                 f"expected a number of steps from 1 to {MAX_STEPS}, or an empty file for "
                 f"{NUM_STEPS} steps"
             )
             return 0
         return int(text) if text else NUM_STEPS
+
+
+_log = logging.getLogger(__name__)

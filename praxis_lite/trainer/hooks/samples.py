@@ -47,7 +47,7 @@ class Samples(Hook):
             ).records(SAMPLES, self._prompts)
         if loop.is_first:
             path = job.files.decode_jsonl(SAMPLES, step)
-            write_records(path, records, loop.note)
+            write_records(path, records)
             text = continuations_in(DecodedFile(SAMPLES, step, path), len(records))
             loop.note(text)
             self._trackers.log_text(step, f"decode/{SAMPLES}", text)

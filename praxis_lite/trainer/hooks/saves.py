@@ -10,7 +10,7 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.events import SAVE, events
 from praxis_lite.job.processes.watchdog import SAVING
 from praxis_lite.trainer.evaluation import watched_values
-from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -85,8 +85,6 @@ def _hook_values(loop: LoopState) -> dict[str, object]:
     """
     values = {}
     for name, hook in by_name(loop.hooks).items():
-        if not overrides(hook, "to_save"):
-            continue
         value = hook.to_save()
         try:
             json.dumps(value, allow_nan=False)

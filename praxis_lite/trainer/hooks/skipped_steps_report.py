@@ -14,6 +14,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.pipeline_checks import non_finite_rows
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop_state import LoopState
+from praxis_lite.trainer.job_history import why_skipped
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
@@ -63,11 +64,6 @@ class SkippedSteps(Hook):
     def _too_many_message(self, step: int, in_a_row: int, data_fault: str) -> str:
         last_good, checkpoints = step - in_a_row, self._loop.checkpoints
         good_steps = [saved for saved in checkpoints.all_steps() if saved <= last_good]
-        skipped = (
-            f"The last step, {step}, was skipped"
-            if in_a_row == 1
-            else f"The last {in_a_row} steps, up to step {step}, were skipped"
-        )
         checkpoint = (
             f"the newest checkpoint at or before that step is step {good_steps[-1]}, in "
             f"{checkpoints.directory}"
@@ -86,8 +82,8 @@ class SkippedSteps(Hook):
                 "bfloat16 instead of float16"
             )
         return (
-            f"{skipped}, because the loss, gradient or learning rate was not finite or the "
-            f"gradient was too large. The last good step is {last_good}; {checkpoint}. {advice}. "
+            f"{why_skipped(step, in_a_row)} The last good step is {last_good}; {checkpoint}. "
+            f"{advice}. "
             "To allow more skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it "
             "to None."
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import platform
 import socket
@@ -26,7 +27,7 @@ from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop_state import LoopState
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.metrics.json_lines import lines_if_any, lost_path
+from praxis_lite.trainer.metrics.json_lines import lost_path, read_json_lines
 from praxis_lite.trainer.summary import continuations
 
 # Maximum time to wait for the trackers at the end of a launch.
@@ -42,10 +43,8 @@ class Trackers(contextlib.AbstractContextManager):
     END_SECONDS.
     """
 
-    def __init__(
-        self, threads: Sequence[TrackerThread], files: JobDir, note: Callable[[str], None]
-    ):
-        self._threads, self._files, self._note = threads, files, note
+    def __init__(self, threads: Sequence[TrackerThread], files: JobDir):
+        self._threads, self._files = threads, files
         self._ending: Ending = "finished"
 
     def resume_from(self, step: int) -> None:
@@ -55,8 +54,8 @@ class Trackers(contextlib.AbstractContextManager):
         step is read from these files.
         """
         if self._threads:
-            newest_step = _newest_lost(self._files.metrics_jsonl, self._note)
-            newest_evaluation = _newest_lost(self._files.eval_metrics_jsonl, self._note)
+            newest_step = _newest_lost(self._files.metrics_jsonl)
+            newest_evaluation = _newest_lost(self._files.eval_metrics_jsonl)
         for thread in self._threads:
             thread.resume_from(step, newest_step, newest_evaluation)
             if thread.ident is None:
@@ -102,18 +101,18 @@ class Trackers(contextlib.AbstractContextManager):
                     for thread in self._threads:
                         thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
-            self._note(f"note: no decoded samples are sent to trackers: {error}")
+            _log.info("note: no decoded samples are sent to trackers: %s", error)
         # If there is no image, `draw_loss_curve` has already reported the reason.
         with contextlib.suppress(OSError):
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
                 thread.image(step, "loss_curve", png)
 
-    def forward_notes(self, note: Callable[[str], None]) -> None:
-        """Passes the queued notes from all trackers to `note`."""
+    def log_notes(self) -> None:
+        """Logs the queued notes from all trackers."""
         for thread in self._threads:
             while thread.notes:
-                note(thread.notes.popleft())
+                _log.info(thread.notes.popleft())
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         deadline = time.monotonic() + END_SECONDS
@@ -123,21 +122,22 @@ class Trackers(contextlib.AbstractContextManager):
             thread.end(self._ending if kind is None else "failed")
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.forward_notes(self._note)
+        self.log_notes()
         for thread in started:
             if thread.is_alive():
-                self._note(
-                    f"note: the {thread.name} did not finish within {END_SECONDS} s; the "
-                    "newest numbers may be missing"
+                _log.info(
+                    "note: the %s did not finish within %s s; the newest numbers may be missing",
+                    thread.name,
+                    END_SECONDS,
                 )
 
 
-def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
+def _newest_lost(path: Path) -> int:
     """Returns the newest step among the lost lines from a file, or 0 if there are none."""
     try:
-        return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
+        return max((line["step"] for line in read_json_lines(lost_path(path))), default=0)
     except ConfigError as error:
-        note(f"note: trackers may get some steps twice: {error}")
+        _log.info("note: trackers may get some steps twice: %s", error)
         return 0
 
 
@@ -150,45 +150,39 @@ class Tracking(Hook):
         self._trackers = trackers
 
     def before_training(self, loop: LoopState, state: TrainState) -> None:
-        self._note = loop.note
         self._trackers.resume_from(loop.first_step)
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._trackers.log_step(metrics.step, metrics.line)
-        self._trackers.forward_notes(self._note)
+        self._trackers.log_notes()
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         self._trackers.log_evaluation(step, results)
 
 
-def open_trackers(
-    job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
-) -> Trackers:
+def open_trackers(job: JobOnMesh, launched: LaunchedConfig, first_step: int) -> Trackers:
     """Returns a job's trackers. Only the first process has trackers.
 
     Args:
       job: The job, placed on its mesh.
       launched: The config of the launch.
       first_step: Number of steps completed before this launch.
-      note: Function that prints a line.
     """
     trackers = {name: tracker for name, tracker in job.run.trackers.items() if tracker is not None}
     threads = []
     if trackers and processes.is_first():
         try:
-            run = tracked_run(job, launched, first_step, note)
+            run = tracked_run(job, launched, first_step)
             threads = [
                 TrackerThread(name, tracker, run, _due_steps(job, tracker))
                 for name, tracker in trackers.items()
             ]
         except ConfigError as error:
-            note(f"note: the trackers cannot be started: {error}")
-    return Trackers(threads, job.files, note)
+            _log.info("note: the trackers cannot be started: %s", error)
+    return Trackers(threads, job.files)
 
 
-def tracked_run(
-    job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
-) -> TrackedRun:
+def tracked_run(job: JobOnMesh, launched: LaunchedConfig, first_step: int) -> TrackedRun:
     """Describes a run for its trackers; raises ConfigError if the run's id cannot be written."""
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
@@ -211,7 +205,6 @@ def tracked_run(
         facts=facts,
         first_step=first_step,
         evaluated=tuple(job.eval_sets),
-        note=note,
     )
 
 
@@ -241,3 +234,6 @@ def _due_steps(job: JobOnMesh, tracker: Tracker) -> Callable[[int], bool]:
     last_step = job.run.num_train_steps
     every = tracker.every or job.run.log_every_steps or max(1, last_step // 200)
     return lambda step: step % every == 0 or step == last_step
+
+
+_log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,21 +13,18 @@ class DeviceSpan:
     """The time span during which a step runs on the devices.
 
     Args:
-      dispatch_start: Time of the step's dispatch according to `now`.
+      dispatch_start: Time of the step's dispatch (`time.perf_counter`).
       previous: The span of the previous step, or None.
-      now: The clock, in seconds.
     """
 
-    def __init__(
-        self, dispatch_start: float, previous: "DeviceSpan | None", now: Callable[[], float]
-    ):
-        self._dispatch_start, self._previous, self._now = dispatch_start, previous, now
+    def __init__(self, dispatch_start: float, previous: "DeviceSpan | None"):
+        self._dispatch_start, self._previous = dispatch_start, previous
         self._end: float | None = None
 
     def end(self) -> float:
         """Returns the end of the span, which is the time of the first call to this method."""
         if self._end is None:
-            self._end = self._now()
+            self._end = time.perf_counter()
         return self._end
 
     def seconds(self) -> float:
@@ -48,13 +44,9 @@ class DeviceClock(contextlib.AbstractContextManager):
     or up to 5 ms late (Python's switch interval) while the loop holds the GIL. The measured time
     therefore includes the dispatch if the devices are idle, but not if they are still running the
     previous step.
-
-    Args:
-      now: The clock, in seconds.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now = now
+    def __init__(self) -> None:
         self._last: DeviceSpan | None = None
         self._running = queue.SimpleQueue[tuple[DeviceSpan, Any] | None]()
         self._thread = threading.Thread(target=self._wait, name="device clock", daemon=True)
@@ -63,10 +55,10 @@ class DeviceClock(contextlib.AbstractContextManager):
         """Starts measuring a step that was just dispatched, and returns its span.
 
         Args:
-          dispatch_start: Time of the step's dispatch, according to the clock.
+          dispatch_start: Time of the step's dispatch (`time.perf_counter`).
           outputs: Arrays that the step computes and that are never donated.
         """
-        span = self._last = DeviceSpan(dispatch_start, self._last, self._now)
+        span = self._last = DeviceSpan(dispatch_start, self._last)
         self._running.put((span, outputs))
         return span
 

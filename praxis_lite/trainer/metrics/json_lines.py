@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -31,13 +30,10 @@ __all__ = (
     "evaluation_lines",
     "is_step",
     "json_line",
-    "lines_if_any",
     "read_json_lines",
     "strict_json",
     "training_lines",
 )
-
-_log = logging.getLogger(__name__)
 
 # Written as strings, because JSON has no NaN and strict parsers reject it.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -68,7 +64,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     If a later write to the file fails, lines are buffered (`RetryingLineWriter`). If the buffered
     lines still cannot be written when the context exits, ConfigError is raised, or a note is
-    printed if another exception is being raised.
+    logged if another exception is being raised.
 
     Numbers have enough digits to round-trip float64. NaN and the infinities are written as the
     strings "NaN", "Infinity" and "-Infinity".
@@ -76,7 +72,6 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     Args:
       path: The file.
       resume_step: Last step whose lines are kept; -1 to keep no lines.
-      note: Called with a message when the file cannot be written, and when it can be written again.
 
     Attributes:
       newest_kept: Newest step among the lines that are kept, or 0 if there are none.
@@ -87,22 +82,15 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
       ConfigError: A line that was read is invalid, or the file cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        resume_step: int,
-        note: Callable[[str], None] = _log.warning,
-    ):
-        self.path = pathlib.Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.lost_path = lost_path(self.path)
+    def __init__(self, path: pathlib.Path, resume_step: int):
+        self.path, self.lost_path = path, lost_path(path)
         self.newest_kept = 0
         self.lost_steps: tuple[int, int] | None = None
         with locked_folder(self.path):
             try:
                 with _open_for_update(self.path) as file:
                     self._move_lost(file, resume_step)
-                self._lines = RetryingLineWriter(self.path, note)
+                self._lines = RetryingLineWriter(self.path)
             except OSError as error:
                 raise not_written(self.path, error) from error
 
@@ -219,15 +207,16 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
         os.close(folder)
 
 
-def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, with "NaN" and the infinities as floats.
+def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the parsed lines of a file, or [] if the file does not exist.
 
-    An incomplete last line is ignored, because its writer was killed or is still writing.
+    "NaN" and the infinities are floats. An incomplete last line is ignored, because its writer was
+    killed or is still writing.
 
     Raises:
-      ConfigError: The file does not exist, or a complete line is not a JSON object with a `step`.
+      ConfigError: The file cannot be read, or a complete line is not a JSON object with a `step`.
     """
-    return list(_read_lines(pathlib.Path(path)))
+    return list(_read_lines(path)) if path.exists() else []
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -325,8 +314,6 @@ def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
     try:
         with opened(path) as file:
             yield file
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror or error}). Fix its permissions, or remove it "
@@ -337,11 +324,6 @@ def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
 def is_step(value: object) -> bool:
     """Returns whether a value is an integer that float64 represents exactly."""
     return isinstance(value, int) and abs(value) <= 2**53
-
-
-def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file, or [] if the file does not exist."""
-    return read_json_lines(path) if path.exists() else []
 
 
 def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -371,7 +353,7 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 def _checked_lines(
     path: pathlib.Path, expected: str, is_valid: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    lines = lines_if_any(path)
+    lines = read_json_lines(path)
     for number, line in enumerate(lines, start=1):
         if not is_valid(line):
             raise ConfigError(

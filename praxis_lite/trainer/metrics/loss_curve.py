@@ -1,8 +1,5 @@
 """Draws a run's loss curve as a PNG, from the run's JSON lines."""
 
-import os
-import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +7,8 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.atomic_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics.columns import Columns, columns_by_dataset, columns_of
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, sampled_lines
 
 _TRAIN_COLOR = "#1f5fa8"
@@ -17,45 +16,31 @@ _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
 _GRAY = "#5f6368"
 
 
-def plot_loss_curve(
-    metrics_path: str | os.PathLike[str],
-    png_path: str | os.PathLike[str],
-    eval_path: str | os.PathLike[str] | None = None,
-    title: str = "",
-) -> None:
-    """Plots loss against step, with raw and smoothed training losses and evaluations as points.
+def plot_loss_curve(job: JobDir, title: str) -> None:
+    """Writes a job's loss_curve.png: raw and smoothed training losses, and evaluations as points.
 
-    A panel below shows the learning rate if it was recorded. If the file is larger than 4 MiB,
+    A panel below shows the learning rate if it was recorded. If metrics.jsonl is larger than 4 MiB,
     about 8,000 evenly spaced lines are drawn, so that plotting does not slow down as the run gets
     longer.
-
-    Args:
-      metrics_path: File of lines with `step`, `loss` and optionally `learning_rate`.
-      png_path: The file to write.
-      eval_path: File of lines with `step`, `dataset`, `loss` and optionally `bits_per_byte`. If it
-        does not exist, no evaluations are drawn.
-      title: Title of the plot.
 
     Raises:
       ConfigError: No line contains a loss, or the PNG cannot be written. An existing PNG is kept.
     """
     # Without pyplot, the figure uses Agg and does not affect the user's backend and figures.
-    figures = optional_module("matplotlib.figure", os.fspath(png_path))
-    lines = list(sampled_lines(pathlib.Path(metrics_path)))
-    steps, losses = _series(lines, "loss")
-    if not steps.size:
-        raise ConfigError(f"{metrics_path} contains no losses, so the curve cannot be drawn.")
-    rate_steps, rates = _series(lines, "learning_rate")
-
-    figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), layout="constrained")
-    if rates.size:
+    figures = optional_module("matplotlib.figure", str(job.loss_curve_png))
+    metrics = columns_of(list(sampled_lines(job.metrics_jsonl)))
+    if "loss" not in metrics:
+        raise ConfigError(f"{job.metrics_jsonl} contains no losses, so the curve cannot be drawn.")
+    steps, losses, rates = metrics["step"], metrics["loss"], metrics.get("learning_rate")
+    figure = figures.Figure(figsize=(9, 4.6 if rates is None else 5.6), layout="constrained")
+    if rates is None:
+        loss_axes = rate_axes = figure.subplots()
+    else:
         loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        rate_axes.plot(rate_steps, rates, color=_GRAY, linewidth=1.4)
+        rate_axes.plot(steps, rates, color=_GRAY, linewidth=1.4)
         rate_axes.set_ylabel("learning rate")
         rate_axes.set_ylim(0, np.max(rates, initial=0, where=np.isfinite(rates)) * 1.15 or 1)
         rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    else:
-        loss_axes = rate_axes = figure.subplots()
 
     loss_axes.plot(steps, losses, color=_TRAIN_COLOR, alpha=0.28, linewidth=0.9)
     smooth_losses = smoothed(losses)
@@ -66,8 +51,10 @@ def plot_loss_curve(
         linewidth=2,
         label=f"training, smoothed: {smooth_losses[-1]:.3f}",
     )
-    if eval_path is not None:
-        _draw_evaluations(loss_axes, evaluation_lines(pathlib.Path(eval_path)))
+    evaluations = columns_by_dataset(evaluation_lines(job.eval_metrics_jsonl))
+    for index, (dataset, columns) in enumerate(evaluations.items()):
+        if "loss" in columns:
+            _draw_evaluations(loss_axes, dataset, columns, _EVAL_COLORS[index % len(_EVAL_COLORS)])
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
@@ -81,39 +68,24 @@ def plot_loss_curve(
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    write_picture(pathlib.Path(png_path), figure, dpi=130)
+    write_picture(job.loss_curve_png, figure, dpi=130)
 
 
-def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
-    datasets = list(dict.fromkeys(line["dataset"] for line in lines))
-    for index, dataset in enumerate(datasets):
-        dataset_lines = [line for line in lines if line["dataset"] == dataset]
-        steps, losses = _series(dataset_lines, "loss")
-        if not steps.size:
-            continue
-        label = f"{dataset}: {losses[-1]:.3f}"
-        _, bits_per_byte = _series(dataset_lines, "bits_per_byte")
-        if bits_per_byte.size:
-            label += f" ({bits_per_byte[-1]:.2f} bits per byte)"
-        color = _EVAL_COLORS[index % len(_EVAL_COLORS)]
-        axes.plot(
-            steps,
-            losses,
-            color=color,
-            linewidth=1,
-            linestyle=":",
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            label=label,
-        )
-
-
-def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and values of the lines that have a number under `key`, sorted by step."""
-    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
-    points.sort()
-    return np.array([step for step, _ in points]), np.array([value for _, value in points], float)
+def _draw_evaluations(axes: Any, dataset: str, columns: Columns, color: str) -> None:
+    label = f"{dataset}: {columns['loss'][-1]:.3f}"
+    if "bits_per_byte" in columns:
+        label += f" ({columns['bits_per_byte'][-1]:.2f} bits per byte)"
+    axes.plot(
+        columns["step"],
+        columns["loss"],
+        color=color,
+        linewidth=1,
+        linestyle=":",
+        marker="o",
+        markersize=5,
+        markeredgecolor="white",
+        label=label,
+    )
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Shows a run's progress as a live line on a terminal or in a notebook, and as lines of the log."""
 
-import contextlib
 import importlib
 import logging
 import math
@@ -118,7 +117,7 @@ def _console(**settings: Any) -> "Console":
     return ConsoleWithCursor(**settings)
 
 
-class ProgressLine(contextlib.AbstractContextManager):
+class ProgressLine:
     """Shows a run's step, loss, speed and remaining time.
 
     A line is logged every `log_every_steps` and at the last step. The live line is redrawn at most
@@ -130,7 +129,6 @@ class ProgressLine(contextlib.AbstractContextManager):
       log_every_steps: Number of steps between lines in the log, at least 1. If None, about 20 lines
         are logged in total.
       first_step: Number of steps completed before this launch: 0, or the restored step.
-      clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -139,34 +137,28 @@ class ProgressLine(contextlib.AbstractContextManager):
         live: LiveLine | None,
         log_every_steps: int | None,
         first_step: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._num_steps, self._live = num_steps, live
         if log_every_steps is None:
             log_every_steps = max(1, math.ceil((num_steps - first_step) / LINES_PER_RUN))
         self._every = log_every_steps
-        self._clock = clock
         self._next_redraw = -math.inf
-        self._newest: tuple[int, Any, Rates | None, bool] | None = None  # Arguments of `update`.
+        self._newest: tuple[int, float, Rates, bool] | None = None  # Arguments of `update`.
         self._is_logged = True  # Whether the log contains `_newest`.
-        self._is_closed = False
 
-    def update(
-        self, step: int, loss: Any = None, rates: Rates | None = None, *, has_tokens: bool = False
-    ) -> None:
+    def update(self, step: int, loss: float, rates: Rates, *, has_tokens: bool) -> None:
         """Sets the newest state, and shows it if a redraw or a line is due.
 
         Args:
           step: The newest step.
-          loss: The loss of the step, or None to omit it.
+          loss: The loss of the step.
           rates: The rates over the last steps, including this step.
           has_tokens: Whether `rates` counts tokens instead of examples.
         """
         self._newest, self._is_logged = (step, loss, rates, has_tokens), False
         is_last = step >= self._num_steps
         if self._live is not None:
-            now = self._clock()
+            now = time.monotonic()
             if is_last or now >= self._next_redraw:
                 self._next_redraw = now + _REDRAW_SECONDS
                 self._draw(self._live)
@@ -174,26 +166,21 @@ class ProgressLine(contextlib.AbstractContextManager):
             self._log_line()
 
     def close(self) -> None:
-        """Shows and logs the final state. Later calls do nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Shows and logs the final state."""
         if self._live is not None and self._newest is not None:
             self._draw(self._live)
             self._live.close()
         if not self._is_logged:
             self._log_line()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _parts(self, step: int, loss: Any, rates: Rates | None, has_tokens: bool) -> dict[str, str]:
+    def _parts(self, step: int, loss: float, rates: Rates, has_tokens: bool) -> dict[str, str]:
         """Returns the parts of the line, keyed by name."""
         width = len(str(self._num_steps))
-        parts = {"step": f"step {step:{width}d}/{self._num_steps}"}
-        if loss is not None:
-            parts["loss"] = f"loss {metric_text(float(loss))}"
-        if rates is None or rates.step_seconds is None:
+        parts = {
+            "step": f"step {step:{width}d}/{self._num_steps}",
+            "loss": f"loss {metric_text(loss)}",
+        }
+        if rates.step_seconds is None:
             return parts
         parts["steps"] = f"{count_of(1 / rates.step_seconds)} steps/s"
         if has_tokens:

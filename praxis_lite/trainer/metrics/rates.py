@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.trainer.metrics.step_times import (
-    EVALUATION_TIME,
     HFU,
     INPUT_TIME,
     MFU,
-    SAVE_TIME,
     STEP_TIME,
 )
 
@@ -65,13 +63,10 @@ class Rates:
         metrics.jsonl.
     """
 
-    def __init__(
-        self, num_steps: int, num_devices: int = 1, pauses: Mapping[str, Pause] | None = None
-    ):
-        self._num_steps, self._num_devices = num_steps, num_devices
-        self._pauses = {EVALUATION_TIME: Pause(), SAVE_TIME: Pause()} | dict(pauses or {})
+    def __init__(self, num_steps: int, num_devices: int, pauses: Mapping[str, Pause]):
+        self._num_steps, self._num_devices, self._pauses = num_steps, num_devices, pauses
         self._lines = collections.deque[Mapping[str, float]](maxlen=_WINDOW_STEPS)
-        self._paused = {name: (0.0, 0) for name in self._pauses}
+        self._paused = {name: (0.0, 0) for name in pauses}
         self._step, self._num_added = 0, 0
         self._weight = self._seconds = self._input_seconds = self._hook_seconds = 0.0
 

@@ -4,8 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,16 @@ from praxis_lite.trainer.metrics.json_lines import locked_folder, strict_json
 __all__ = ("decoded_files",)
 
 
-def write_records(
-    path: Path, records: Sequence[Mapping[str, Any]], note: Callable[[str], None]
-) -> None:
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Writes a file of records atomically.
 
     If the file exists with different records, it is renamed to NAME.1 or to the next free number,
-    and a note is printed. NaN and the infinities are written as the strings "NaN", "Infinity" and
+    and a line is logged. NaN and the infinities are written as the strings "NaN", "Infinity" and
     "-Infinity".
 
     Args:
       path: The file; its folder is created if needed.
       records: JSON-serializable records.
-      note: Function that prints a line.
 
     Raises:
       ConfigError: The file cannot be written.
@@ -41,7 +39,7 @@ def write_records(
             while (renamed := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
             os.replace(path, renamed)
-            note(f"{path} contained different records, which were moved to {renamed.name}")
+            _log.info("%s contained different records, which were moved to %s", path, renamed.name)
         write_atomically(path, content)
 
 
@@ -147,3 +145,6 @@ def _pair(line: bytes) -> tuple[str, str] | None:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_log = logging.getLogger(__name__)

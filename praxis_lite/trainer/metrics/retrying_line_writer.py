@@ -1,10 +1,10 @@
 """Appends lines to a file, and buffers them in memory while the file cannot be written."""
 
 import contextlib
+import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.file_reading import descriptor
@@ -16,19 +16,18 @@ class RetryingLineWriter:
     """Appends lines to a file, and does not raise disk errors while training runs.
 
     Lines that cannot be written because of a full disk or an I/O error are kept in memory, and are
-    retried together with later lines, at most once a second. A note reports the first failure and
-    the next success.
+    retried together with later lines, at most once a second. The first failure and the next success
+    are logged.
 
     Args:
       path: The file. It is created if its directory exists.
-      note: Function that prints a line.
 
     Raises:
       OSError: The file cannot be opened.
     """
 
-    def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
-        self._path, self._note = path, note
+    def __init__(self, path: pathlib.Path):
+        self._path = path
         self._file: int | None = self._open()
         self._lines: list[tuple[int, str]] = []
         self._error: OSError | None = None
@@ -40,11 +39,17 @@ class RetryingLineWriter:
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()
 
+    def sync(self) -> None:
+        """Syncs the written lines to disk, so that they survive a host crash."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
+
     def close(self, *, raise_on_loss: bool) -> None:
         """Tries once more to write the buffered lines, and closes the file.
 
         Args:
-          raise_on_loss: Whether to raise an error if lines are lost, instead of printing a note.
+          raise_on_loss: Whether to raise an error if lines are lost, instead of logging a note.
 
         Raises:
           ConfigError: Lines are lost. The message includes the file, the reason and the steps.
@@ -61,7 +66,7 @@ class RetryingLineWriter:
             self._lines.clear()
             if raise_on_loss:
                 raise ConfigError(message)
-            self._note(f"note: {message}")
+            _log.warning(f"note: {message}")
 
     def _write(self) -> None:
         text = "".join(text for _, text in self._lines).encode()
@@ -80,7 +85,7 @@ class RetryingLineWriter:
             self._failed(error)
             return
         if self._error is not None:
-            self._note(f"{self._path} can be written again; wrote {self._lines_text()}")
+            _log.warning(f"{self._path} can be written again; wrote {self._lines_text()}")
         self._error = None
         self._lines.clear()
 
@@ -91,7 +96,7 @@ class RetryingLineWriter:
         self._close_file()
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         if self._error is None:
-            self._note(
+            _log.warning(
                 f"note: {self._path} cannot be written: {_reason(error)}. Training continues, and "
                 "lines are kept in memory until the file can be written"
             )
@@ -112,3 +117,6 @@ class RetryingLineWriter:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+_log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Names and definitions of a step's times in metrics.jsonl.
 
-All times are in seconds, measured in the process that writes the file. `trainer/step_metrics.py`
+All times are in seconds, measured in the process that writes the file. `trainer/training_loop.py`
 measures all of them except device_time.
 
 - step_time: from the end of the previous step to the end of this step. A step ends when the loop

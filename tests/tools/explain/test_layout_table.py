@@ -304,15 +304,13 @@ def test_a_large_replicated_slot_is_warned_of_with_the_setting_that_splits_it():
     assert "set Learner.slot_mesh_axes" in warning
 
 
-def test_a_wasteful_dim_counts_the_weights_that_share_it_and_their_slots_apart():
+def test_a_wasteful_dim_counts_the_arrays_that_share_it():
     struct, spec = jax.ShapeDtypeStruct((35,), "float32"), PartitionSpec("data")
     others = {name: struct for name in "abc"}
     shapes = {"mdl_vars": others, "opt_states": {"mu": others, "ema": {}}}
     specs = jax.tree.map(lambda _: spec, shapes)
     (note,) = padding_notes(StateLayout(shapes, specs, {"data": 8}))
-    assert note.startswith(
-        "mdl_vars/a: dim 0 (and that of 2 other weights and of 3 optimizer slots) is padded from"
-    )
+    assert note.startswith("mdl_vars/a: dim 0 (and that of 5 other arrays) is padded from")
     (note,) = padding_notes(layout_of((35,), PartitionSpec("data"), data=8))
     assert note.startswith("mdl_vars/w: dim 0 is padded")
 

@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite.job.events import COMPILE, IMPORT, RESTORE, SAVE, STEP
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_tools.goodput.goodput import IDLE, LOST_STEP, goodput_of
 from tests.support.job_runs import home, launch, start_process
 from tests.support.line_jobs import LINE
@@ -83,7 +83,7 @@ def killed(tmp_path_factory):
         return "compiling the first step" in log.read_text()
 
     def steps():
-        return any(line["step"] >= 15 for line in lines_if_any(job.metrics_jsonl))
+        return any(line["step"] >= 15 for line in read_json_lines(job.metrics_jsonl))
 
     def saves():
         return any(job.checkpoints.glob("20.saving*"))
@@ -94,7 +94,7 @@ def killed(tmp_path_factory):
         (saves, 0.0, []),
         (ended, 0.0, []),
     ):
-        before = lines_if_any(job.path / "metrics.lost.jsonl")
+        before = read_json_lines(job.path / "metrics.lost.jsonl")
         with log.open("w") as out:
             began = time.time()
             process = start_process(*argv, *settings, cwd=job.path.parent, out=out)
@@ -105,7 +105,7 @@ def killed(tmp_path_factory):
             # What Python takes for its own end, after the last line, is no part of a launch.
             times.append((began, time.time()))
             process.communicate(timeout=120)
-        num_lost.append(len(lines_if_any(job.path / "metrics.lost.jsonl")) - len(before))
+        num_lost.append(len(read_json_lines(job.path / "metrics.lost.jsonl")) - len(before))
         if condition is not ended:
             assert process.returncode == -signal.SIGKILL
             time.sleep(1.0)
@@ -146,11 +146,11 @@ def test_the_steps_that_were_lost_are_those_whose_lines_were_moved(killed):
     # The launch after the kill in a step found them, and so did that after the kill in the save.
     assert num_lost[:2] == [0, 0] and num_lost[2] >= 5 and num_lost[3] >= 0
     assert [item.num_lost_steps for item in actual.launches] == [0, num_lost[2], num_lost[3], 0]
-    moved = lines_if_any(job.path / "metrics.lost.jsonl")
+    moved = read_json_lines(job.path / "metrics.lost.jsonl")
     seconds = sum(line["step_time"] - line["input_time"] for line in moved)
     # But for the second before each kill, and with the steps that were not ended.
     assert seconds - 2 * TOLERANCE <= actual.seconds[LOST_STEP] <= seconds + 0.5
-    kept = lines_if_any(job.metrics_jsonl)
+    kept = read_json_lines(job.metrics_jsonl)
     assert [line["step"] for line in kept] == list(range(1, 34))
     seconds = sum(line["step_time"] - line["input_time"] for line in kept)
     assert actual.seconds[STEP] == pytest.approx(seconds, abs=TOLERANCE)
@@ -159,7 +159,7 @@ def test_the_steps_that_were_lost_are_those_whose_lines_were_moved(killed):
 
 def test_the_columns_of_a_step_are_its_times_and_those_of_the_pauses_before_it(killed):
     first = goodput_of(killed[0]).launches[-1].first_step + 1
-    lines = [line for line in lines_if_any(killed[0].metrics_jsonl) if line["step"] > first]
+    lines = [line for line in read_json_lines(killed[0].metrics_jsonl) if line["step"] > first]
     for line in lines:
         # The hook sleeps between two steps, while the devices have nothing to do.
         assert line["step_time"] >= 0.1 and 0 < line["dispatch_time"] < line["step_time"]

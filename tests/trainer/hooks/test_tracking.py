@@ -1,5 +1,6 @@
 """Trackers of a real job: set on the command line, and whatever they do, it trains."""
 
+import logging
 import re
 import sys
 
@@ -100,40 +101,42 @@ def test_a_tracker_without_histograms_receives_statistics(tmp_path):
     assert tracker.points == [(8, {f"weights/w/{name}": x for name, x in expected.items()})]
 
 
-def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path):
+def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     job = JobDir(tmp_path)
     for dataset, step in (("prompts", 3), ("prompts", 7), ("old", 2)):
         path = job.decode_jsonl(dataset, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{{"prompt": "at {step}", "continuation": "on"}}\n')
     job.loss_curve_png.write_bytes(b"png")
-    tracker, notes = Remembers(), []
+    tracker = Remembers()
     thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
-    with tracking.Trackers([thread], job, notes.append) as trackers:
+    with tracking.Trackers([thread], job) as trackers:
         trackers.resume_from(7)
         trackers.finish(3, 7, stopped=True)
     (decoded, curve), ending = tracker.calls, tracker.ending
     assert decoded[:2] == (7, "decode/prompts") and "| at 7" in decoded[2]
-    assert curve == (7, "loss_curve", b"png") and ending == ["stopped"] and notes == []
+    assert curve == (7, "loss_curve", b"png") and ending == ["stopped"] and not caplog.records
     job.decode_jsonl("prompts", 7).write_text("no json")
-    with tracking.Trackers([], job, notes.append) as trackers:
+    with tracking.Trackers([], job) as trackers:
         trackers.finish(3, 7, stopped=False)  # Nobody asks.
-    assert notes == []
+    assert not caplog.records
 
 
-def test_trackers_get_no_step_again_that_an_earlier_launch_made(tmp_path):
-    job, tracker, notes = JobDir(tmp_path), Remembers(), []
+def test_trackers_get_no_step_again_that_an_earlier_launch_made(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    job, tracker = JobDir(tmp_path), Remembers()
     for last_step in (7, 5):  # Two launches were killed, and each went on from step 3.
         with JsonLinesWriter(job.metrics_jsonl, 3) as writer:
             for step in range(writer.newest_kept + 1, last_step + 1):
                 writer.write({"step": step, "loss": 1.0})
     with JsonLinesWriter(job.metrics_jsonl, 3):
         thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
-        with tracking.Trackers([thread], job, notes.append) as trackers:
+        with tracking.Trackers([thread], job) as trackers:
             trackers.resume_from(3)
             for step in range(4, 10):
                 trackers.log_step(step, {"step": step, "loss": 2.0})
-    assert [step for step, _ in tracker.points] == [8, 9] and notes == []
+    assert [step for step, _ in tracker.points] == [8, 9] and not caplog.records
 
 
 def test_the_id_of_a_run_is_made_once(tmp_path):

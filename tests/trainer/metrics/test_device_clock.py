@@ -2,7 +2,11 @@
 
 import threading
 import time
+import types
 
+import pytest
+
+from praxis_lite.trainer.metrics import device_clock
 from praxis_lite.trainer.metrics.device_clock import DeviceClock
 
 
@@ -24,11 +28,11 @@ def seen(step):
 
 
 class Devices:
-    """Devices that run a step at a time; the clock stands where it was put."""
+    """Devices that run a step at a time; the time stands where it was put."""
 
     def __init__(self):
         self.time = 0.0
-        self.clock = DeviceClock(lambda: self.time)
+        self.clock = DeviceClock()
 
     def calls(self, at):
         output = Output()
@@ -41,8 +45,15 @@ class Devices:
         seen(step)
 
 
-def test_a_step_counts_from_its_call_or_from_the_end_of_the_step_before():
-    devices = Devices()
+@pytest.fixture
+def devices(monkeypatch):
+    made = Devices()
+    clock = types.SimpleNamespace(perf_counter=lambda: made.time)
+    monkeypatch.setattr(device_clock, "time", clock)
+    return made
+
+
+def test_a_step_counts_from_its_call_or_from_the_end_of_the_step_before(devices):
     with devices.clock:
         first, output = devices.calls(at=1.0)
         second, later = devices.calls(at=1.5)  # While the first runs.
@@ -54,8 +65,7 @@ def test_a_step_counts_from_its_call_or_from_the_end_of_the_step_before():
         assert [step.seconds() for step in (first, second, third)] == [4.0, 2.0, 0.25]
 
 
-def test_a_step_whose_end_nobody_saw_yet_ends_now_and_the_next_counts_from_there():
-    devices = Devices()
+def test_a_step_whose_end_nobody_saw_yet_ends_now_and_the_next_counts_from_there(devices):
     with devices.clock:
         first, output = devices.calls(at=1.0)
         devices.time = 3.0
@@ -67,12 +77,11 @@ def test_a_step_whose_end_nobody_saw_yet_ends_now_and_the_next_counts_from_there
         assert second.seconds() == 3.0
 
 
-def test_an_error_of_the_devices_is_left_to_the_loop_and_ends_the_step():
+def test_an_error_of_the_devices_is_left_to_the_loop_and_ends_the_step(devices):
     class Broken:
         def block_until_ready(self):
             raise RuntimeError("the device is gone")
 
-    devices = Devices()
     with devices.clock:
         step = devices.clock.began(0.0, Broken())
         seen(step)
@@ -82,8 +91,7 @@ def test_an_error_of_the_devices_is_left_to_the_loop_and_ends_the_step():
     assert not devices.clock._thread.is_alive()
 
 
-def test_no_step_keeps_those_before_it():
-    devices = Devices()
+def test_no_step_keeps_those_before_it(devices):
     with devices.clock:
         steps = []
         for number in range(5):

@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve, smoothed
 
 
-def write_lines(path, lines):
-    with JsonLinesWriter(path, -1) as writer:
-        for line in lines:
-            writer.write(line)
-    return path
+def job_with(folder, lines, evaluations=()):
+    """Returns the directory of a job with these lines of metrics and evaluations."""
+    job = JobDir(folder)
+    folder.mkdir(exist_ok=True)
+    for path, written in ((job.metrics_jsonl, lines), (job.eval_metrics_jsonl, evaluations)):
+        if written:
+            with JsonLinesWriter(path, -1) as writer:
+                for line in written:
+                    writer.write(line)
+    return job
 
 
 def pixels_of(path):
@@ -58,43 +64,37 @@ def test_nothing_finite_stays_nan():
     ids=["one step", "nothing finite", "constant rate"],
 )
 def test_any_run_can_be_drawn(tmp_path, lines):
-    write_lines(tmp_path / "m.jsonl", lines)
-    plot_loss_curve(
-        tmp_path / "m.jsonl",
-        tmp_path / "loss.png",
-        tmp_path / "absent.jsonl",
-        r"no formula: $\frac$",
-    )
-    assert pixels_of(tmp_path / "loss.png").std() > 0
+    job = job_with(tmp_path, lines)
+    plot_loss_curve(job, r"no formula: $\frac$")
+    assert pixels_of(job.loss_curve_png).std() > 0
 
 
 def test_evaluations_and_learning_rate_are_drawn(tmp_path):
     steps = range(1, 38)
-    bare = write_lines(tmp_path / "bare.jsonl", [{"step": s, "loss": 5 / s} for s in steps])
-    full = write_lines(
-        tmp_path / "full.jsonl",
-        [{"step": s, "loss": 5 / s, "learning_rate": 1e-3 * s} for s in steps],
-    )
-    evals = write_lines(
-        tmp_path / "evals.jsonl",
-        [
-            {"step": s, "dataset": r"$\frac$", "loss": 6 / s, "bits_per_byte": 8 / s}
-            for s in (13, 37)
-        ],
-    )
-    plot_loss_curve(bare, tmp_path / "bare.png")
-    plot_loss_curve(bare, tmp_path / "evals.png", evals)
-    plot_loss_curve(full, tmp_path / "full.png")
+    lines = [{"step": s, "loss": 5 / s} for s in steps]
+    rates = [line | {"learning_rate": 1e-3 * line["step"]} for line in lines]
+    evaluations = [
+        {"step": s, "dataset": r"$\frac$", "loss": 6 / s, "bits_per_byte": 8 / s} for s in (13, 37)
+    ]
+    drawn = {}
+    for name, written in (
+        ("bare", (lines,)),
+        ("evaluations", (lines, evaluations)),
+        ("rates", (rates,)),
+    ):
+        job = job_with(tmp_path / name, *written)
+        plot_loss_curve(job, "")
+        drawn[name] = pixels_of(job.loss_curve_png)
 
     def num_red(name):
-        red, green, blue = np.moveaxis(pixels_of(tmp_path / name), -1, 0)
+        red, green, blue = np.moveaxis(drawn[name], -1, 0)
         return int(((red > 0.7) & (green < 0.5) & (blue < 0.6)).sum())
 
-    assert num_red("bare.png") == 0 and num_red("evals.png") > 50
-    assert pixels_of(tmp_path / "full.png").shape[0] > pixels_of(tmp_path / "bare.png").shape[0]
+    assert num_red("bare") == 0 and num_red("evaluations") > 50
+    assert drawn["rates"].shape[0] > drawn["bare"].shape[0]
 
 
 def test_a_run_without_a_loss_is_an_error_that_names_the_file(tmp_path):
-    write_lines(tmp_path / "m.jsonl", [{"step": 1, "accuracy": 0.5}])
-    with pytest.raises(ConfigError, match=r"m\.jsonl"):
-        plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png")
+    job = job_with(tmp_path, [{"step": 1, "accuracy": 0.5}])
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        plot_loss_curve(job, "")

@@ -45,33 +45,28 @@ def terminal_of(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch):
-    """The messages that are logged."""
+    """The messages that are logged, while time passes only as CLOCK is told."""
     messages = []
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: CLOCK.seconds))
     monkeypatch.setattr(progress._log, "info", lambda *args, extra: messages.append(args[1]))
     return messages
 
 
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self):
-        self.seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
+CLOCK = types.SimpleNamespace(seconds=100.0)
 
 
 class Run:
     """A run that shows its steps, each of which takes as long as it is told."""
 
-    def __init__(self, num_steps, log_every_steps=None, first_step=0, **settings):
-        self.clock, self.rates, live = Clock(), Rates(num_steps, **settings), live_line()
-        self.line = ProgressLine(num_steps, live, log_every_steps, first_step, clock=self.clock)
+    def __init__(self, num_steps, log_every_steps=None, first_step=0, num_devices=1, **pauses):
+        pauses = {EVALUATION_TIME: Pause(), SAVE_TIME: Pause(), **pauses}
+        self.rates, live = Rates(num_steps, num_devices, pauses), live_line()
+        self.line = ProgressLine(num_steps, live, log_every_steps, first_step)
         self.loop_seconds, self.paused = 0.0, {EVALUATION_TIME: 0.0, SAVE_TIME: 0.0}
 
     def step(self, step, seconds=0.0, weight=None, loss=1.0, input_time=0.0, hook=0.0, **more):
         """Makes a step; then comes a hook that waits."""
-        self.clock.seconds += seconds
+        CLOCK.seconds += seconds
         self.loop_seconds += seconds
         line = {"step": step, "step_time": seconds, "input_time": input_time, **self.paused, **more}
         self.paused = dict.fromkeys(self.paused, 0.0)
@@ -80,17 +75,17 @@ class Run:
         self.loop_seconds += hook
 
     def pauses(self, name, seconds):
-        self.clock.seconds += seconds
+        CLOCK.seconds += seconds
         self.paused[name] = seconds
 
 
 def run(num_steps, log_every_steps=None, first_step=0, step_seconds=0.01):
     showing = Run(num_steps, log_every_steps, first_step)
-    with showing.line:
-        for step in range(first_step + 1, num_steps + 1):
-            # Seven of eight steps have few tokens: their mean is 252.3.
-            weight = 504.6 * 4 if step % 8 == 0 else 0.0
-            showing.step(step, step_seconds, weight, loss=5.0 / step)
+    for step in range(first_step + 1, num_steps + 1):
+        # Seven of eight steps have few tokens: their mean is 252.3.
+        weight = 504.6 * 4 if step % 8 == 0 else 0.0
+        showing.step(step, step_seconds, weight, loss=5.0 / step)
+    showing.line.close()
 
 
 @pytest.mark.parametrize(("num_steps", "first_step"), [(200, 0), (7, 0), (20_011, 0), (1013, 513)])
@@ -117,7 +112,6 @@ def test_a_run_that_stops_early_shows_its_last_step_once(log, monkeypatch):
     showing = Run(200)
     for step in range(1, 138):
         showing.step(step)
-    showing.line.close()
     showing.line.close()
     for lines in (terminal.screen(), [*log, ""]):
         assert lines[-2:] == [next(line for line in lines if line.startswith("step 137/200")), ""]
@@ -179,9 +173,11 @@ def test_what_is_printed_stands_whole_above_the_live_line(log, monkeypatch):
 def test_a_shorter_line_leaves_nothing_of_a_longer_one(log, monkeypatch):
     terminal = terminal_of(monkeypatch)
     showing = Run(200)
-    showing.step(1, 3.0, loss=123456.0)
-    showing.step(2, 1.0, loss=None)
-    assert terminal.screen() == ["step   2/200  1.0 steps/s  waits for input 0%  3m18s left"]
+    showing.step(1, 3.0)
+    showing.step(2, 1.0, loss=123456.0)
+    showing.step(3, 1.0)
+    shown = "step   3/200  loss 1.0000  1.0 steps/s  waits for input 0%  3m17s left"
+    assert terminal.screen() == [shown]
 
 
 def test_a_narrow_terminal_lacks_the_lesser_numbers_and_no_line_wraps(log, monkeypatch):
@@ -224,7 +220,7 @@ def test_the_share_of_a_step_that_waits_for_input_is_of_the_steps_shown(log):
 
 
 def test_utilization_is_of_the_time_of_the_steps_and_of_all_devices_alike():
-    rates = Rates(100, num_devices=8)
+    rates = Rates(100, 8, PAUSES)
     for step, (seconds, mfu) in enumerate(((9.0, 0.01), (1.0, 0.5), (3.0, 0.1)), start=1):
         times = {"step_time": seconds, "input_time": 0, EVALUATION_TIME: 0, SAVE_TIME: 0}
         rates.add({"step": step, "mfu": mfu, **times}, 160.0, 0.0)
@@ -236,7 +232,7 @@ def test_utilization_is_of_the_time_of_the_steps_and_of_all_devices_alike():
 
 def lines_with_pauses(log, first_step, steps, pauses, num_steps=100):
     """Returns lines of steps of 0.5 s, the first of a minute; evaluations take 20 s, saves 3 s."""
-    showing = Run(num_steps, 1, first_step, pauses=pauses)
+    showing = Run(num_steps, 1, first_step, **pauses)
     for step in steps:
         showing.step(step, 60.0 if step == first_step + 1 else 0.5, 100.0, input_time=0.05)
         if step % 10 == 0:
@@ -278,7 +274,7 @@ def test_all_numbers_are_right_straight_after_a_resume(log):
 
 
 def test_saves_by_time_and_hooks_that_wait_count_for_the_time_left(log):
-    showing = Run(100, 1, pauses={SAVE_TIME: Pause(None, 10)})
+    showing = Run(100, 1, **{SAVE_TIME: Pause(None, 10)})
     for step in range(1, 41):
         showing.step(step, 0.5, hook=2.0 if step % 4 == 0 else 0.0)
         if step % 20 == 0:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.trainer.metrics.weighted import WeightedMean
+from praxis_lite.trainer.evaluation import WeightedMean
 
 
 def test_mean_over_unequal_batches_is_the_mean_over_all_their_tokens():
