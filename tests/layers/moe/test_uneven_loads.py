@@ -115,6 +115,7 @@ def test_outputs_and_gradients_equal_those_of_one_device(way, load):
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_the_loads_are_as_they_say():
     loads = {load: float(results(None, load)[1][1]) for load in LOADS}
     assert loads["drawn"] < loads["two have most"] <= loads["two have all"]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
@@ -88,16 +87,6 @@ def test_bfloat16_is_close_to_float32(name):
     assert 1e-4 < np.abs(np.float32(half) - whole).max() / np.abs(whole).max() < 0.02
 
 
-def test_gradients_of_a_convolution_are_the_numeric_ones():
-    model = NnxModel(BIASED)
-    params = drawn(model)["params"]
-
-    def outputs(params, x):
-        return model.module({"params": params, "non_trainable": {}})(x)
-
-    check_grads(outputs, (params, X[:2]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
-
-
 WRONG = {
     r"Conv2D\.filter_shape\[0\].*0": lambda r: CONV((0, 3, 3, 2), rngs=r),
     r"Conv2D\.filter_shape.*\(3, 3\).*4": lambda r: CONV((3, 3), rngs=r),
@@ -121,4 +110,4 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_names_the_layer_and_the_setting(message):
     with pytest.raises(ConfigError, match=message):
-        WRONG[message](nnx.Rngs(0))
+        jax.eval_shape(lambda: WRONG[message](nnx.Rngs(0)))
