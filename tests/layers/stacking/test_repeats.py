@@ -29,7 +29,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.stacking import repeats
 from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.tasks.image_classification import ClassificationTask
-from tests.support.marks import every
+from tests.support.marks import every, slow_but
 
 NUM_LAYERS, DIMS = 3, 7
 
@@ -213,7 +213,7 @@ def num_dots_of_blocks(is_combined: bool, policy: str) -> int:
     return count_dots(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
 
 
-@pytest.mark.parametrize("name", every(3, COMPUTED_AGAIN))
+@pytest.mark.parametrize("name", every(5, COMPUTED_AGAIN))
 def test_a_named_policy_keeps_the_activations_of_that_name(name):
     is_combined, policy = name.startswith("combined"), name.split()[-1]
     num_dots = functools.partial(num_dots_of_blocks, is_combined)
@@ -240,7 +240,7 @@ OPTIMIZERS = {
     [
         pytest.param("adamw", Block, marks=pytest.mark.slow),
         pytest.param("lamb", Block, marks=pytest.mark.slow),
-        ("adafactor", PATTERN),
+        pytest.param("adafactor", PATTERN, marks=pytest.mark.slow),
     ],
     ids=["adamw", "lamb", "adafactor-pattern"],
 )
@@ -324,7 +324,7 @@ class Observing(Block):
         return super().__call__(x, key=key, cache=cache)
 
 
-@pytest.mark.parametrize("policy", ["save_nothing", "save_everything"])
+@pytest.mark.parametrize("policy", slow_but({"save_nothing"}, ["save_nothing", "save_everything"]))
 def test_statistics_losses_and_summaries_come_out_of_scan_and_remat(policy):
     x = jnp.asarray(np.random.default_rng(4).normal(size=(5, DIMS)), jnp.float32)
     pattern = functools.partial(

@@ -80,7 +80,8 @@ def test_arguments_that_results_depend_on():
 SPLIT = ["gpipe_fewer_microbatches_than_stages", "gpipe_uneven", "circular", "circular_uneven"]
 
 
-@pytest.mark.parametrize("case", slow_but({"gpipe_uneven"}, SPLIT))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPLIT)
 def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     actual = pipelined(case, split_backward=True)
     assert_trees_close(actual, repeated(case)[1], rtol=1e-4, atol=1e-5)
@@ -212,7 +213,7 @@ class Poisoned(BaseLayer):
         return y.at[:, 0].set(x[:, 0] + 1), cache
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("split_backward", slow_but({True}, [False, True]))
 @pytest.mark.parametrize("sizes", slow_but({(5, 3, 1, 4)}, [(5, 3, 1, 4), (6, 2, 2, 3)]), ids=str)
 def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
     sizes, split_backward
