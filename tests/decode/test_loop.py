@@ -19,7 +19,6 @@ from praxis_lite.decode.loop import sample_keys
 from praxis_lite.layers import TransformerLm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import num_compiled, row_keys
-from tests.support.marks import slow_but
 
 V, P, M = 29, 5, 6  # Classes, longest prompt, most new tokens.
 NEVER = ()  # A row never ends by itself.
@@ -77,7 +76,8 @@ def uncached(positions: str):
     return lambda ids: np.asarray(run(mdl_vars, ids))
 
 
-@pytest.mark.parametrize("positions", slow_but({"rotary"}, POSITIONS))
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_cached_logits_equal_the_uncached_ones_at_every_position(positions):
     """Teacher-forced: rows of different lengths go on, each from its own position."""
     model, mdl_vars = model_and_vars(positions)
@@ -204,7 +204,7 @@ def assert_same(actual, expected):
 
 MESHES = [
     ((1, 3, 2), "greedy"),
-    pytest.param((1, 4, 2), "sample", marks=pytest.mark.slow),
+    pytest.param((1, 4, 2), "sample", marks=pytest.mark.nightly),
     pytest.param((1, 4, 2), "beam", marks=pytest.mark.slow),
 ]
 
