@@ -118,6 +118,7 @@ def continue_alone(prompt: np.ndarray) -> tuple[list[int], float]:
     return ids[len(prompt) :], log_prob
 
 
+@pytest.mark.slow
 def test_ragged_prompts_in_one_batch_go_on_as_each_would_alone():
     actual = decoding("learned", GREEDY)(PROMPTS, LENGTHS)
     for row in np.flatnonzero(LENGTHS):

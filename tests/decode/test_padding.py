@@ -151,9 +151,10 @@ def test_continuous_batches_and_their_kept_prefixes_leave_padding_out(way):
 def test_what_cannot_be_right_is_refused():
     greedy = Greedy(max_decode_steps=M)
     with pytest.raises(ConfigError, match="position.*batch"):
-        greedy.check_model(lm(SharedCounter))
+        greedy.check_model(nnx.eval_shape(lambda: lm(SharedCounter)))
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        Greedy(max_decode_steps=M, num_speculative_tokens=2).check_model(model_of("block"))
+        decoder = Greedy(max_decode_steps=M, num_speculative_tokens=2)
+        decoder.check_model(nnx.eval_shape(MODELS["block"]))
 
 
 class ByPosition(layers.DotProductAttention):

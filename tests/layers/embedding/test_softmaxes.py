@@ -1,6 +1,7 @@
 """Softmaxes: option values of the real Pax, whole and chunked; losses by hand."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.layers.embedding.cross_entropy import stats_of_logits
 from tests.support.goldens import pax_options
-from tests.support.marks import slow_but
 from tests.support.pax_options import flat, mdl_vars_from
 
 # B batch, T time, D input dims, V classes.
@@ -63,8 +63,26 @@ def model_of(layer, **options) -> NnxModel:
     return NnxModel(functools.partial(layer, 13, 7, **options))
 
 
-@pytest.mark.parametrize("chunk_size", slow_but([4], [None, 4]))
-@pytest.mark.parametrize("name", CASES)
+# Of each option and each layer one, in chunks.
+QUICK = {
+    (name, 4)
+    for name in (
+        "scale_before_logits",
+        "class_probabilities",
+        "shared_all",
+        "no_smoothing_in_eval",
+        "class_major_all",
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(CASES, [None, 4])
+    ],
+)
 def test_option_values_equal_pax(name, chunk_size):
     layer, options = CASES[name]
     golden, model = PAX[name], model_of(layer, chunk_size=chunk_size, **options)

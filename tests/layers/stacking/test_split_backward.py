@@ -25,7 +25,7 @@ from tests.layers.stacking.pipeline_cases import (
     program,
     repeated,
 )
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but
 
 # R repeats, S stages, M microbatches.
 
@@ -265,8 +265,8 @@ UNEQUAL = {
 }
 
 
-WITH_SPLIT = [((7, 4, 5, 15, 1), True)]
-MORE_WITH_SPLIT = [
+WITH_SPLIT = [
+    ((7, 4, 5, 15, 1), True),
     ((6, 2, 3, 10, 3), False),
     ((10, 4, 3, 9, 2), True),
     ((6, 2, 3, 10, 3), True),
@@ -275,10 +275,9 @@ MORE_WITH_SPLIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "split_backward"),
-    [*WITH_SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WITH_SPLIT)],
-    ids=str,
+    ("sizes", "split_backward"), nightly_but(WITH_SPLIT[:3], WITH_SPLIT), ids=str
 )
 def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes, split_backward):
     num_layers, num_stages, num_microbatches, num_rows, num_repeats = sizes
