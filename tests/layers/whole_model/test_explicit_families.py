@@ -229,7 +229,7 @@ def explicit_step_of(name: str) -> tuple[Any, dict[str, Any]]:
     "name",
     slow_or_nightly(
         QUICK_EXPERIMENTS,
-        EVEN_EXPERIMENTS | UNTYPED_LAYERS | set(list_experiments()[::3]),
+        EVEN_EXPERIMENTS | UNTYPED_LAYERS | set(sorted(list_experiments())[::3]),
         list_experiments(),
     ),
 )
