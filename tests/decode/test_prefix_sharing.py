@@ -32,7 +32,8 @@ GREEDY = Greedy(max_decode_steps=M, eos_id=(), prefill_chunk_size=5)
 SHARING = dataclasses.replace(DECODER, num_cached_prefixes=3, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("name", slow_but({"attention"}, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_batch_reads_once_what_all_its_prompts_begin_with(name):
     model, outputs = MODELS[name], {}
     for decoder in (DECODER, SHARING):

@@ -27,7 +27,6 @@ SLOW = {
     ("moe.Synthetic", 0),
     ("nnx_guide.LogicalDotReluDot", 0),
     ("pipelined.Synthetic", 1),
-    ("vision.DigitsViT", 1),
 }
 
 

@@ -218,7 +218,7 @@ RINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[0], RINGS[2]}, RINGS))
+@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[2]}, RINGS))
 def test_a_ring_of_splash_is_attention_on_one_device(case, how, devices):
     """Also a canary: it calls two functions that are not in splash's interface."""
     agrees(case, how, "splash", devices, is_long=True, tolerance=3e-5)

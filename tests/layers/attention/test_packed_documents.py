@@ -151,13 +151,13 @@ def check(name: str, window: int | None, kernel: str, sizes: tuple = SHORT, chun
         np.testing.assert_allclose(sum_, sum_apart, rtol=0, atol=near)
 
 
-@pytest.mark.parametrize("window", slow_or_nightly([3], [None], WINDOWS))
+@pytest.mark.parametrize("window", nightly_but([3], WINDOWS))
 @pytest.mark.parametrize("kernel", slow_but({"einsum", "chunked"}, ABLE))
 def test_documents_of_a_row_neither_see_nor_change_each_other(kernel, window):
     check("grouped", window, kernel)
 
 
-@pytest.mark.parametrize("kernel", slow_but(["einsum"], ABLE))
+@pytest.mark.parametrize("kernel", slow_or_nightly(["einsum"], ["splash"], ABLE))
 def test_nor_do_they_in_latent_attention(kernel):
     check("latent", None, kernel)
 

@@ -152,8 +152,12 @@ def test_labels_may_have_pax_last_dim_and_a_label_that_is_no_class_costs_nothing
 
 
 def test_a_batch_of_padding_has_no_nan():
-    module = FULL(13, 7, z_loss_weight=0.1, rngs=nnx.Rngs(0))
-    outputs = jax.jit(lambda x: module.compute_loss(x, IN["ids"], jnp.zeros((2, 5))))(IN["x"])
+    @jax.jit
+    def run(x):
+        module = FULL(13, 7, z_loss_weight=0.1, rngs=nnx.Rngs(0))
+        return module.compute_loss(x, IN["ids"], jnp.zeros((2, 5)))
+
+    outputs = run(IN["x"])
     assert all(np.isfinite(x).all() for x in outputs.values())
     assert outputs["accuracy"] == outputs["avg_xent"] == outputs["z_loss"] == 0.0
 

@@ -141,7 +141,7 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    nightly_but({"experts and weights", "by hand, microbatches", "pipeline"}, WAYS),
+    nightly_but({"experts and weights", "by hand, microbatches"}, WAYS),
 )
 def test_a_mesh_counts_each_token_once(way):
     np.testing.assert_array_equal(after_steps(**WAYS[way]), on_one_device())

@@ -20,7 +20,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base import activation_names
 from tests.support import offload_runs
-from tests.support.marks import nightly_but, slow_but
+from tests.support.marks import nightly_but, slow_or_nightly
 
 MODEL, HIDDEN, HEADS, ROWS, LENGTH = 6, 11, 3, 4, 5
 BLOCK = functools.partial(Transformer, MODEL, HIDDEN, HEADS)
@@ -79,8 +79,9 @@ GATED = functools.partial(
 
 @pytest.mark.parametrize(
     "names",
-    slow_but(
+    slow_or_nightly(
         [("iteration_input",), tuple(SHAPES)],
+        [("query_proj",), ("ffn1_gate",)],
         [*((name,) for name in SHAPES), tuple(SHAPES)],
     ),
     ids=str,

@@ -13,7 +13,7 @@ from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.layers import Pipeline, Repeat, TransformerFeedForward
 from praxis_lite.optimizers import VariationalNoise
 from tests.support import offload_runs
-from tests.support.marks import slow_or_nightly
+from tests.support.marks import nightly_but
 from tests.support.offload_runs import assert_restored, assert_same
 
 Offloading = functools.partial(Repeat, offload_weights=True)
@@ -48,7 +48,7 @@ def run(stack, dims="EVEN", case="slots too"):
     return made, *offload_runs.trained(made, initial(dims, case))
 
 
-@pytest.mark.parametrize("case", slow_or_nightly({"slots too"}, {"microbatches"}, SETTINGS))
+@pytest.mark.parametrize("case", nightly_but({"slots too"}, SETTINGS))
 def test_on_a_mesh_all_numbers_are_the_same_bit_for_bit(case):
     _, expected_losses, expected, _ = run(Repeat, case=case)
     _, losses, state, _ = run(Offloading, case=case)

@@ -124,7 +124,7 @@ def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     assert_trees_close(moved, expected[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
@@ -193,7 +193,7 @@ def metrics_and_weights(partitioner, inputs):
     return jax.device_get((outputs["metrics"], state.mdl_vars["params"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     compiled = on_mesh(6, True, (2, 1, 1))[-1]
     schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
@@ -221,7 +221,7 @@ def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     assert sum(permutes) == expected, (permutes, schedule.phases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_microbatches_keep_no_more_inputs_of_stages():
     """GPipe keeps the input of every tick: the reason for 1F1B."""
     few, many = (on_mesh(number, True)[-1].memory_analysis() for number in (6, 24))

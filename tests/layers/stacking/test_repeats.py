@@ -225,26 +225,13 @@ def test_an_unknown_policy_names_layer_setting_and_the_nearest():
         Repeat(Block, 2, checkpoint_policy="save_nothin", rngs=nnx.Rngs(0))
 
 
-OPTIMIZERS = {
+# optimizers/test_stacks.py has other optimizers, of stacks of one block.
+@pytest.mark.slow
+def test_a_scanned_pattern_trains_as_an_unrolled_one():
     # Sizes are tiny: factor from 2 dims on. RMS scaling and clipping look at a whole tensor.
-    "adafactor": functools.partial(
+    optimizer = functools.partial(
         optax.adafactor, min_dim_size_to_factor=2, multiply_by_parameter_scale=True
-    ),
-    "adamw": functools.partial(optax.adamw, weight_decay=0.1),
-    "lamb": optax.lamb,
-}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "block"),
-    [
-        pytest.param("adamw", Block, marks=pytest.mark.slow),
-        pytest.param("lamb", Block, marks=pytest.mark.slow),
-        pytest.param("adafactor", PATTERN, marks=pytest.mark.slow),
-    ],
-    ids=["adamw", "lamb", "adafactor-pattern"],
-)
-def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
+    )
     rng = np.random.default_rng(3)
     batch = {
         "inputs": jnp.asarray(rng.normal(size=(11, DIMS)), jnp.float32),
@@ -253,8 +240,8 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
     }
 
     def train(unroll: bool, params: dict[str, Any]) -> dict[str, Any]:
-        learner = Learner(OPTIMIZERS[optimizer], 0.03, clip_gradient_norm_to_value=0.5)
-        task = ClassificationTask(functools.partial(Classifier, unroll, block), learner)
+        learner = Learner(optimizer, 0.03, clip_gradient_norm_to_value=0.5)
+        task = ClassificationTask(functools.partial(Classifier, unroll, PATTERN), learner)
         specs = task.model.weight_specs()["params"]
         opt_states = jax.jit(learner.bind(specs).init)(params)
 
@@ -271,7 +258,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
             params, opt_states = step(params, opt_states)
         return params
 
-    first = drawn(NnxModel(functools.partial(Classifier, False, block)))
+    first = drawn(NnxModel(functools.partial(Classifier, False, PATTERN)))
     scanned, unrolled = train(False, first), train(True, unrolled_params(first, "stack"))
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), scanned, first)
     assert min(jax.tree.leaves(moved)) > 1e-5

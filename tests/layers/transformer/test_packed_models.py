@@ -215,7 +215,6 @@ CASES = [
 SLOW = {
     ("length", "einsum"),
     ("sequence", "einsum"),
-    ("all_to_all+ring", "chunked"),
 }
 
 
@@ -273,7 +272,7 @@ def steps_apart(num_stages):
 @pytest.mark.parametrize(
     ("kind", "word", "num_stages"),
     nightly_but(
-        {(Partitioner, "length", 2), (explicit_partitioner, "gather", 1)},
+        {(explicit_partitioner, "gather", 1)},
         [
             (Partitioner, "length", 1),
             (Partitioner, "length", 2),

@@ -184,7 +184,7 @@ def test_it_is_typed_or_noted(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    nightly_but({"experts chosen with a bias", "rg_lru", "convolution and batch norm"}, CASES),
+    nightly_but({"rg_lru", "convolution and batch norm"}, CASES),
 )
 def test_its_losses_and_bytes_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")

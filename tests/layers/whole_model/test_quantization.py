@@ -285,7 +285,7 @@ def in_all(qtype, bwd_qtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "qtypes",
-    [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
+    [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.nightly, needs_float16))],
     ids=["int8", "float8"],
 )
 def test_a_model_learns_as_fast_with_rounded_products(qtypes):

@@ -68,7 +68,9 @@ def losses(recipe, preset, shape):
         pytest.param("int8", "fsdp+tensor", marks=pytest.mark.nightly),
         pytest.param("int8_per_tensor", "sequence", marks=pytest.mark.nightly),
         pytest.param("float8", "megatron", marks=[needs_float16, pytest.mark.nightly]),
-        pytest.param("float8_per_tensor", "fsdp+tensor", marks=needs_float16),
+        pytest.param(
+            "float8_per_tensor", "fsdp+tensor", marks=[needs_float16, pytest.mark.nightly]
+        ),
     ],
 )
 def test_scales_are_those_of_one_device_on_every_mesh(recipe, preset):
