@@ -24,7 +24,6 @@ QUICK = {("explicit.DigitsFsdp", 0)}
 # One per kind of model; other losses, sizes, schedules and meshes run in `make nightly`.
 SLOW = {
     ("functions.DigitsMlpFsdp", 1),
-    ("moe.Synthetic", 0),
     ("nnx_guide.LogicalDotReluDot", 0),
     ("pipelined.Synthetic", 1),
 }

@@ -201,7 +201,7 @@ def partitioner_of(name: str, axis_types: str) -> tuple[Partitioner, dict[str, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but({"lm of experts", "lora over int8"}, FAMILIES))
+@pytest.mark.parametrize("name", nightly_but({"lora over int8"}, FAMILIES))
 def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")
     actual, _ = losses(partitioner, batch)
