@@ -58,7 +58,7 @@ def train(started, qtype, job, mesh_shape):
 
 @pytest.fixture(scope="module")
 def alone(started):
-    """What a job with NF4 on one device prints, whose directory is `nf4`."""
+    """The output of a job with NF4 on one device, in the directory `nf4`."""
     return train(started, "nf4", "nf4", "1,1,1")
 
 

@@ -24,7 +24,7 @@ def partitioner_of(host_slots, dims):
 
 @functools.cache
 def initial(dims):
-    """Returns the initial state, whose slots were drawn on the host, in NumPy."""
+    """Returns an initial state as NumPy arrays; its slots were created in host memory."""
     made = partitioner_of(FEED_FORWARD, dims)
     return jax.tree.map(np.asarray, made.init(made.key(0)))
 

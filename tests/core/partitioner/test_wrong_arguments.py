@@ -236,7 +236,7 @@ def test_a_function_of_mdl_vars_has_arguments_and_results_of_any_size(shape):
     mdl_vars = without_padding(partitioner, state.mdl_vars)
     for function, num_rows in itertools.product(FUNCTIONS, (1, 2, 6, 12)):
         x = ROWS[:num_rows]
-        # Without a mesh, on one device, where axes mean nothing.
+        # On one device without a mesh, where constraints have no effect.
         expected = jax.jit(functools.partial(function, axes=axes))(mdl_vars, x)
         for order in (axes, axes[1:2], axes[::-1]):
             of_axes = functools.partial(function, axes=order)

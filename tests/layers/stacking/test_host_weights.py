@@ -36,7 +36,7 @@ def partitioner_of(stack, dims, case):
 
 @functools.cache
 def initial(dims, case):
-    """Returns the initial state, which was drawn on the host, in NumPy."""
+    """Returns an initial state as NumPy arrays; its weights were drawn into host memory."""
     made = partitioner_of(Offloading, dims, case)
     return jax.tree.map(np.asarray, made.init(made.key(0)))
 
