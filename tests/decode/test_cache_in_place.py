@@ -21,6 +21,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from praxis_lite.tasks.language_model import LanguageModelTask
+from tests.support.lm_runs import drawn_weights
 
 V, D, H, N, K, B, P, M = 17, 12, 20, 6, 8, 5, 4, 33
 S, W = P + M, 5
@@ -91,11 +92,15 @@ def made_in_loops(text, num_places):
 @pytest.mark.parametrize(
     "dtype, layers",
     [
-        (jnp.bfloat16, [{"num_kv_heads": 1, "window": W}, {"num_kv_heads": 2}]),
+        pytest.param(
+            jnp.bfloat16,
+            [{"num_kv_heads": 1, "window": W}, {"num_kv_heads": 2}],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             jnp.float32,
             [{"num_kv_heads": 1}, {"num_kv_heads": 2, "window": W}, {}],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.nightly),
     ],
@@ -124,7 +129,7 @@ def test_time_is_split_where_keys_have_fewer_heads_than_there_are_devices():
     results = []
     for shape in ((1, 1, 1), (1, 2, 2)):
         partitioner = partitioner_of(jnp.float32, layers, shape)
-        weights = partitioner.for_decoding(partitioner.init(partitioner.key(0)).mdl_vars)
+        weights = partitioner.for_decoding(drawn_weights(partitioner))
         program = partitioner.decode_step.lower(SPEC).compile()
         outputs = program(weights, partitioner.global_batch(batch), partitioner.key(0))
         results.append(jax.device_get(outputs))

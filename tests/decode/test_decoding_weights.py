@@ -18,6 +18,7 @@ from praxis_lite.core.partitioner import steps
 from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.layers import DotProductAttention, Pipeline, Repeat, Transformer, TransformerLm
 from praxis_lite.tasks.language_model import LanguageModelTask
+from tests.support.lm_runs import drawn_weights
 
 V, D, H, L, P, M = 17, 12, 20, 2, 4, 6
 BATCH = {
@@ -66,7 +67,7 @@ def new_partitioner(decoder, shape, num_layers, **model):
 
 @functools.cache
 def weights_of(partitioner):
-    return partitioner.init(partitioner.key(0)).mdl_vars
+    return drawn_weights(partitioner)
 
 
 @functools.cache
@@ -124,7 +125,7 @@ def test_each_layer_lies_as_its_stack_did_and_the_rest_is_the_same_array():
 
 def test_donated_stacks_are_deleted_and_other_weights_are_kept():
     partitioner = partitioner_of()
-    mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars  # No other test's.
+    mdl_vars = drawn_weights(partitioner)  # No other test's.
     partitioner.for_decoding(mdl_vars, donates=True)
     blocks = jax.tree.leaves(mdl_vars["params"]["transformer"]["blocks"])
     assert all(x.is_deleted() for x in blocks)
@@ -142,7 +143,7 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
     "pipelined, shape",
     [
         pytest.param(None, (1, 2, 1), marks=pytest.mark.nightly),
-        pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
+        pytest.param(None, (2, 2, 1), marks=pytest.mark.nightly),  # The stages lie on devices.
         pytest.param(True, (1, 1, 1), marks=pytest.mark.nightly),
     ],
 )
@@ -155,11 +156,12 @@ def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipe
         stage_axis="replica",
     )
     partitioner = partitioner_of(shape=shape, num_layers=4, stacked_transformer_tpl=pipeline)
-    mdl_vars = weights_of(partitioner)
+    mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
     weights = partitioner.for_decoding(mdl_vars)
     assert (weights is mdl_vars) == (shape[0] > 1 or bool(pipelined))
     repeated = partitioner_of(num_layers=4)
-    expected = decoded(repeated, weights_of(repeated))  # The same key draws the same layers.
+    # The same key draws the same layers.
+    expected = decoded(repeated, repeated.init(repeated.key(0)).mdl_vars)
     actual = decoded(partitioner, weights)
     np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
 

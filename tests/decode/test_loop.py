@@ -19,7 +19,6 @@ from praxis_lite.decode.loop import sample_keys
 from praxis_lite.layers import TransformerLm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import num_compiled, row_keys
-from tests.support.marks import slow_but
 
 V, P, M = 29, 5, 6  # Classes, longest prompt, most new tokens.
 NEVER = ()  # A row never ends by itself.
@@ -77,7 +76,8 @@ def uncached(positions: str):
     return lambda ids: np.asarray(run(mdl_vars, ids))
 
 
-@pytest.mark.parametrize("positions", slow_but({"rotary"}, POSITIONS))
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_cached_logits_equal_the_uncached_ones_at_every_position(positions):
     """Teacher-forced: rows of different lengths go on, each from its own position."""
     model, mdl_vars = model_and_vars(positions)
@@ -118,6 +118,7 @@ def continue_alone(prompt: np.ndarray) -> tuple[list[int], float]:
     return ids[len(prompt) :], log_prob
 
 
+@pytest.mark.slow
 def test_ragged_prompts_in_one_batch_go_on_as_each_would_alone():
     actual = decoding("learned", GREEDY)(PROMPTS, LENGTHS)
     for row in np.flatnonzero(LENGTHS):
@@ -204,7 +205,7 @@ def assert_same(actual, expected):
 
 MESHES = [
     ((1, 3, 2), "greedy"),
-    pytest.param((1, 4, 2), "sample", marks=pytest.mark.slow),
+    pytest.param((1, 4, 2), "sample", marks=pytest.mark.nightly),
     pytest.param((1, 4, 2), "beam", marks=pytest.mark.slow),
 ]
 

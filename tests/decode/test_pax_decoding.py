@@ -117,7 +117,7 @@ def options() -> Arrays:
     return by_kind(golden_arrays("pax_options/decode.npz"))
 
 
-QUICK = {"decode_beam", "decode_sample_topk", "decode_greedy_rotary"}
+QUICK = {"decode_beam", "decode_sample_topk"}
 GOLDENS = [name for name, case in pax_cases().items() if case["kind"] == "decode"]
 
 

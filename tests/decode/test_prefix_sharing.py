@@ -17,6 +17,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.prefix_sharing import PrefixCache, block_size, common_prefix_length
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Recurrent, Summing, num_compiled, row_keys
+from tests.support.lm_runs import drawn_weights
 from tests.support.marks import slow_but, slow_or_nightly
 
 V, P, M = 13, 23, 7
@@ -31,7 +32,8 @@ GREEDY = Greedy(max_decode_steps=M, eos_id=(), prefill_chunk_size=5)
 SHARING = dataclasses.replace(DECODER, num_cached_prefixes=3, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("name", slow_but({"attention"}, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_batch_reads_once_what_all_its_prompts_begin_with(name):
     model, outputs = MODELS[name], {}
     for decoder in (DECODER, SHARING):
@@ -114,7 +116,7 @@ def test_transformers_with_windows_or_states_share_on_a_mesh_too(name):
         decoder = dataclasses.replace(GREEDY, num_cached_prefixes=num)
         task = LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=decoder)
         partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 3, 2))))
-        weights = partitioner.for_decoding(partitioner.init(partitioner.key(0)).mdl_vars)
+        weights = partitioner.for_decoding(drawn_weights(partitioner))
         inputs = partitioner.global_batch(batch)
         outputs = partitioner.decode_step(weights, inputs, partitioner.key(0))
         wrap = functools.partial(partitioner.with_mdl_vars, has_splits=True)

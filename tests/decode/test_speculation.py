@@ -17,6 +17,7 @@ from praxis_lite.decode.speculation import lookup_drafts
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.trained_model.generation import changed_decoder
 from tests.decode.toy_models import Summing, row_keys
+from tests.support.lm_runs import drawn_weights
 from tests.support.marks import slow_but
 
 V, P, M = 7, 5, 23
@@ -154,9 +155,9 @@ WINDOW = {
 @pytest.mark.parametrize(
     "shape, most, layer",
     [
-        ((1, 1, 1), 3, {}),
+        pytest.param((1, 1, 1), 3, {}, marks=pytest.mark.nightly),
         pytest.param((1, 4, 2), 3, {}, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), 16, WINDOW, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), 16, WINDOW, marks=pytest.mark.nightly),
     ],
 )
 def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most, layer):
@@ -167,8 +168,7 @@ def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most
         task = lm_task(decoder, **layer)
         partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
         if weights is None:
-            mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
-            weights = partitioner.for_decoding(mdl_vars)
+            weights = partitioner.for_decoding(drawn_weights(partitioner))
         batch = partitioner.global_batch(BATCH)
         outputs = partitioner.decode_step(weights, batch, partitioner.key(0))
         results.append(jax.device_get(outputs))

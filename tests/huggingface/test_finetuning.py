@@ -167,7 +167,7 @@ def test_a_new_users_walk(started):
     [
         pytest.param("ChatFull", marks=pytest.mark.nightly),
         pytest.param("ChatDpo", marks=pytest.mark.slow),
-        pytest.param("ChatDpoLora", marks=pytest.mark.slow),
+        pytest.param("ChatDpoLora", marks=pytest.mark.nightly),
     ],
 )
 def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, experiment):

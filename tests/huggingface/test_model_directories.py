@@ -155,7 +155,7 @@ def test_the_head_of_a_tied_model_has_its_familys_name(model):
         huggingface.load(model)
 
 
-@pytest.mark.parametrize("names", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
+@pytest.mark.parametrize("names", [["dtype"], ["dtype", "torch_dtype"], []])
 def test_an_export_names_its_dtype_as_the_config_did(model, names, tmp_path):
     config = {**config_of("llama"), **dict.fromkeys(names, "float32")}
     for name in {"dtype", "torch_dtype"} - set(names):

@@ -43,41 +43,42 @@ def rounded_by_hand(tensors, qtype):
     return result
 
 
-@pytest.fixture(scope="module")
-def alone(started):
-    """The losses of a job with NF4 on one device, whose directory is `nf4_alone`."""
-    finetuned(
+def train(started, qtype, job, mesh_shape):
+    """Trains adapters of a model in 4 bits for three steps."""
+    return finetuned(
         started,
         "ChatLora",
-        "nf4_alone",
-        "task.quantization=nf4",
+        job,
+        f"task.quantization={qtype}",
         "run.num_train_steps=3",
-        "mesh.ici_mesh_shape=1,1,1",
+        f"mesh.ici_mesh_shape={mesh_shape}",
         "mesh.allow_unused_devices=True",
     )
-    return losses_of(started / "nf4_alone")
+
+
+@pytest.fixture(scope="module")
+def alone(started):
+    """The output of a job with NF4 on one device, in the directory `nf4`."""
+    return train(started, "nf4", "nf4", "1,1,1")
 
 
 def losses_of(job):
     return [line["loss"] for line in lines_of(job / "metrics.jsonl")]
 
 
+@pytest.mark.nightly
+def test_on_a_mesh_the_losses_are_those_of_one_device(started, alone):
+    train(started, "nf4", "nf4_on_a_mesh", "1,2,2")
+    expected = losses_of(started / "nf4")
+    np.testing.assert_allclose(losses_of(started / "nf4_on_a_mesh"), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("qtype", nightly_but({"nf4"}, ["nf4", "int4"]))
 def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, qtype):
-    done = finetuned(
-        started,
-        "ChatLora",
-        qtype,
-        f"task.quantization={qtype}",
-        "run.num_train_steps=3",
-        "mesh.ici_mesh_shape=1,2,2",
-        "mesh.allow_unused_devices=True",
-    )
+    done = alone if qtype == "nf4" else train(started, qtype, qtype, "1,2,2")
     assert "weights from" in done.out
-    on_mesh = losses_of(started / qtype)
-    if qtype == "nf4":
-        np.testing.assert_allclose(on_mesh, alone, rtol=1e-5)
-    assert on_mesh[-1] < on_mesh[0]
+    losses = losses_of(started / qtype)
+    assert losses[-1] < losses[0]
     for name in ("merged", "peft"):
         shutil.rmtree(started / name, ignore_errors=True)
         adapters = f"--adapters={name.removesuffix('d')}"
@@ -98,7 +99,7 @@ def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, q
 
 
 def test_a_weight_takes_half_a_byte_and_its_part_of_a_scale(started, alone):
-    layout = praxis_lite.load(started / "nf4_alone").partitioner.layout
+    layout = praxis_lite.load(started / "nf4").partitioner.layout
     leaves = {leaf.path: leaf for leaf in layout.leaves()}
     actual = {"codes": 0, "scale": 0}
     for path, leaf in leaves.items():

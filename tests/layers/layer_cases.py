@@ -228,14 +228,16 @@ def turned(heads: int, per_head: int) -> Callable[..., jax.Array]:
     return call
 
 
+def joint_projection(s: Sizes) -> partial:
+    return partial(layers.CombinedQKVProjectionLayer, s.model, s.heads, s.per_head)
+
+
+def stacked_heads(layer: Any, i: Inputs, key: jax.Array) -> jax.Array:
+    return jnp.stack(layer(i.x))
+
+
 def dense_cases(s: Sizes) -> dict[str, Case]:
-    """Returns dense layers, feed-forward layers and their adapters."""
-    combined = partial(layers.CombinedQKVProjectionLayer, s.model, s.heads, s.per_head)
-    shared = partial(SHARED_SOFTMAX, s.vocab, s.model)
-
-    def stacked_heads(layer: Any, i: Inputs, key: jax.Array) -> jax.Array:
-        return jnp.stack(layer(i.x))
-
+    """Returns dense layers, feed-forward layers and an adapted one."""
     return {
         "linear": Case(partial(layers.Linear, s.model, s.hidden, **split(OF_W, OF_X)), of_x),
         "bias": Case(partial(layers.Bias, s.model, **split(("mdl",), OF_X)), of_x),
@@ -275,7 +277,7 @@ def dense_cases(s: Sizes) -> dict[str, Case]:
             ),
             of_x,
         ),
-        "joint projection": Case(partial(combined, **split(OF_DNK)), stacked_heads),
+        "joint projection": Case(partial(joint_projection(s), **split(OF_DNK)), stacked_heads),
         "fed": Case(partial(FEED_FORWARD, s.model, s.hidden), with_key),
         "gated and fed": Case(
             partial(
@@ -299,15 +301,19 @@ def dense_cases(s: Sizes) -> dict[str, Case]:
         "adapted linear": Case(
             lora(partial(layers.Linear, s.model, s.vocab, **split(OF_W, OF_X)), rank=2), of_x
         ),
-        "adapted joint projection": Case(
-            lora(partial(combined, **split(OF_DNK)), rank=2), stacked_heads
-        ),
-        "joint projection of DoRA": Case(
-            lora(partial(combined, **split(OF_DNK)), rank=2, use_dora=True), stacked_heads
-        ),
-        "adapted softmax": Case(lora(shared, rank=2), loss_of),
-        "adapted softmax in chunks": Case(lora(partial(shared, chunk_size=4), rank=2), loss_of),
-        "softmax of DoRA": Case(lora(shared, rank=2, use_dora=True), loss_of),
+    }
+
+
+def adapter_cases(s: Sizes) -> dict[str, Case]:
+    """Returns adapters of layers with several products."""
+    projection = partial(joint_projection(s), **split(OF_DNK))
+    softmax = partial(SHARED_SOFTMAX, s.vocab, s.model)
+    return {
+        "adapted joint projection": Case(lora(projection, rank=2), stacked_heads),
+        "joint projection of DoRA": Case(lora(projection, rank=2, use_dora=True), stacked_heads),
+        "adapted softmax": Case(lora(softmax, rank=2), loss_of),
+        "adapted softmax in chunks": Case(lora(partial(softmax, chunk_size=4), rank=2), loss_of),
+        "softmax of DoRA": Case(lora(softmax, rank=2, use_dora=True), loss_of),
     }
 
 
@@ -443,14 +449,6 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
         "cross-attention": Case(
             partial(grouped, is_cross_attention=True, zero_fully_masked=True, **NO_BIAS), across
         ),
-        "attention of joint projections": Case(
-            attention(combine_qkv=True, atten_logit_cap=2.0, is_causal=False, **NO_BIAS),
-            of_segments,
-        ),
-        "attention in chunks": Case(
-            partial(grouped, atten_kernel="chunked", atten_chunk_size=2, window=4, **NO_BIAS),
-            of_segments,
-        ),
         "latent attention": Case(
             attention(
                 layers.MultiHeadLatentAttention,
@@ -464,6 +462,30 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
             first,
         ),
         "rg_lru": Case(attention(layers.RgLruBlock), of_segments),
+    }
+
+
+def attention_option_cases(s: Sizes) -> dict[str, Case]:
+    """Returns options of attention whose layers are among the kinds of attention."""
+    joint = partial(ATTENTION, s.model, s.heads, dim_per_head=s.per_head, combine_qkv=True)
+    return {
+        "attention of joint projections": Case(
+            partial(joint, atten_logit_cap=2.0, is_causal=False, **NO_BIAS), of_segments
+        ),
+        "attention in chunks": Case(
+            partial(
+                ATTENTION,
+                s.model,
+                2 * s.kv_heads,
+                dim_per_head=s.per_head,
+                num_kv_heads=s.kv_heads,
+                atten_kernel="chunked",
+                atten_chunk_size=2,
+                window=4,
+                **NO_BIAS,
+            ),
+            of_segments,
+        ),
     }
 
 
@@ -688,9 +710,11 @@ def network_cases(s: Sizes) -> dict[str, Case]:
 # By group: what is compiled together.
 GROUPS: dict[str, Callable[[Sizes], dict[str, Case]]] = {
     "dense": dense_cases,
+    "adapters": adapter_cases,
     "embedding": embedding_cases,
     "norms": norm_cases,
     "attention": attention_cases,
+    "attention_options": attention_option_cases,
     "experts": expert_cases,
     "vision": vision_cases,
     "models": model_cases,

@@ -85,7 +85,7 @@ def test_fixup_shrinks_with_depth():
     assert init == WeightInit.Xavier(1.0)  # 2 * 16 ** (-1 / 4)
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (7, 3, 5), (3, 5, 4, 4), (3, 3, 3, 2, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5, 4, 4), (3, 3, 3, 2, 6)], ids=str)
 def test_delta_orthogonal_is_an_orthogonal_matrix_amid_zeros(shape):
     drawn = np.asarray(WeightInit.ScaledDeltaOrthogonal(9.0)(jax.random.key(1), shape))
     middle = drawn[tuple((size - 1) // 2 for size in shape[:-2])]

@@ -41,7 +41,14 @@ BASES = {
 # Models with tests of their own (whole_model/test_explicit_axes.py, test_explicit_families.py).
 ELSEWHERE = {"Pipeline", "ClassificationModel"}
 # Gradients through several norms: a product of inverse deviations makes small differences larger.
-TOLERANCES = {"norms": 5e-6, "attention": 5e-6, "vision": 5e-6, "models": 1e-5, "networks": 1e-5}
+TOLERANCES = {
+    "norms": 5e-6,
+    "attention": 5e-6,
+    "attention_options": 5e-6,
+    "vision": 5e-6,
+    "models": 1e-5,
+    "networks": 1e-5,
+}
 
 
 class Program:
@@ -128,53 +135,52 @@ def results(group: str, sizes: str, *mesh: Any) -> dict[str, Any]:
     return Program(group, sizes, *mesh).results()
 
 
-# Of layers that the other groups have alone.
-LARGE = ("models", "networks")
-
-
-def each_case(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Returns the parameters of a test of every layer, with a mark on larger ones."""
+def each_case(**marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Returns the parameters of a test of every layer, with a mark on those of some groups."""
     return pytest.mark.parametrize(
-        ("group", "name"),
-        [pytest.param(*case, marks=mark if case[0] in LARGE else ()) for case in NAMES],
+        ("group", "name"), [pytest.param(*case, marks=marks.get(case[0], ())) for case in NAMES]
     )
 
 
-# test_sharded_experts.py has experts in `make test`.
-LATER = {"experts": pytest.mark.slow, "models": pytest.mark.slow, "networks": pytest.mark.nightly}
-
-
-@pytest.mark.parametrize(
-    ("group", "name"), [pytest.param(*case, marks=LATER.get(case[0], ())) for case in NAMES]
+@each_case(
+    adapters=pytest.mark.slow,
+    attention_options=pytest.mark.slow,
+    # test_sharded_experts.py has experts in `make test`, and test_partitioner.py a model.
+    experts=pytest.mark.nightly,
+    models=pytest.mark.nightly,
+    networks=pytest.mark.nightly,
 )
 def test_of_uneven_sizes_it_equals_one_device(group, name):
     actual, expected = (results(group, "uneven", *mesh)[name] for mesh in (((1, 4, 2),), ()))
     assert_near(actual, expected, tolerance=TOLERANCES.get(group, 3e-6))
 
 
+@pytest.mark.slow
 def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
-    both = results("dense", "uneven")
+    both = results("adapters", "uneven")
     assert_near(both["adapted softmax in chunks"], both["adapted softmax"])
 
 
 @functools.cache
-def notes_over_explicit_axes(group: str) -> dict[str, dict[str, str]]:
+def over_explicit_axes(group: str) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Returns the results of a group over Explicit axes, and the notes of its cases."""
     program = Program(group, "even", (1, 4, 2), "explicit")
-    with jax.set_mesh(program._mesh):
-        program.traced()
-    return program.notes
+    return program.results(), program.notes
 
 
-@each_case(pytest.mark.slow)
-def test_over_explicit_axes_it_is_typed(group, name):
-    assert notes_over_explicit_axes(group)[name] == {}
-
-
+# whole_model/test_explicit_families.py and test_explicit_layers.py have models in CI.
 @pytest.mark.slow
-@each_case(pytest.mark.nightly)
-def test_over_explicit_axes_it_equals_one_device(group, name):
-    actual = results(group, "even", (1, 4, 2), "explicit")[name]
-    assert_near(actual, results(group, "even")[name], tolerance=TOLERANCES.get(group, 3e-6))
+@each_case(
+    norms=pytest.mark.nightly,
+    vision=pytest.mark.nightly,
+    models=pytest.mark.nightly,
+    networks=pytest.mark.nightly,
+)
+def test_over_explicit_axes_it_is_typed_and_equals_one_device(group, name):
+    actual, notes = over_explicit_axes(group)
+    assert notes[name] == {}
+    expected = results(group, "even")[name]
+    assert_near(actual[name], expected, tolerance=TOLERANCES.get(group, 3e-6))
 
 
 def test_no_layer_is_left_out():

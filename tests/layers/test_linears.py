@@ -49,7 +49,7 @@ def test_an_activation_may_be_a_function_and_keeps_bfloat16():
     layer = layers.FeedForward(3, 5, activation=steep, bias_init=-100.0, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(jnp.zeros((2, 3))), np.full((2, 5), -50.0))
     for function in ACTIVATIONS.values():
-        assert function(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+        assert jax.eval_shape(function, jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_a_feed_forward_names_its_product_for_remat():
@@ -82,8 +82,9 @@ def test_einsum_equals_numpy_with_a_bias_of_the_dims_that_the_weight_gives(name)
         "out_of_heads": lambda: np.tensordot(x, w, axes=([2, 3], [1, 2])) + b,
         "per_expert": lambda: np.stack([x[e] @ w[e] + b[e] for e in range(2)]),
     }[name]()
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
-    assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    run = jax.jit(lambda x: layer(x))
+    np.testing.assert_allclose(run(x), expected, rtol=1e-5, atol=1e-5)
+    assert jax.eval_shape(run, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_einsum_draws_with_the_fans_of_its_equation():

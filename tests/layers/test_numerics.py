@@ -93,7 +93,7 @@ def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
         rngs=nnx.Rngs(1),
     )
     x = np.random.default_rng(5).normal(size=(2, 6, 5)).astype(np.float32)
-    actual = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]
+    actual = jax.jit(lambda x: layer(x, positions=jnp.arange(6)[None])[0])(x)
 
     def rotate(heads):
         angle = np.arange(6)[:, None] / 10_000.0 ** (np.arange(0, dim, 2) / dim)

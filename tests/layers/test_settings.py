@@ -4,6 +4,7 @@ import ast
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -123,7 +124,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_names_the_layer_and_the_setting(message):
     with pytest.raises(ConfigError, match=message):
-        WRONG[message](nnx.Rngs(0))
+        jax.eval_shape(lambda: WRONG[message](nnx.Rngs(0)))
 
 
 def test_no_function_takes_keywords_that_it_does_not_use():
@@ -134,7 +135,8 @@ def test_no_function_takes_keywords_that_it_does_not_use():
         return all(isinstance(item, ast.Expr) for item in node.body)
 
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "**" in source else ():
             # One that is nothing but a docstring is not there to be called.
             if isinstance(node, ast.FunctionDef) and node.args.kwarg and not only_text(node):
                 used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}

@@ -63,15 +63,12 @@ def start(folder):
 
 
 @functools.cache
-def jobs():
-    """Returns a job trained in one go, and one that died and went on."""
+def trained_job():
+    """Returns a job trained in one go."""
     (home() / "jobzoo/linen.py").write_text(TINY_LM)
-    whole = JobDir(home() / "linen")
-    succeed(*start(whole.path))
-    resumed = as_it_died(whole, SAVED_EVERY)
-    done = succeed(*start(resumed.path))
-    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return whole, resumed
+    job = JobDir(home() / "linen")
+    succeed(*start(job.path))
+    return job
 
 
 @functools.cache
@@ -94,8 +91,13 @@ def params_of(path):
     )
 
 
+# core/models/test_nnx_jobs.py resumes a job with more state in `make test-all`.
+@pytest.mark.nightly
 def test_a_job_that_died_ends_in_the_same_bits():
-    whole, resumed = jobs()
+    whole = trained_job()
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*start(resumed.path))
+    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
     steps = lines_of(whole.metrics_jsonl)
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     assert lines_of(resumed.metrics_jsonl) == steps
@@ -105,7 +107,7 @@ def test_a_job_that_died_ends_in_the_same_bits():
 
 
 def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
-    whole, _ = jobs()
+    whole = trained_job()
     succeed("--mode=eval", f"--job_log_dir={whole.path}")
     trained, evaluated = lines_of(whole.eval_metrics_jsonl)
     assert evaluated == trained
@@ -123,7 +125,7 @@ def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
 
 
 def test_the_lm_decodes_as_flax_does():
-    whole, _ = jobs()
+    whole = trained_job()
     succeed("--mode=decode", f"--job_log_dir={whole.path}")
     text = whole.decode_jsonl("prompts", NUM_STEPS).read_text()
     actual = [json.loads(line)["ids"] for line in text.splitlines()]

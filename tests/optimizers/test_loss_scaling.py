@@ -20,6 +20,7 @@ from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.core.partitioner.test_accumulation import lm_batch
 from tests.support.float16 import needs_float16
+from tests.support.marks import slow_but
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def equations(jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
 SUMS = ("reduce_sum", "scatter-add", "cumsum", "reduce_window_sum")
 
 
-@pytest.mark.parametrize("fprop_dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("fprop_dtype", slow_but([jnp.float16], [jnp.bfloat16, jnp.float16]))
 def test_sums_are_in_float32_whatever_the_activations_are(fprop_dtype):
     """Losses, norms, gradients of biases and embeddings: 256 + 1 is 256 in bfloat16."""
     task = lm_task(fprop_dtype)

@@ -185,6 +185,7 @@ def test_dropout_masks_differ_between_steps_layers_and_microbatches():
             assert_unlike(flat[i], flat[j])
 
 
+@pytest.mark.slow
 def test_an_unrolled_stack_has_the_masks_of_a_scanned_one():
     scanned = masks((1, 1, 1), num_calls=2, num_steps=2)[:1]
     np.testing.assert_array_equal(masks((1, 1, 1), unroll=True, num_calls=2), scanned)

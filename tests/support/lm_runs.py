@@ -112,6 +112,16 @@ def zero_padded(x, to):
     return padded
 
 
+def drawn_weights(partitioner):
+    """Returns mdl_vars on the mesh, with values that do not depend on it; no init is compiled."""
+    layout, rng = partitioner.layout.select("mdl_vars"), np.random.default_rng(1)
+    weights = jax.tree.map(
+        lambda x: rng.normal(scale=0.3, size=x.shape).astype(x.dtype), layout.shapes
+    )
+    padded = jax.tree.map(zero_padded, weights, layout.padded_shapes)
+    return jax.device_put(padded, layout.shardings(partitioner.mesh))
+
+
 @functools.cache
 def trained(size, optimizer, shape):
     partitioner = partitioner_of(size, optimizer, shape)

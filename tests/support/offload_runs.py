@@ -58,11 +58,21 @@ def spec(rows: int = ROWS, length: int = LENGTH) -> dict[str, jax.ShapeDtypeStru
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(rows, length))
 
 
-def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]:
-    """Returns the losses of a few steps, the final state as NumPy arrays, and the final state."""
+def placed_state(made: Partitioner, state: Any) -> Any:
+    """Returns the NumPy arrays of a state where the partitioner stores them."""
+    return jax.device_put(state, made.layout.shardings(made.mesh))
+
+
+def trained(made: Partitioner, initial: Any = None) -> tuple[list[Any], Any, Any]:
+    """Returns the losses of two steps, the final state as NumPy arrays, and the final state.
+
+    Args:
+      initial: NumPy arrays of the state to start with. If None, the partitioner draws the state.
+    """
     key, inputs = made.key(7), made.global_batch(batch())
-    state, losses = made.init(made.key(0)), []
-    for _ in range(num_steps):
+    state = made.init(made.key(0)) if initial is None else placed_state(made, initial)
+    losses = []
+    for _ in range(2):
         state, outputs = made.train_step(state, inputs, key)
         losses.append(np.asarray(outputs["metrics"]["loss"][0]))
     return losses, jax.tree.map(np.asarray, state), state

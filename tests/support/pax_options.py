@@ -29,7 +29,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def assert_equals_pax(
-    file: str, name: str, build: Callable[..., Any], call: Callable[..., jax.Array], *, jit=True
+    file: str, name: str, build: Callable[..., Any], call: Callable[..., jax.Array]
 ) -> None:
     """Checks the outputs, the gradients (of weights and x) and the new statistics of a case.
 
@@ -50,9 +50,7 @@ def assert_equals_pax(
         return jnp.sum(outputs * cotangent), (outputs, mdl_vars_of(module)["non_trainable"])
 
     gradients = jax.grad(objective, argnums=(0, 1), has_aux=True)
-    grads, (outputs, statistics) = (jax.jit(gradients) if jit else gradients)(
-        mdl_vars["params"], jnp.asarray(x)
-    )
+    grads, (outputs, statistics) = jax.jit(gradients)(mdl_vars["params"], jnp.asarray(x))
     assert_near(outputs, y)
     if "new" in case or "stat" not in case:
         assert_near(flat(statistics), case.get("new", {}))

@@ -104,7 +104,7 @@ def log_probs(logits, batch):
     return (chosen * batch["answers"]).sum(-1)
 
 
-@pytest.mark.parametrize("kind", slow_but({"copy"}, KINDS))
+@pytest.mark.parametrize("kind", nightly_but({"copy"}, KINDS))
 def test_the_loss_is_that_of_the_paper(kind, pairs):
     partitioner, before, batches, metrics, state = trained(kind, (1, 1, 1), pairs)
     # Nothing was learned before the first step: both models are one, but for rounding.
@@ -208,7 +208,7 @@ class Dropped(nnx.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    slow_but({"copy", "nnx", "stochastic depth"}, ["copy", "adapters", "nnx", "stochastic depth"]),
+    slow_but({"nnx", "stochastic depth"}, ["copy", "adapters", "nnx", "stochastic depth"]),
 )
 def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind, pairs):
     if kind in KINDS:

@@ -52,7 +52,13 @@ def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optional", [("paddings",), ("src_segment_ids", "segment_ids")])
+@pytest.mark.parametrize(
+    "optional",
+    [
+        ("paddings",),
+        pytest.param(("src_segment_ids", "segment_ids"), marks=pytest.mark.nightly),
+    ],
+)
 def test_filler_rows_enter_no_loss_of_experts_and_take_no_places(optional):
     """Neither in the encoder nor in the decoder, whatever is in them."""
     experts = functools.partial(

@@ -53,8 +53,13 @@ def notebook(experiment):
 
 
 @functools.cache
+def notebook_partitioner(name):
+    return notebook({"dp": explicit.NotebookDp, "fsdp": explicit.NotebookFsdp}[name])
+
+
+@functools.cache
 def notebook_run(name):
-    partitioner = notebook({"dp": explicit.NotebookDp, "fsdp": explicit.NotebookFsdp}[name])
+    partitioner = notebook_partitioner(name)
     inputs = explicit.random_rows()
     compiled = partitioner.train_step.lower(structs(inputs)).compile()
     # The golden splits its key 42 in three, the first for the model, and that in two.
@@ -83,7 +88,7 @@ def test_the_notebooks_losses_and_accuracies(name):
 @pytest.mark.parametrize("name", ["dp", "fsdp"])
 def test_the_notebooks_shardings_and_bytes_per_device(name):
     wanted = golden("reference/shard_map_dp_fsdp.json")
-    leaves = list(notebook_run(name)[0].layout.leaves())
+    leaves = list(notebook_partitioner(name).layout.leaves())
     params = {x.path.removeprefix("mdl_vars/params/"): x for x in leaves if "params/" in x.path}
     shards = wanted[name]["shard"]
     assert {path: list(x.shape) for path, x in params.items()} == {
@@ -101,6 +106,7 @@ def test_the_notebooks_shardings_and_bytes_per_device(name):
         assert actual == wanted["fsdp_opt_specs"]
 
 
+@pytest.mark.slow
 def test_the_notebooks_weights_are_the_same_in_both_forms():
     # Adam divides by roots of squares near 0, so roundings of the sums show in its first steps.
     differences = golden("reference/shard_map_dp_fsdp.json")["param_maxdiff_fsdp_vs_dp"]
@@ -120,7 +126,7 @@ def bytes_of(shape):
     return sum(4 * int(np.prod([int(n) for n in d.split(",") if n])) for d in dims)
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp"])
+@pytest.mark.parametrize("name", slow_but({"dp"}, ["dp", "fsdp"]))
 def test_the_notebooks_collectives(name):
     """Equal but for the learner's gradient norm, and how XLA bundles the sums over all devices.
 

@@ -131,6 +131,7 @@ def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit():
     np.testing.assert_array_equal(actual["w2"], w2)
 
 
+@pytest.mark.slow
 def test_an_uneven_depth_learns_as_on_one_device():
     _, _, losses = trained(nnx_guide.DotReluDot, 5, depth=UNEVEN)
     _, _, alone = trained(nnx_guide.DotReluDot, 5, depth=UNEVEN, mesh_shape=(1, 1))

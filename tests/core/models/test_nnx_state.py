@@ -164,8 +164,12 @@ class Masks(nnx.Module):
 
 
 @jax.jit
-def masks(key):
+def _masks(key):
     return NnxModel(Masks).module({"params": {}, "non_trainable": {}}, key)()
+
+
+def masks(key):
+    return np.asarray(jax.device_get(_masks(key)))
 
 
 def test_random_streams_come_of_the_steps_key_and_are_all_different():

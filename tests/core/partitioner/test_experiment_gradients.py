@@ -24,12 +24,8 @@ QUICK = {("explicit.DigitsFsdp", 0)}
 # One per kind of model; other losses, sizes, schedules and meshes run in `make nightly`.
 SLOW = {
     ("functions.DigitsMlpFsdp", 1),
-    ("linen.PyDocs", 0),
-    ("lm.PyDocs", 1),
-    ("moe.Synthetic", 0),
     ("nnx_guide.LogicalDotReluDot", 0),
     ("pipelined.Synthetic", 1),
-    ("vision.DigitsViT", 1),
 }
 
 

@@ -30,7 +30,6 @@ from tests.support.lm_runs import (
 QUICK, SLOW = (
     {("uneven", "adamw", (1, 4, 2))},
     {
-        ("uneven", "adamw", (1, 3, 2)),
         ("even", "adafactor", (2, 2, 2)),
     },
 )

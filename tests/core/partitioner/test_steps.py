@@ -140,7 +140,7 @@ def gradients(params, batch=BATCH):
     return loss, {"w": x.T @ errors, "b": errors.sum(0)}
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2, 8])
+@pytest.mark.parametrize("accumulation_steps", [1, 8])
 def test_a_classifier_steps_as_by_hand_however_its_batch_is_cut(accumulation_steps):
     state, outputs = stepped(task_of(gradient_accumulation_steps=accumulation_steps))
     params = initial_state().mdl_vars["params"]
@@ -149,7 +149,7 @@ def test_a_classifier_steps_as_by_hand_however_its_batch_is_cut(accumulation_ste
     for name, grad in grads.items():
         expected = params[name] - RATE * grad
         np.testing.assert_allclose(state.mdl_vars["params"][name], expected, atol=1e-6)
-    num_calls = {1: 1, 2: 2, 8: 7}[accumulation_steps]  # Empty ones leave no trace.
+    num_calls = {1: 1, 8: 7}[accumulation_steps]  # Empty ones leave no trace.
     assert state.mdl_vars["non_trainable"]["num_calls"] == num_calls
 
 
@@ -199,12 +199,9 @@ def test_a_frozen_weight_has_no_gradient_and_stays():
     assert np.abs(new.mdl_vars["params"]["b"] - old["b"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_gradients_at_noisy_weights_update_the_clean_ones(accumulation_steps):
+def test_gradients_at_noisy_weights_update_the_clean_ones():
     noise = VariationalNoise(scale=0.5, regex="w")
-    state, outputs = stepped(
-        task_of(variational_noise=noise, gradient_accumulation_steps=accumulation_steps)
-    )
+    state, outputs = stepped(task_of(variational_noise=noise, gradient_accumulation_steps=4))
     clean = initial_state().mdl_vars["params"]
     key = jax.random.fold_in(jax.random.key(3), 0)
     noisy = jax.device_get(noise.apply(clean, key, 0))

@@ -14,6 +14,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, WeightSharding, m
 from praxis_lite.layers import BaseLayer, Embedding, Linear
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.tasks.loss import LossTask
+from tests.support.marks import slow_but
 
 # V classes, D model dims, F hidden dims, B batch, T time.
 # All axes divide the first, none the second.
@@ -285,7 +286,7 @@ def test_each_way_ends_in_the_same_specs_and_layout(size, way):
     assert num_padded == (0 if size == "even" else 3 * len(shapes_of(SIZES[size][0])))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but({"layers", "linen", "rules"}, WAYS))
 def test_each_way_has_the_same_losses(way):
     losses = losses_of("uneven", way)
     assert losses[-1] < losses[0] - 0.1

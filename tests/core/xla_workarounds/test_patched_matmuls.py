@@ -30,6 +30,7 @@ from praxis_tools.explain import hlo
 from praxis_tools.explain.explain import explain
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import structs
+from tests.support.marks import slow_but
 from tests.tools.check import tiny
 
 AXES = ("replica", "data", "mdl")
@@ -127,7 +128,7 @@ def outcome(case, mesh, *, mend, in_scan=False):
     return wrong, sent, said
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
+@pytest.mark.parametrize("in_scan", slow_but({True}, [False, True]))
 @pytest.mark.parametrize("name", WRONG)
 def test_a_product_that_xla_permutes_is_patched_for_the_bytes_that_are_said(name, in_scan):
     wrong, bare, _ = outcome(WRONG[name], mesh_of(), mend=False, in_scan=in_scan)
@@ -341,11 +342,10 @@ def test_of_random_layers_none_is_wrong_any_more():
     "preset",
     [
         "fsdp+tensor",
-        "sequence",
         *(
             pytest.param(preset, marks=pytest.mark.nightly)
             for preset in SHARDING_PRESETS
-            if preset not in ("fsdp+tensor", "sequence")
+            if preset != "fsdp+tensor"
         ),
     ],
 )

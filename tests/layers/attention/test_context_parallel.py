@@ -162,20 +162,11 @@ ALL = [
         )
     ),
 ]
-QUICK = {("paddings", "ring"), ("across", "all_to_all"), ("extra_logit", "gather")}
+QUICK = {("paddings", "ring")}
 SLOW = {
-    *(
-        (case, "ring")
-        for case in (
-            "packed_with_sinks",
-            "window_and_cap",
-            "window_to_both_sides",
-            "zero_fully_masked",
-            "across",
-        )
-    ),
-    ("over_two_axes", "gather"),
-    ("paddings", "all_to_all"),
+    *((case, "ring") for case in ("packed_with_sinks", "window_and_cap", "across")),
+    ("extra_logit", "gather"),
+    ("across", "all_to_all"),
     ("beside_heads", "all_to_all"),
     ("over_two_axes", "all_to_all+ring"),
     ("packed_with_sinks", "all_to_all+ring"),
@@ -227,7 +218,7 @@ RINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[0], RINGS[2]}, RINGS))
+@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[2]}, RINGS))
 def test_a_ring_of_splash_is_attention_on_one_device(case, how, devices):
     """Also a canary: it calls two functions that are not in splash's interface."""
     agrees(case, how, "splash", devices, is_long=True, tolerance=3e-5)
@@ -254,7 +245,7 @@ def test_an_odd_number_of_devices(how):
     near("causal", how, devices=(1, 2, 3))
 
 
-@pytest.mark.parametrize(("num_groups", "size"), [(2, 1), (3, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize(("num_groups", "size"), [(3, 1), (4, 2), (2, 3)])
 def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_groups, size):
     """Each token goes to one group, whose pieces start where `starts` says, and back again."""
     num = num_groups * size
@@ -434,7 +425,7 @@ CALL = ("atten_mask",)
 def called(**inputs):
     with jax.set_mesh(make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 4)))):
         settings = {name: inputs.pop(name) for name in (*inputs,) if name not in CALL}
-        attention(**settings)(jnp.ones((1, 8, 4)), **inputs)
+        jax.eval_shape(lambda: attention(**settings)(jnp.ones((1, 8, 4)), **inputs))
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,15 @@ def stats_of(x, w, b, ids, **options):
     return token_stats([(x, w)], b, ids, **options)
 
 
-@pytest.mark.parametrize("num_classes, chunk_size", [(12, 4), (13, 5), (13, 1), (13, 13), (13, 99)])
-@pytest.mark.parametrize("class_dim", [0, 1])
+@pytest.mark.parametrize(
+    "num_classes, chunk_size, class_dim",
+    [(12, 4, 1), (13, 5, 0), (13, 5, 1), (13, 1, 1), (13, 99, 0)],
+)
 def test_statistics_equal_numpy_for_any_chunk(num_classes, chunk_size, class_dim):
     x, w, b = draw(2, 3, 5), draw(5, num_classes, seed=1), draw(num_classes, seed=2)
     ids = np.random.default_rng(3).integers(0, num_classes, (2, 3))
-    actual = stats_of(
-        x, w if class_dim == 1 else w.T, b, ids, chunk_size=chunk_size, class_dim=class_dim
-    )
+    run = functools.partial(stats_of, chunk_size=chunk_size, class_dim=class_dim)
+    actual = jax.jit(run)(x, w if class_dim == 1 else w.T, b, ids)
     logits = x.astype(np.float64) @ w + b
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     close(actual.log_z, np.log(np.exp(logits).sum(-1)))
@@ -49,17 +50,19 @@ def test_statistics_equal_numpy_for_any_chunk(num_classes, chunk_size, class_dim
 def test_the_first_of_equal_logits_wins_and_huge_ones_neither_overflow_nor_vanish():
     x = np.ones((1, 1), np.float32)
     w = np.array([[2.0, 7.0, 1.0, 7.0, 7.0]], np.float32)
+    run = jax.jit(stats_of, static_argnames="chunk_size")
     for chunk_size in (1, 2, 3):
-        assert stats_of(x, w, None, jnp.array([0]), chunk_size=chunk_size).argmax == 1
+        assert run(x, w, None, np.array([0]), chunk_size=chunk_size).argmax == 1
     for scale in (3e4, -3e4):
-        actual = stats_of(x * scale, w, None, jnp.array([0]), chunk_size=2)
+        actual = run(x * scale, w, None, np.array([0]), chunk_size=2)
         np.testing.assert_allclose(actual.log_z, (7 if scale > 0 else 1) * scale, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 1, 3)], ids=str)
 def test_tokens_have_any_number_of_dims(shape):
     x, w = draw(*shape, 5), draw(5, 13, seed=1)
-    actual = stats_of(x, w, None, jnp.zeros(shape, jnp.int32), chunk_size=4)
+    run = jax.jit(functools.partial(stats_of, chunk_size=4))
+    actual = run(x, w, None, np.zeros(shape, np.int32))
     assert {stat.shape for stat in actual} == {shape}
     np.testing.assert_allclose(actual.log_z, np.log(np.exp(x @ w).sum(-1)), rtol=1e-5)
 

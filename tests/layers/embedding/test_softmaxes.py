@@ -1,6 +1,7 @@
 """Softmaxes: option values of the real Pax, whole and chunked; losses by hand."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.layers.embedding.cross_entropy import stats_of_logits
 from tests.support.goldens import pax_options
-from tests.support.marks import slow_but
 from tests.support.pax_options import flat, mdl_vars_from
 
 # B batch, T time, D input dims, V classes.
@@ -63,8 +63,26 @@ def model_of(layer, **options) -> NnxModel:
     return NnxModel(functools.partial(layer, 13, 7, **options))
 
 
-@pytest.mark.parametrize("chunk_size", slow_but([4], [None, 4]))
-@pytest.mark.parametrize("name", CASES)
+# Of each option and each layer one, in chunks.
+QUICK = {
+    (name, 4)
+    for name in (
+        "scale_before_logits",
+        "class_probabilities",
+        "shared_all",
+        "no_smoothing_in_eval",
+        "class_major_all",
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(CASES, [None, 4])
+    ],
+)
 def test_option_values_equal_pax(name, chunk_size):
     layer, options = CASES[name]
     golden, model = PAX[name], model_of(layer, chunk_size=chunk_size, **options)
@@ -116,9 +134,17 @@ def test_logits_are_float32_and_those_of_compute_loss_in_bfloat16():
 def test_labels_may_have_pax_last_dim_and_a_label_that_is_no_class_costs_nothing():
     module = FULL(13, 7, rngs=nnx.Rngs(0))
     ids = IN["ids"].at[0, 1].set(-1)
-    actual = module.compute_loss(IN["x"], ids[..., None], IN["weights"][..., None])
-    expected = module.compute_loss(IN["x"], ids, IN["weights"])
-    chunked = FULL(13, 7, chunk_size=3, rngs=nnx.Rngs(0)).compute_loss(IN["x"], ids, IN["weights"])
+    chunked_module = FULL(13, 7, chunk_size=3, rngs=nnx.Rngs(0))
+
+    @jax.jit
+    def run(x, ids, weights):
+        return (
+            module.compute_loss(x, ids[..., None], weights[..., None]),
+            module.compute_loss(x, ids, weights),
+            chunked_module.compute_loss(x, ids, weights),
+        )
+
+    actual, expected, chunked = run(IN["x"], ids, IN["weights"])
     for name in ("total_xent", "accuracy", "per_example_xent"):
         np.testing.assert_array_equal(actual[name], expected[name])
         np.testing.assert_allclose(chunked[name], expected[name], rtol=1e-5, atol=1e-6)
@@ -126,8 +152,12 @@ def test_labels_may_have_pax_last_dim_and_a_label_that_is_no_class_costs_nothing
 
 
 def test_a_batch_of_padding_has_no_nan():
-    module = FULL(13, 7, z_loss_weight=0.1, rngs=nnx.Rngs(0))
-    outputs = module.compute_loss(IN["x"], IN["ids"], jnp.zeros((2, 5)))
+    @jax.jit
+    def run(x):
+        module = FULL(13, 7, z_loss_weight=0.1, rngs=nnx.Rngs(0))
+        return module.compute_loss(x, IN["ids"], jnp.zeros((2, 5)))
+
+    outputs = run(IN["x"])
     assert all(np.isfinite(x).all() for x in outputs.values())
     assert outputs["accuracy"] == outputs["avg_xent"] == outputs["z_loss"] == 0.0
 
@@ -164,11 +194,21 @@ def test_statistics_of_logits_are_those_of_jax():
     logits = rng.integers(-3, 4, (6, 11)).astype(np.float32)  # With equals.
     logits[3], logits[4, 5] = -np.inf, np.nan
     logits[5, [2, 7]] = np.inf
-    stats = stats_of_logits(jnp.asarray(logits), None)
-    np.testing.assert_array_equal(stats.argmax, jnp.argmax(logits, axis=-1))
-    np.testing.assert_allclose(stats.log_z, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
-    local, jaxs = (
-        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(logits[:3])
-        for f in (lambda x: stats_of_logits(x, None).log_z, lambda x: jax.nn.logsumexp(x, axis=-1))
-    )
-    np.testing.assert_allclose(local, jaxs, rtol=1e-6)
+
+    def ours(x):
+        stats = stats_of_logits(x, None)
+        return stats.log_z, stats.argmax
+
+    def of_jax(x):
+        return jax.nn.logsumexp(x, axis=-1), jnp.argmax(x, axis=-1)
+
+    @jax.jit
+    def run(logits):
+        outputs = ours(logits), of_jax(logits)
+        grads = [jax.grad(lambda x, f=f: jnp.sum(f(x)[0] ** 2))(logits[:3]) for f in (ours, of_jax)]
+        return *outputs, *grads
+
+    (log_z, argmax), (expected_log_z, expected_argmax), grad, expected_grad = run(logits)
+    np.testing.assert_array_equal(argmax, expected_argmax)
+    np.testing.assert_allclose(log_z, expected_log_z, rtol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-6)

@@ -45,7 +45,10 @@ def routed(num_chosen, capacity):
     return experts, gates, slots_of(experts, is_routed, E, capacity)
 
 
-@pytest.mark.parametrize("num_chosen, capacity", [(1, 2), (2, 3), (3, 4), (E, S)])
+load_balance_loss = jax.jit(moe_routing.load_balance_loss)
+
+
+@pytest.mark.parametrize("num_chosen, capacity", [(1, 2), (3, 4), (E, S)])
 def test_choices_gates_and_slots_are_those_of_a_loop(num_chosen, capacity):
     actual, expected = routed(num_chosen, capacity), by_loops(PROBS, IS_TOKEN, num_chosen, capacity)
     np.testing.assert_array_equal(actual[0], expected[0])
@@ -115,12 +118,10 @@ def test_load_balance_loss_is_that_of_a_loop_and_1_when_balanced():
             for g in range(G)
         ]
     )
-    actual = moe_routing.load_balance_loss(
-        jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN), jnp.ones((G, S), bool)
-    )
+    actual = load_balance_loss(PROBS, first, IS_TOKEN, np.ones((G, S), bool))
     assert float(actual) == pytest.approx(expected, rel=1e-5)
-    balanced = moe_routing.load_balance_loss(
-        jnp.full((1, E, E), 1 / E), jnp.arange(E)[None], *[jnp.ones((1, E), bool)] * 2
+    balanced = load_balance_loss(
+        np.full((1, E, E), 1 / E, np.float32), np.arange(E)[None], *[np.ones((1, E), bool)] * 2
     )
     assert float(balanced) == pytest.approx(1.0)
 
@@ -136,7 +137,7 @@ def test_rows_of_padding_alone_leave_the_load_balance_loss_as_it_is(num_groups):
         in_row = np.broadcast_to(is_token[:num_rows].any(1, keepdims=True), (num_rows, 6))
         arrays = probs[:num_rows], probs[:num_rows].argmax(-1), is_token[:num_rows], in_row
         grouped = (x.reshape(num_groups, -1, *x.shape[2:]) for x in arrays)
-        return float(moe_routing.load_balance_loss(*map(jnp.asarray, grouped)))
+        return float(load_balance_loss(*grouped))
 
     expected = loss(2, max(num_groups // 2, 1))
     is_token[2:] = False
@@ -145,17 +146,21 @@ def test_rows_of_padding_alone_leave_the_load_balance_loss_as_it_is(num_groups):
 
 def test_router_z_loss_is_the_mean_over_tokens():
     z = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1)) ** 2
-    actual = moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN))
-    assert float(actual) == pytest.approx(z[IS_TOKEN].mean(), rel=1e-5)
-    assert float(moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.zeros((G, S), bool))) == 0.0
+    loss = jax.jit(moe_routing.router_z_loss)
+    assert float(loss(LOGITS, IS_TOKEN)) == pytest.approx(z[IS_TOKEN].mean(), rel=1e-5)
+    assert float(loss(LOGITS, np.zeros((G, S), bool))) == 0.0
 
 
 def test_a_sampled_second_expert_is_drawn_from_the_rest():
     num = 4001
-    logits = jnp.broadcast_to(jnp.asarray([2.0, 1.0, 0.0, -1.0]), (1, num, 4))
-    experts, gates = moe_routing.sampled_second_expert(
-        logits, jax.nn.softmax(logits), jnp.ones((1, num), bool), jax.random.key(3)
-    )
+    logits = np.broadcast_to(np.float32([2.0, 1.0, 0.0, -1.0]), (1, num, 4))
+
+    @jax.jit
+    def draw(key):
+        probs, is_token = jax.nn.softmax(logits), jnp.ones((1, num), bool)
+        return moe_routing.sampled_second_expert(jnp.asarray(logits), probs, is_token, key)
+
+    experts, gates = draw(jax.random.key(3))
     assert (experts[..., 0] == 0).all()
     np.testing.assert_allclose(np.sum(gates, -1), 1.0, atol=1e-6)
     share = np.bincount(np.asarray(experts[0, :, 1]), minlength=4) / num
@@ -164,16 +169,29 @@ def test_a_sampled_second_expert_is_drawn_from_the_rest():
 
 
 def test_a_random_second_expert_is_used_in_proportion_to_its_gate():
-    gates = jnp.broadcast_to(jnp.asarray([0.8, 0.2]), (1, 4001, 2))
-    used = moe_routing.is_second_expert_used(gates, 0.5, jax.random.key(1))
+    gates = np.broadcast_to(np.float32([0.8, 0.2]), (1, 4001, 2))
+
+    @jax.jit
+    def draw(key):
+        return [
+            moe_routing.is_second_expert_used(jnp.asarray(gates), threshold, key)
+            for threshold in (0.5, 0.0)
+        ]
+
+    used, always = map(np.asarray, draw(jax.random.key(1)))
     assert used[..., 0].all()
-    assert float(used[..., 1].mean()) == pytest.approx(0.4, abs=0.03)
-    assert moe_routing.is_second_expert_used(gates, 0.0, jax.random.key(1)).all()
+    assert used[..., 1].mean() == pytest.approx(0.4, abs=0.03)
+    assert always.all()
 
 
 def test_expert_load_is_relative_to_the_mean():
     experts, gates, _ = routed(K, S)
-    load = moe_routing.expert_load(moe_routing.expert_choices(experts, gates > 0, E))
+
+    @jax.jit
+    def load_of(experts, gates):
+        return moe_routing.expert_load(moe_routing.expert_choices(experts, gates > 0, E))
+
+    load = load_of(experts, gates)
     count = np.bincount(np.asarray(experts)[IS_TOKEN].reshape(-1), minlength=E)
     np.testing.assert_allclose(load, count / count.mean(), rtol=1e-6)
 

@@ -16,6 +16,7 @@ from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.layers import AuxLoss, Summary, TransformerFeedForwardMoe, intermediates
 from praxis_tools.check.asserts.layers import revealing
 from praxis_tools.explain import hlo
+from tests.support.marks import slow_but
 
 AXES = ("data", "expert", "mdl")
 BATCH = ("data", "expert")
@@ -40,7 +41,7 @@ RUNS = (
     ((1, 3, 2), BATCH),
     pytest.param((2, 2, 2), ("data",), marks=pytest.mark.slow),
     # One device along the tokens' axes.
-    pytest.param((1, 1, 2), BATCH, marks=pytest.mark.slow),
+    pytest.param((1, 1, 2), BATCH, marks=pytest.mark.nightly),
 )
 LAYERS: dict[str, dict[str, Any]] = {
     # Without slots for all: what is dropped must not depend on the mesh.
@@ -58,6 +59,12 @@ LAYERS: dict[str, dict[str, Any]] = {
         "moe_router_z_loss_weight": 0.1,
     },
     "expert_choice": {"gating_func": "expert_choice_v2"},
+}
+# The layers of a group are one program on each mesh.
+GROUPS = {
+    "capacity": ("capacity", "dropless"),
+    "dropless": ("capacity", "dropless"),
+    "expert_choice": ("expert_choice",),
 }
 
 
@@ -100,12 +107,14 @@ def mesh_of(shape: tuple[int, ...]) -> jax.sharding.Mesh:
 
 @functools.cache
 def results(
-    mesh_shape: tuple[int, ...] | None, batch_axes: tuple[str, ...] = BATCH
+    names: tuple[str, ...],
+    mesh_shape: tuple[int, ...] | None = None,
+    batch_axes: tuple[str, ...] = BATCH,
 ) -> dict[str, Any]:
-    """Returns outputs, losses and gradients of every layer: one program, so one compilation."""
+    """Returns outputs, losses and gradients of a group: one program, so one compilation."""
     sizes = SIZES["uneven"]
     mesh = mesh_shape and mesh_of(mesh_shape)
-    models = {name: moe(sizes, settings, batch_axes) for name, settings in LAYERS.items()}
+    models = {name: moe(sizes, LAYERS[name], batch_axes) for name in names}
     x = np.random.default_rng(2).normal(size=(sizes.batch, sizes.length, sizes.model))
     x = x.astype(np.float32)
     paddings = np.zeros(x.shape[:2], np.float32)
@@ -139,10 +148,10 @@ def results(
 
 
 @pytest.mark.parametrize("mesh_shape, batch_axes", RUNS, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", slow_but({"capacity", "dropless"}, LAYERS))
 def test_sharded_equals_unsharded(name, mesh_shape, batch_axes):
     """Where the tokens are not split over the experts' axis, too."""
-    sharded, whole = results(mesh_shape, batch_axes)[name], results(None)[name]
+    sharded, whole = (results(GROUPS[name], *mesh)[name] for mesh in ((mesh_shape, batch_axes), ()))
     leaves, _ = jax.tree_util.tree_flatten_with_path(sharded)
     for (path, actual), expected in zip(leaves, jax.tree.leaves(whole), strict=True):
         tolerance = 3e-6 * max(1.0, np.abs(expected).max())
@@ -150,10 +159,11 @@ def test_sharded_equals_unsharded(name, mesh_shape, batch_axes):
 
 
 def test_what_is_dropped_is_reported():
-    reported = results(None)["capacity"]["reported"]
+    actual = results(GROUPS["capacity"])
+    reported = actual["capacity"]["reported"]
     assert 0.1 < reported["over_capacity_ratio"] < 0.9
     assert reported["max_expert_load"] > 1.0 > reported["min_expert_load"]
-    assert results(None)["dropless"]["reported"]["over_capacity_ratio"] == 0.0
+    assert actual["dropless"]["reported"]["over_capacity_ratio"] == 0.0
 
 
 @functools.cache

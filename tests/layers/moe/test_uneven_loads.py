@@ -104,7 +104,7 @@ def results(way: str | None, load: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", nightly_but({"experts and hidden dims", "more devices than experts", "time"}, WAYS)
+    "way", nightly_but({"experts and hidden dims", "more devices than experts"}, WAYS)
 )
 @pytest.mark.parametrize("load", LOADS)
 def test_outputs_and_gradients_equal_those_of_one_device(way, load):
@@ -115,6 +115,7 @@ def test_outputs_and_gradients_equal_those_of_one_device(way, load):
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_the_loads_are_as_they_say():
     loads = {load: float(results(None, load)[1][1]) for load in LOADS}
     assert loads["drawn"] < loads["two have most"] <= loads["two have all"]

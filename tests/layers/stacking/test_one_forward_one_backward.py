@@ -73,14 +73,26 @@ def after_a_step(task, inputs, strategy=None):
     settings = {} if gradients is None else {"value_and_grad": gradients.value_and_grad}
 
     @jax.jit
-    def run(key):
-        state = init_state(task, key)
+    def run(state, key):
         new, outputs = train_step(task, state, inputs, key, **settings)
         params = new.mdl_vars["params"]
         moved = jax.tree.map(lambda a, b: a - b, state.mdl_vars["params"], params)
         return outputs["metrics"], moved
 
-    return run(jax.random.key(3))
+    return run(drawn_state(task), jax.random.key(3))
+
+
+def drawn_state(task):
+    """Returns a state with weights drawn by NumPy, so that no init is compiled."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        if "params" not in jax.tree_util.keystr(path):
+            return np.zeros(leaf.shape, leaf.dtype)
+        return rng.normal(scale=0.3, size=leaf.shape).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(lambda: init_state(task, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 CASES = {
@@ -112,7 +124,7 @@ def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     assert_trees_close(moved, expected[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
@@ -145,7 +157,7 @@ def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
 
 @functools.cache
 def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
-    """Returns a step's metrics and weights on a mesh, and its compiled program."""
+    """Returns a partitioner on a mesh, a batch, and the compiled step."""
     pipeline = dict(
         num_stages=2,
         num_microbatches=num_microbatches,
@@ -155,36 +167,35 @@ def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
     task_config.model.softmax_tpl.activation_split_dims_mapping = (("stage", "data"), None, "mdl")
     mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh_shape, axis_names=MESH_AXES))
     partitioner = Partitioner(fdl.build(task_config), mesh, gradients=OneForwardOneBackward())
-    key = partitioner.key(0)
     inputs = batch(4 * num_microbatches)
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    compiled = partitioner.train_step.lower(spec).compile()
-    state, outputs = partitioner.train_step(
-        partitioner.init(key), partitioner.global_batch(inputs), key
-    )
-    return jax.device_get((outputs["metrics"], state.mdl_vars["params"])), compiled
+    return partitioner, inputs, partitioner.train_step.lower(spec).compile()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split_backward", nightly_but({True}, [False, True]))
 def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
-    actual, compiled = on_mesh(6, split_backward)
+    partitioner, inputs, _ = on_mesh(6, split_backward)
     task = fdl.build(config(TIED, dict(num_stages=2, num_microbatches=6)))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), axis_names=MESH_AXES))
-    one = Partitioner(task, mesh)
-    key = one.key(0)
-    state, outputs = one.train_step(one.init(key), one.global_batch(batch(24)), key)
-    assert_trees_close(
-        actual,
-        jax.device_get((outputs["metrics"], state.mdl_vars["params"])),
-        rtol=1e-4,
-        atol=2e-6,
+    actual, expected = (
+        metrics_and_weights(item, inputs) for item in (partitioner, Partitioner(task, mesh))
     )
+    assert_trees_close(actual, expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.slow
+def metrics_and_weights(partitioner, inputs):
+    """Returns the metrics of a step, and the weights after it."""
+    key = partitioner.key(0)
+    state, outputs = partitioner.train_step(
+        partitioner.init(key), partitioner.global_batch(inputs), key
+    )
+    return jax.device_get((outputs["metrics"], state.mdl_vars["params"]))
+
+
+@pytest.mark.nightly
 def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
-    compiled = on_mesh(6, True, (2, 1, 1))[1]
+    compiled = on_mesh(6, True, (2, 1, 1))[-1]
     schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
     parsed = hlo_text.parse(compiled)
     trips = [
@@ -210,10 +221,10 @@ def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     assert sum(permutes) == expected, (permutes, schedule.phases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_microbatches_keep_no_more_inputs_of_stages():
     """GPipe keeps the input of every tick: the reason for 1F1B."""
-    few, many = (on_mesh(number, True)[1].memory_analysis() for number in (6, 24))
+    few, many = (on_mesh(number, True)[-1].memory_analysis() for number in (6, 24))
     # Besides, each microbatch has its ids, positions and metrics: a few bytes a token.
     x_bytes = 4 * 8 * SIZES["model_dims"] * 4
     assert many.temp_size_in_bytes - few.temp_size_in_bytes < (24 - 6) * x_bytes
@@ -226,9 +237,9 @@ def with_layers(task_config, layer, **settings):
     return fdl.build(task_config)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_backward_pass_in_one_part_keeps_residuals_of_one_tick():
-    whole, split = (on_mesh(6, is_split)[1].memory_analysis() for is_split in (False, True))
+    whole, split = (on_mesh(6, is_split)[-1].memory_analysis() for is_split in (False, True))
     # In two parts it keeps those of two ticks, as many as there are stages: of both layers of a
     # stage more than the MLP's hidden dims, split over two devices as its rows are.
     hidden = 2 * (4 // 2) * 8 * (SIZES["hidden_dims"] // 2) * 4

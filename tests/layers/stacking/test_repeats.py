@@ -29,7 +29,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.stacking import repeats
 from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.tasks.image_classification import ClassificationTask
-from tests.support.marks import every
+from tests.support.marks import every, slow_but
 
 NUM_LAYERS, DIMS = 3, 7
 
@@ -213,7 +213,7 @@ def num_dots_of_blocks(is_combined: bool, policy: str) -> int:
     return count_dots(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
 
 
-@pytest.mark.parametrize("name", every(3, COMPUTED_AGAIN))
+@pytest.mark.parametrize("name", every(5, COMPUTED_AGAIN))
 def test_a_named_policy_keeps_the_activations_of_that_name(name):
     is_combined, policy = name.startswith("combined"), name.split()[-1]
     num_dots = functools.partial(num_dots_of_blocks, is_combined)
@@ -225,26 +225,13 @@ def test_an_unknown_policy_names_layer_setting_and_the_nearest():
         Repeat(Block, 2, checkpoint_policy="save_nothin", rngs=nnx.Rngs(0))
 
 
-OPTIMIZERS = {
+# optimizers/test_stacks.py has other optimizers, of stacks of one block.
+@pytest.mark.slow
+def test_a_scanned_pattern_trains_as_an_unrolled_one():
     # Sizes are tiny: factor from 2 dims on. RMS scaling and clipping look at a whole tensor.
-    "adafactor": functools.partial(
+    optimizer = functools.partial(
         optax.adafactor, min_dim_size_to_factor=2, multiply_by_parameter_scale=True
-    ),
-    "adamw": functools.partial(optax.adamw, weight_decay=0.1),
-    "lamb": optax.lamb,
-}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "block"),
-    [
-        pytest.param("adamw", Block, marks=pytest.mark.slow),
-        pytest.param("lamb", Block, marks=pytest.mark.slow),
-        ("adafactor", PATTERN),
-    ],
-    ids=["adamw", "lamb", "adafactor-pattern"],
-)
-def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
+    )
     rng = np.random.default_rng(3)
     batch = {
         "inputs": jnp.asarray(rng.normal(size=(11, DIMS)), jnp.float32),
@@ -253,8 +240,8 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
     }
 
     def train(unroll: bool, params: dict[str, Any]) -> dict[str, Any]:
-        learner = Learner(OPTIMIZERS[optimizer], 0.03, clip_gradient_norm_to_value=0.5)
-        task = ClassificationTask(functools.partial(Classifier, unroll, block), learner)
+        learner = Learner(optimizer, 0.03, clip_gradient_norm_to_value=0.5)
+        task = ClassificationTask(functools.partial(Classifier, unroll, PATTERN), learner)
         specs = task.model.weight_specs()["params"]
         opt_states = jax.jit(learner.bind(specs).init)(params)
 
@@ -271,7 +258,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
             params, opt_states = step(params, opt_states)
         return params
 
-    first = drawn(NnxModel(functools.partial(Classifier, False, block)))
+    first = drawn(NnxModel(functools.partial(Classifier, False, PATTERN)))
     scanned, unrolled = train(False, first), train(True, unrolled_params(first, "stack"))
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), scanned, first)
     assert min(jax.tree.leaves(moved)) > 1e-5
@@ -324,7 +311,7 @@ class Observing(Block):
         return super().__call__(x, key=key, cache=cache)
 
 
-@pytest.mark.parametrize("policy", ["save_nothing", "save_everything"])
+@pytest.mark.parametrize("policy", slow_but({"save_nothing"}, ["save_nothing", "save_everything"]))
 def test_statistics_losses_and_summaries_come_out_of_scan_and_remat(policy):
     x = jnp.asarray(np.random.default_rng(4).normal(size=(5, DIMS)), jnp.float32)
     pattern = functools.partial(

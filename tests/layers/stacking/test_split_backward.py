@@ -25,7 +25,7 @@ from tests.layers.stacking.pipeline_cases import (
     program,
     repeated,
 )
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but
 
 # R repeats, S stages, M microbatches.
 
@@ -80,7 +80,8 @@ def test_arguments_that_results_depend_on():
 SPLIT = ["gpipe_fewer_microbatches_than_stages", "gpipe_uneven", "circular", "circular_uneven"]
 
 
-@pytest.mark.parametrize("case", slow_but({"gpipe_uneven"}, SPLIT))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", nightly_but({"gpipe_uneven", "circular_uneven"}, SPLIT))
 def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     actual = pipelined(case, split_backward=True)
     assert_trees_close(actual, repeated(case)[1], rtol=1e-4, atol=1e-5)
@@ -212,7 +213,7 @@ class Poisoned(BaseLayer):
         return y.at[:, 0].set(x[:, 0] + 1), cache
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("split_backward", slow_but({True}, [False, True]))
 @pytest.mark.parametrize("sizes", slow_but({(5, 3, 1, 4)}, [(5, 3, 1, 4), (6, 2, 2, 3)]), ids=str)
 def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
     sizes, split_backward
@@ -264,8 +265,8 @@ UNEQUAL = {
 }
 
 
-WITH_SPLIT = [((7, 4, 5, 15, 1), True)]
-MORE_WITH_SPLIT = [
+WITH_SPLIT = [
+    ((7, 4, 5, 15, 1), True),
     ((6, 2, 3, 10, 3), False),
     ((10, 4, 3, 9, 2), True),
     ((6, 2, 3, 10, 3), True),
@@ -274,10 +275,9 @@ MORE_WITH_SPLIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "split_backward"),
-    [*WITH_SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WITH_SPLIT)],
-    ids=str,
+    ("sizes", "split_backward"), nightly_but(WITH_SPLIT[:3], WITH_SPLIT), ids=str
 )
 def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes, split_backward):
     num_layers, num_stages, num_microbatches, num_rows, num_repeats = sizes

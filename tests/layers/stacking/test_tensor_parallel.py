@@ -35,36 +35,40 @@ SPLITS = {
 
 def half_blocks(how, residual, num_heads, num_kv_heads, hidden_dims, **attention):
     """Returns attention and a feed-forward layer with random weights, equal for every `how`."""
-    atten = DotProductAttention(
+    make_atten = functools.partial(
+        DotProductAttention,
         DIMS,
         num_heads,
         dim_per_head=PER_HEAD,
         num_kv_heads=num_kv_heads,
         use_rotary_position_emb=True,
         tensor_parallel=how,
-        rngs=nnx.Rngs(0),
         weight_split_dims_mapping=("data", "mdl", None),
         activation_split_dims_mapping=("data", None, "mdl", None),
         output_split_dims_mapping=SPLITS[residual],
         **attention,
     )
     # Of a hidden dim that is filler a sigmoid makes 0.5.
-    ff = TransformerFeedForward(
+    make_ff = functools.partial(
+        TransformerFeedForward,
         DIMS,
         hidden_dims,
         activation="sigmoid",
         use_gated_activation=True,
-        rngs=nnx.Rngs(1),
         tensor_parallel=how,
         weight_split_dims_mapping=("data", "mdl"),
         hidden_split_dims_mapping=("data", None, "mdl"),
         activation_split_dims_mapping=SPLITS[residual],
     )
     rng = np.random.default_rng(3)
+    # No init is compiled.
+    atten, ff = (
+        nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0))) for make in (make_atten, make_ff)
+    )
     for layer in (atten, ff):
         for variable in variables(layer):
-            noise = rng.normal(scale=0.1, size=variable.get_value().shape).astype(np.float32)
-            variable.set_value(variable.get_value() + noise)
+            drawn = rng.normal(scale=0.2, size=variable.get_value().shape)
+            variable.set_value(jnp.asarray(drawn, jnp.float32))
     return atten, ff
 
 
@@ -109,7 +113,7 @@ RING, WEIGHTS, GATHER, RING_OF_FEW_ROWS, *OTHERS = CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", slow_or_nightly([RING], [WEIGHTS, GATHER, RING_OF_FEW_ROWS, OTHERS[-1]], CASES), ids=str
+    "case", slow_or_nightly([RING], [WEIGHTS, GATHER, RING_OF_FEW_ROWS], CASES), ids=str
 )
 def test_outputs_and_gradients_are_those_of_one_device(case, mesh_of):
     how, shape, sizes, residual = case
@@ -132,7 +136,10 @@ def test_outputs_and_gradients_are_those_of_one_device(case, mesh_of):
         pytest.param(
             {"atten_kernel": "blocked", "window": 3, "combine_qkv": True}, marks=pytest.mark.nightly
         ),
-        {"attention_sinks": True, "output_proj_use_nhd_shape": True},
+        pytest.param(
+            {"attention_sinks": True, "output_proj_use_nhd_shape": True},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             {
                 "ln_tpl": layers.RmsNorm,
@@ -246,7 +253,7 @@ def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):
     np.testing.assert_allclose(actual, losses_of_one_device(), atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipelines_stages_keep_their_weights():
     pipeline = fdl.Partial(layers.Pipeline, num_stages=2, num_microbatches=2)
     preset = {

@@ -13,12 +13,16 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 6)), jnp.float32)
 
 
 def test_attention_and_feed_forward_read_the_same_and_are_both_added():
-    block = Transformer(6, 11, 2, is_parallel=True, rngs=nnx.Rngs(0))
-    actual, _ = block(X)
-    attended, _ = block.self_attention(block.layer_norm(X))
-    ff = block.ff_layer
-    hidden = jax.nn.relu(ff.layer_norm(X) @ ff.ffn_layer1.linear.w[...])
-    expected = X + attended + hidden @ ff.ffn_layer2.linear.w[...]  # Biases start as zeros.
+    @jax.jit
+    def run(x):
+        block = Transformer(6, 11, 2, is_parallel=True, rngs=nnx.Rngs(0))
+        attended, _ = block.self_attention(block.layer_norm(x))
+        ff = block.ff_layer
+        hidden = jax.nn.relu(ff.layer_norm(x) @ ff.ffn_layer1.linear.w[...])
+        # Biases start as zeros.
+        return block(x)[0], x + attended + hidden @ ff.ffn_layer2.linear.w[...]
+
+    actual, expected = run(X)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 

@@ -187,7 +187,7 @@ def test_a_packed_row_gives_what_its_sequences_give_alone():
 WINDOWED = partial(layers.Transformer, tr_atten_tpl=partial(layers.DotProductAttention, window=2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pattern_of_window_and_global_attention_decodes_as_it_reads():
     model = NnxModel(
         partial(

@@ -185,4 +185,4 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_names_the_layer_and_the_setting(message):
     with pytest.raises(ConfigError, match=message):
-        WRONG[message](nnx.Rngs(0))
+        jax.eval_shape(lambda: WRONG[message](nnx.Rngs(0)))

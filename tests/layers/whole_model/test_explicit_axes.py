@@ -58,7 +58,7 @@ def assert_same_losses(result):
     "preset",
     slow_or_nightly(
         {"fsdp+tensor"},
-        {"sequence", "fsdp+ring", "fsdp+context"},
+        {"fsdp+ring", "fsdp+context"},
         [
             preset
             for preset in SHARDING_PRESETS

@@ -22,7 +22,7 @@ from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from praxis_tools.check.check import on_mesh
 from tests.layers.whole_model.preset_runs import EVEN, batch_of, even_lm, losses
-from tests.support.marks import nightly_but, slow_but
+from tests.support.marks import nightly_but, slow_or_nightly
 
 AXES, EXPERTS = ("replica", "data", "mdl"), ("data", "expert", "mdl")
 VOCAB, TOKENS = 64, batch_of(16, 12, 64)
@@ -201,9 +201,7 @@ def partitioner_of(name: str, axis_types: str) -> tuple[Partitioner, dict[str, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", nightly_but({"lm of experts", "lora over int8", "preferences"}, FAMILIES)
-)
+@pytest.mark.parametrize("name", nightly_but({"lora over int8"}, FAMILIES))
 def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")
     actual, _ = losses(partitioner, batch)
@@ -218,14 +216,7 @@ EVEN_EXPERIMENTS = {"explicit.NotebookDp", "explicit.NotebookFsdp"}
 # Layers of these experiments merge dims, for which JAX cannot infer the axes.
 UNTYPED_LAYERS = {"published.names.Mlp", "published.names.WaveNet"}
 
-# Of each kind of model one.
-QUICK_EXPERIMENTS = EVEN_EXPERIMENTS | {
-    "classify.Spirals",
-    "functions.DigitsMlp",
-    "linen.DigitsViT",
-    "lm.PyDocs",
-    "vision.DigitsResNet",
-}
+QUICK_EXPERIMENTS = {"explicit.NotebookDp", "lm.PyDocs"}
 
 
 def explicit_step_of(name: str) -> tuple[Any, dict[str, Any]]:
@@ -234,7 +225,14 @@ def explicit_step_of(name: str) -> tuple[Any, dict[str, Any]]:
     return placed.partitioner.train_step, job.datasets["train"].element_spec()
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_EXPERIMENTS, list_experiments()))
+@pytest.mark.parametrize(
+    "name",
+    slow_or_nightly(
+        QUICK_EXPERIMENTS,
+        EVEN_EXPERIMENTS | UNTYPED_LAYERS | set(sorted(list_experiments())[::3]),
+        list_experiments(),
+    ),
+)
 def test_an_experiment_is_typed_or_says_what_to_change(name):
     step, spec = explicit_step_of(name)
     try:

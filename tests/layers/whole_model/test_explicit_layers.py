@@ -29,7 +29,7 @@ from praxis_lite.tasks.loss import LossTask
 from tests.layers.recurrent.test_recurrents import SPLIT as RG_LRU
 from tests.layers.whole_model.preset_runs import batch_of, bytes_by_kind, even_lm, losses
 from tests.support.lm_runs import structs
-from tests.support.marks import nightly_but
+from tests.support.marks import nightly_but, slow_but
 
 AXES, EXPERTS = ("replica", "data", "mdl"), ("data", "expert", "mdl")
 STAGES = ("stage", "data", "mdl")
@@ -168,7 +168,13 @@ SECOND_GATHERS = {"int8": 32 * 32 * 4}
 
 
 # The others take longer to trace, and are below, or are typed in test_layers_on_meshes.py too.
-@pytest.mark.parametrize("name", ["experts with slots", "experts chosen with a bias", "pipeline"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        {"experts with slots", "pipeline"},
+        ["experts with slots", "experts chosen with a bias", "pipeline"],
+    ),
+)
 def test_it_is_typed_or_noted(name):
     partitioner, batch = partitioner_of(name, "explicit")
     partitioner.train_step.trace(structs(batch))
@@ -178,9 +184,7 @@ def test_it_is_typed_or_noted(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    nightly_but(
-        {"experts chosen with a bias", "rg_lru", "convolution and batch norm", "pipeline"}, CASES
-    ),
+    nightly_but({"rg_lru", "convolution and batch norm"}, CASES),
 )
 def test_its_losses_and_bytes_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")

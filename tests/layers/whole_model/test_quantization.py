@@ -87,9 +87,11 @@ def vjp(equation, qtype, bwd_qtype, x, w, g, scales="channel", num_devices=()):
 @pytest.mark.parametrize(
     "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=needs_float16)], ids=["int8", "float8"]
 )
-@pytest.mark.parametrize("scales", ["channel", "tensor"])
 # Where devices sum parts, and 5 heads that 2 devices do not divide.
-@pytest.mark.parametrize("num_devices", [(), (("b", 2), ("t", 13), ("d", 4), ("n", 2))])
+@pytest.mark.parametrize(
+    ("scales", "num_devices"),
+    [("tensor", ()), ("channel", (("b", 2), ("t", 13), ("d", 4), ("n", 2)))],
+)
 def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes, scales, num_devices):
     qtype, bwd_qtype = qtypes
     x, w, g = draw((8, 13, 36)), draw((36, 5, 3), 1), draw((8, 13, 5, 3), 2)
@@ -283,7 +285,7 @@ def in_all(qtype, bwd_qtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "qtypes",
-    [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
+    [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.nightly, needs_float16))],
     ids=["int8", "float8"],
 )
 def test_a_model_learns_as_fast_with_rounded_products(qtypes):
@@ -293,13 +295,20 @@ def test_a_model_learns_as_fast_with_rounded_products(qtypes):
     assert actual != plain
 
 
-def test_products_with_weights_run_in_few_bits_forward_and_backward_and_no_others():
+@pytest.mark.parametrize(
+    ("qtypes", "prefix"),
+    [
+        (QTYPES[0], "i8"),
+        pytest.param(QTYPES[1], "f8", marks=(pytest.mark.slow, needs_float16)),
+    ],
+    ids=["int8", "float8"],
+)
+def test_products_with_weights_run_in_few_bits_forward_and_backward_and_no_others(qtypes, prefix):
     # 7 with weights (4 of attention, 2 of the feed-forward, the logits), each with two in the
     # backward pass; attention's 2 products of activations, with two each, are left.
-    of_types = dots(lowered(in_all(*QTYPES[0]), (1, 1, 1)).as_text())
-    assert of_types.count(("i8", "i8")) == 21 and of_types.count(("f32", "f32")) == 6
-    of_types = dots(lowered(in_all(*QTYPES[1]), (1, 1, 1)).as_text())
-    assert sum(all(item.startswith("f8") for item in pair) for pair in of_types) == 21
+    of_types = dots(lowered(in_all(*qtypes), (1, 1, 1)).as_text())
+    assert sum(all(item.startswith(prefix) for item in pair) for pair in of_types) == 21
+    assert of_types.count(("f32", "f32")) == 6
 
 
 @pytest.mark.slow
@@ -440,8 +449,11 @@ def test_gradients_of_weights_have_the_precision_of_activations(bwd_qtype):
         product = quantized_einsum("bd,df->bf", "int8", bwd_qtype, x, w)
         return jnp.sum(jnp.sin(product.astype(jnp.float32)))
 
-    grad = jax.grad(loss)(w, x)
+    # XLA may otherwise leave out a rounding that a cast back follows.
+    exactly = {"xla_allow_excess_precision": False}
+    grad_of = jax.jit(jax.grad(loss), compiler_options=exactly)
+    grad = grad_of(w, x)
     assert grad.dtype == jnp.float32
     np.testing.assert_array_equal(grad, grad.astype(jnp.bfloat16).astype(jnp.float32))
-    full = jax.grad(loss)(w, x.astype(jnp.float32))
+    full = grad_of(w, x.astype(jnp.float32))
     assert not np.array_equal(full, full.astype(jnp.bfloat16).astype(jnp.float32))

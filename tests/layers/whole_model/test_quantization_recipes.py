@@ -64,11 +64,13 @@ def losses(recipe, preset, shape):
     ("recipe", "preset"),
     [
         ("int8", "fsdp+context"),
-        ("int8_per_tensor", "fsdp"),
+        pytest.param("int8_per_tensor", "fsdp", marks=pytest.mark.nightly),
         pytest.param("int8", "fsdp+tensor", marks=pytest.mark.nightly),
         pytest.param("int8_per_tensor", "sequence", marks=pytest.mark.nightly),
         pytest.param("float8", "megatron", marks=[needs_float16, pytest.mark.nightly]),
-        pytest.param("float8_per_tensor", "fsdp+tensor", marks=needs_float16),
+        pytest.param(
+            "float8_per_tensor", "fsdp+tensor", marks=[needs_float16, pytest.mark.nightly]
+        ),
     ],
 )
 def test_scales_are_those_of_one_device_on_every_mesh(recipe, preset):
@@ -107,7 +109,7 @@ def test_remat_microbatches_and_an_unrolled_stack_round_as_a_scanned_one(recipe)
     assert expected[-1] < expected[0] - 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_of_a_pipeline_round_as_one_device():
     pipeline = fdl.Partial(layers.Pipeline, num_stages=2, num_microbatches=2)
     axes = ("stage", "data", "mdl")

@@ -84,7 +84,7 @@ def test_a_tpu_sums_rounded_products_as_those_that_are_not_rounded():
     actual = printed_by("tests.layers.whole_model.test_summing_devices")
     expected = actual["null"]
     assert any(kind == "reduce-scatter" and dtypes == ["bf16"] for kind, dtypes, _ in expected)
-    assert actual["int8"] == expected and actual["float8"] == expected
+    assert actual["int8"] == expected
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     mesh = mesh_of(mesh_utils.create_device_mesh(SHAPE, topology.devices), preset_runs.AXES)
-    print(json.dumps({x: sums("fsdp+tensor", mesh, x) for x in ("int8", "float8", None)}))
+    print(json.dumps({x: sums("fsdp+tensor", mesh, x) for x in ("int8", None)}))
 
 
 if __name__ == "__main__":
