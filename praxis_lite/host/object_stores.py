@@ -186,6 +186,12 @@ class StorePath:
     def read_bytes(self) -> bytes:
         return self.read_version()[0]
 
+    def read_range(self, start: int, end: int) -> bytes:
+        """Returns the bytes from `start` up to, but not including, `end`."""
+        return self._retried(
+            "read", lambda store: bytes(store.get_range(self.key, start=start, end=end))
+        )
+
     def read_version(self) -> tuple[bytes, ObjectStatus]:
         """Returns the content and the status of the same version of the object."""
 

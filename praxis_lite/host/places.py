@@ -20,8 +20,9 @@ import xxhash
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host import hub
 from praxis_lite.host.atomic_files import user_cache
+from praxis_lite.host.bounded_copies import StoredFile
 from praxis_lite.host.hub import RepoType, is_hub_url
-from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
+from praxis_lite.host.object_stores import AnyPath, ObjectStatus, StorePath, is_store_url
 
 __all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file", "uploaded")
 
@@ -89,16 +90,36 @@ def local_files(pattern: str) -> str:
         return hub.downloaded_files(pattern)
     if not is_store_url(pattern):
         return os.path.expanduser(pattern)
+    folder, wildcards, files = _listed(pattern)
+    if not files:
+        return pattern  # The caller reports that nothing matches.
+    copies = _downloaded(folder, {name: status.tag for name, status in files.items()})
+    return os.path.join(glob.escape(str(copies)), wildcards)
+
+
+def stored_files(pattern: str) -> list[StoredFile]:
+    """Lists the files that match a glob, which is the URL of an object store.
+
+    Raises:
+      ConfigError: The URL is invalid or cannot be read.
+    """
+    folder, _, files = _listed(pattern)
+    return [
+        StoredFile(folder / name, status.st_size, status.st_mtime_ns, status.tag)
+        for name, status in files.items()
+    ]
+
+
+def _listed(pattern: str) -> tuple[StorePath, str, dict[str, ObjectStatus]]:
+    """Returns a folder in a store, a glob relative to it, and the status of each match."""
     # List only the folder before the first wildcard.
     parts = pattern.split("/")
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     folder = StorePath.opened("/".join(parts[:num_fixed]))
     wildcards = "/".join(parts[num_fixed:])
     matches = re.compile(_glob_regex(wildcards)).fullmatch
-    tags = {name: status.tag for name, status in folder.files().items() if matches(name)}
-    if not tags:
-        return pattern  # The caller reports that nothing matches.
-    return os.path.join(glob.escape(str(_downloaded(folder, tags))), wildcards)
+    files = {name: status for name, status in folder.files().items() if matches(name)}
+    return folder, wildcards, files
 
 
 def output_file(path: str | os.PathLike[str]) -> AnyPath:

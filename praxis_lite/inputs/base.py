@@ -37,10 +37,10 @@ class HasFingerprint(Protocol):
 class InputPipeline(abc.ABC):
     """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
-    A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
-    iterator state. The shapes of each batch are those of one of the `element_specs`; an
-    incomplete last batch is padded with zero rows whose `weights` are 0. Constructors only store
-    their settings: files are read by `check` and later methods.
+    A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints only store
+    iterator state for streams (`state`). The shapes of each batch are those of one of the
+    `element_specs`; an incomplete last batch is padded with zero rows whose `weights` are 0.
+    Constructors only store their settings: files are read by `check` and later methods.
     """
 
     batch_size: int  # Number of rows in the global batch, across all hosts.
@@ -92,6 +92,14 @@ class InputPipeline(abc.ABC):
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Returns everything that determines the batches, as JSON: settings, seed and data hash."""
+
+    def state(self, next_batch: int) -> Any:
+        """Returns JSON from which `restore` resumes at this batch, or None if it is not needed."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Makes later calls of `batches` resume from a state that `state` has returned, or None."""
+        assert state is None, f"{type(self).__name__}.state returns no state"
 
     def nondeterminism(self) -> str | None:
         """Returns the reason why batches may differ between runs, or None if batches cannot differ.
@@ -234,13 +242,18 @@ class SequentialPipeline(InputPipeline):
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
-        if start:
+        if num_recomputed := self.num_recomputed(start):
             _log.info(
-                "recomputing the first %d batches: %s has no random access",
+                "recomputing %d batches before batch %d: %s has no random access",
+                num_recomputed,
                 start,
                 type(self).__name__,
             )
         return self.batches_from(start, self.rows_or_all(rows))
+
+    def num_recomputed(self, start: int) -> int:
+        """Returns the number of batches before batch `start` that are computed again."""
+        return start
 
 
 def first_difference(

@@ -58,10 +58,12 @@ class DataPosition:
 
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
         """Returns the JSON that a checkpoint manifest stores for this position."""
+        state = pipeline.state(self.next_batch)
         return {
             "next_batch": self.next_batch,
             "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
+            **({} if state is None else {"state": state}),
         }
 
 

@@ -1,6 +1,7 @@
 """Creates or restores the state from which training starts."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -126,7 +127,11 @@ class StartingPoints:
             restored = saved.restore(self._job.partitioner.layout, self._job.partitioner.mesh)
         name, source = ("peer save", "peers") if restored.from_memory else ("checkpoint", "disk")
         _log.info("restored the %s of step %d", name, restored.step)
-        data = restored.data
+        data, train = restored.data, self._job.datasets[TRAIN]
+        state = data.get("state")
+        if state is not None and data["fingerprint"] != json.loads(json.dumps(train.fingerprint())):
+            state = None  # It is not valid for different data (run.accept_changed_data).
+        train.restore(state)
         return StartingPoint(
             restored.step,
             restored.state,

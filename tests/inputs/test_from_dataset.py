@@ -191,7 +191,7 @@ def test_a_resume_logs_that_it_reads_again(caplog):
         next(one_pass().batches())
     # TensorFlow's AutoGraph logs warnings on Python 3.13.
     ours = [x.getMessage() for x in caplog.records if x.name.startswith("praxis_lite")]
-    assert ours == ["recomputing the first 2 batches: FromDataset has no random access"]
+    assert ours == ["recomputing 2 batches before batch 2: FromDataset has no random access"]
 
 
 def wrong(kind):

@@ -250,7 +250,7 @@ def test_a_users_dataset_goes_on_too(tmp_path):
     with stopped_at(7):
         run(job, "dataset")
     done = run(job, "dataset")
-    assert "recomputing the first 6 batches" in done.out
+    assert "recomputing 6 batches before batch 6" in done.out
     assert "not deterministic" not in done.out
     assert_the_same(job, uninterrupted("dataset"))
 

@@ -9,6 +9,9 @@ import functools
 
 import numpy as np
 
+# Values of `purpose` in `random_bits`.
+_ORDER_OF_FILES, _ORDER_IN_WINDOW = 2, 3
+
 
 def random_bits(seed: int, stream: int, count: int, *, purpose: int = 0) -> np.ndarray:
     """Returns random bits as uint64[count], independent for each (seed, stream, purpose)."""
@@ -42,6 +45,63 @@ def shuffled(seed: int, size: int, first: int, count: int) -> tuple[np.ndarray, 
         order = epoch_order(seed, int(epoch), size)
         examples[is_in_epoch] = order[positions[is_in_epoch] % size]
     return epochs, examples
+
+
+def window_order(seed: int, window: int, size: int) -> np.ndarray:
+    """Returns a random permutation of range(size) for the window with a given number."""
+    return np.argsort(random_bits(seed, window, size, purpose=_ORDER_IN_WINDOW), kind="stable")
+
+
+class WindowedOrder:
+    """The order of an endless stream that is shuffled within windows of consecutive examples.
+
+    In each epoch, the files are in a new order. Their examples, in this order, are split into
+    windows, and each window is shuffled. Windows are numbered across epochs.
+
+    Args:
+      seed: Seed of the order.
+      first_of_files: int64[files + 1], the index of each file's first example, then the number of
+        examples. There must be at least one example.
+      window: Number of examples in a window; the last window of an epoch may have fewer.
+    """
+
+    def __init__(self, seed: int, first_of_files: np.ndarray, window: int):
+        self._seed, self._first_of_files, self._window = seed, first_of_files, window
+        self._size = int(first_of_files[-1])
+        self._windows_per_epoch = -(-self._size // window)
+        # A batch may use two windows, and `later` is a third.
+        self.window = functools.lru_cache(maxsize=3)(self._examples_of_window)
+
+    def window_of(self, position: int) -> int:
+        """Returns the number of the window that contains a position of the stream."""
+        epoch, offset = divmod(position, self._size)
+        return epoch * self._windows_per_epoch + offset // self._window
+
+    def _examples_of_window(self, number: int) -> np.ndarray:
+        epoch, window = divmod(number, self._windows_per_epoch)
+        file_bits = random_bits(
+            self._seed, epoch, len(self._first_of_files) - 1, purpose=_ORDER_OF_FILES
+        )
+        files = np.argsort(file_bits, kind="stable")
+        # The positions in the epoch at which the files end.
+        ends = np.cumsum(np.diff(self._first_of_files)[files])
+        start = window * self._window
+        positions = np.arange(start, min(start + self._window, self._size), dtype=np.int64)
+        ordinals = np.searchsorted(ends, positions, side="right")
+        # An example is as far from the end of its file as its position from the file's end.
+        examples = self._first_of_files[files[ordinals] + 1] - (ends[ordinals] - positions)
+        return examples[window_order(self._seed, number, len(examples))]
+
+    def examples(self, first: int, count: int) -> np.ndarray:
+        """Returns the example indices at positions first, ..., first + count - 1, as int64."""
+        parts, position = [np.empty(0, np.int64)], first
+        while position < first + count:
+            epoch, offset = divmod(position, self._size)
+            start = offset % self._window
+            part = self.window(self.window_of(position))[start : start + first + count - position]
+            parts.append(part)
+            position += len(part)
+        return np.concatenate(parts)
 
 
 def examples_at(size: int, first: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:

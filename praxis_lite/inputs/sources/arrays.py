@@ -1,7 +1,6 @@
 """A source over NumPy files, with one example per row of their arrays."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,8 @@ class NpyFiles(OpenedFiles):
 
     name: str = "x"
 
-    @functools.cached_property
-    def counts(self) -> list[int]:
-        return [self._count(path) for path in self.paths]
-
-    def _count(self, path: str) -> int:
-        counts = {
-            name: len(array) if array.ndim else 0 for name, array in self.open_file(path).items()
-        }
+    def num_rows(self, opened: dict[str, np.ndarray], path: str) -> int:
+        counts = {name: len(array) if array.ndim else 0 for name, array in opened.items()}
         if len(set(counts.values())) != 1:
             text = first_few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(

@@ -113,6 +113,10 @@ class Source(NeedsPackage, abc.ABC):
         """Returns the class names of each label, keyed by the label's name; {} if unknown."""
         return {}
 
+    def first_of_files(self) -> np.ndarray:
+        """Returns the index of each file's first example, then the number of examples, as int64."""
+        return np.array([0, len(self)])
+
     def check(self) -> None:
         """Opens the files. Raises ConfigError if they are damaged or contain no examples."""
         super().check()
@@ -290,6 +294,9 @@ class RowsOfFiles(GlobSource):
                 f"{type(self).__name__}: {self.files!r} contains no examples ({len(self.paths)} "
                 "files, all empty). Change `files`, or remove the source."
             )
+
+    def first_of_files(self) -> np.ndarray:
+        return self.first_numbers
 
     def __len__(self) -> int:
         return int(self.first_numbers[-1])

@@ -1,5 +1,6 @@
 """A pipeline that batches a source's examples, such as images or arrays of the same shape."""
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -13,10 +14,12 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import ExamplePipeline, fingerprint_json, spec_of_rows, zero_rows
 from praxis_lite.inputs.batch_arrays import stack_examples
+from praxis_lite.inputs.mixing.shuffle import WindowedOrder
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state
 from praxis_lite.inputs.sources.cache import Contents
 from praxis_lite.inputs.sources.derived import derive_parts, function_recipe, num_left_out
 from praxis_lite.inputs.sources.faults import apply_to_example
+from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 
 if TYPE_CHECKING:
     import jax
@@ -43,6 +46,9 @@ class FromSource(ExamplePipeline):
         False are skipped. If None, all examples are used.
       seed: Seed of the shuffled order.
       shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
+      shuffle_window: Number of examples, or None to shuffle all examples. In each epoch, the files
+        are in a new order, and examples are shuffled within windows of so many consecutive
+        examples. Only the files of one or two windows are then needed at the same time.
     """
 
     source: Source
@@ -52,9 +58,15 @@ class FromSource(ExamplePipeline):
     seed: int = 0
     _: dataclasses.KW_ONLY
     shuffle: bool
+    shuffle_window: int | None = None
 
     def check(self) -> None:
         super().check()
+        if self.shuffle_window is not None:
+            self.require_at_least(self.batch_size, "shuffle_window")
+            require(
+                self.shuffle, "FromSource.shuffle", False, "True, because shuffle_window is set"
+            )
         require(
             isinstance(self.source, Source),
             "FromSource.source",
@@ -67,7 +79,73 @@ class FromSource(ExamplePipeline):
                 f"FromSource: all {len(self.source):,} examples were skipped: {self.left_out}. "
                 "Relax `keep`, or fix the data."
             )
+        self._check_cache()
         _ = self._first_row
+
+    def _check_cache(self) -> None:
+        """Raises ConfigError if the files of two windows do not fit into the source's cache."""
+        if (source := self._bounded_source) is None:
+            return
+        assert source.cache_bytes is not None
+        setting = "shuffle_window" if self.shuffle else "batch_size"
+        size = self.shuffle_window or self.num_examples if self.shuffle else self.batch_size
+
+        def needed(num_rows: int) -> int:
+            return source.max_bytes_of_rows(self._first_of_files, 2 * num_rows)
+
+        if needed(size) > source.cache_bytes:
+            largest = bisect.bisect_right(range(size), source.cache_bytes, key=needed) - 1
+            fix = f"Set {setting} to at most {largest:,}" if largest > 0 else "Write smaller files"
+            raise ConfigError(
+                f"FromSource: the files of two windows of {size:,} examples have up to "
+                f"{needed(size):,} bytes, but cache_bytes is {source.cache_bytes:,}. {fix}, or "
+                "increase cache_bytes."
+            )
+
+    @property
+    def _bounded_source(self) -> OpenedFiles | None:
+        """The source if its `cache_bytes` is set, or None."""
+        source = self.source
+        if isinstance(source, OpenedFiles) and source.cache_bytes is not None:
+            return source
+        return None
+
+    @functools.cached_property
+    def _first_of_files(self) -> np.ndarray:
+        """int64[files + 1]: the number of examples before each file, and in total."""
+        indices, _ = self._selection
+        files = self.source.first_of_files()
+        return files if indices is None else np.searchsorted(indices, files)
+
+    @functools.cached_property
+    def _order(self) -> WindowedOrder | None:
+        if self.shuffle_window is None:
+            return None
+        return WindowedOrder(self.seed, self._first_of_files, self.shuffle_window)
+
+    def example_indices(self, index: int, rows: slice) -> np.ndarray:
+        if self._order is None:
+            return super().example_indices(index, rows)
+        return self._order.examples(index * self.batch_size + rows.start, rows.stop - rows.start)
+
+    def _expect(self, index: int, rows: slice) -> None:
+        """Announces the examples of this and the next windows or, without windows, batches."""
+        source = self._bounded_source
+        if source is None or (self.shuffle and self._order is None):
+            return
+        if self._order is None:
+            now, later = (self.example_indices(k, rows) for k in (index, index + 1))
+        else:
+            first, stop = (index * self.batch_size + row for row in (rows.start, rows.stop))
+            windows = range(self._order.window_of(first), self._order.window_of(stop - 1) + 1)
+            if windows == self._expected_windows:
+                return
+            self._expected_windows = windows
+            now = np.concatenate([self._order.window(number) for number in windows])
+            later = self._order.window(windows.stop)
+        source.expect(self._source_indices(now), self._source_indices(later))
+
+    _expected_windows = range(0)
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
@@ -93,6 +171,8 @@ class FromSource(ExamplePipeline):
         counts: collections.Counter[str] = collections.Counter()
         reasons = self.source.map_part(part, self._reason_to_leave_out, counts)
         rows = [index - part.start for index, _ in reasons]
+        if (source := self._bounded_source) is not None:
+            source.expect(np.empty(0, np.int64), np.empty(0, np.int64))  # Close the files.
         return {"left_out": dict(counts)}, {"rows": np.array(rows, np.int32)}
 
     def _reason_to_leave_out(self, example: Example, index: int) -> str | None:
@@ -115,15 +195,15 @@ class FromSource(ExamplePipeline):
         indices, _ = self._selection
         return len(self.source) if indices is None else len(indices)
 
-    def _source_index(self, example: int) -> int:
+    def _source_indices(self, examples: np.ndarray) -> np.ndarray:
         indices, _ = self._selection
-        return int(example if indices is None else indices[example])
+        return examples if indices is None else indices[examples]
 
     def where(self, example: int) -> str:
-        return self.source.where(self._source_index(example))
+        return self.source.where(int(self._source_indices(np.array(example))))
 
     def _example(self, example: int) -> Mapping[str, Any]:
-        index = self._source_index(example)
+        index = int(self._source_indices(np.array(example)))
         return self._transform_example(self.source[index], index)
 
     @functools.cached_property
@@ -142,6 +222,7 @@ class FromSource(ExamplePipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         num_rows = rows.stop - rows.start
+        self._expect(index, rows)
         examples = [self._example(i) for i in self.example_indices(index, rows).tolist()]
         if not examples:
             return zero_rows(self._first_row, num_rows)
@@ -154,6 +235,7 @@ class FromSource(ExamplePipeline):
             "transform": json.loads(json.dumps(fingerprint_json(self.transform))),
             "left_out": num_left_out_by_reason,
             "kept_sha256": digest,
+            **({"shuffle_window": self.shuffle_window} if self.shuffle_window else {}),
         }
 
     def __getstate__(self) -> dict[str, Any]:

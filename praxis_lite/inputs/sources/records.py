@@ -1,12 +1,10 @@
 """Sources over TFRecord and ArrayRecord files."""
 
 import dataclasses
-import functools
 import gzip
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from praxis_lite.core.callables import function_name
@@ -21,7 +19,6 @@ from praxis_lite.inputs.sources.tf_example import tf_example
 
 _MAX_RECORD_BYTES = 1 << 31  # The size limit for a protocol buffer such as tf.train.Example.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-_NUM_THREADS = 16  # Number of threads that read the record counts at the ends of the files.
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,13 +34,21 @@ class ArrayRecords(OpenedFiles):
 
     decode: Callable[[bytes], Example] | None = None
 
-    @functools.cached_property
-    def counts(self) -> list[int]:
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            return [len(file) for file in pool.map(_open_array_record, self.paths)]
+    num_counting_threads = 16
 
     def open_file(self, path: str) -> Any:
-        return _open_array_record(path)
+        # Importing this class from Grain would also import JAX.
+        module = optional_module("array_record.python.array_record_data_source", "ArrayRecords")
+        try:
+            return module.ArrayRecordDataSource(path)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as an ArrayRecord file: {shortened(str(error), 300)}. "
+                "Write or copy it again, or exclude it from `files`."
+            ) from None
+
+    def num_rows(self, opened: Any, path: str) -> int:
+        return len(opened)
 
     def __getitem__(self, index: int) -> Example:
         file, row = self.file_and_row(index)
@@ -116,18 +121,6 @@ class TfRecords(FileSource):
 
     def settings(self) -> dict[str, Any]:
         return {"decode": fingerprint_json(self.decode)}
-
-
-def _open_array_record(path: str) -> Any:
-    # Importing this class from Grain would also import JAX.
-    module = optional_module("array_record.python.array_record_data_source", "ArrayRecords")
-    try:
-        return module.ArrayRecordDataSource(path)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as an ArrayRecord file: {shortened(str(error), 300)}. Write or "
-            "copy it again, or exclude it from `files`."
-        ) from None
 
 
 def _decode(source: ArrayRecords | TfRecords, record: bytes, where: str) -> Example:

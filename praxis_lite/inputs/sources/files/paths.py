@@ -47,11 +47,18 @@ def _matches(pattern: str, owner: str) -> list[str]:
     if matches:
         found = f"only {'a directory' if len(matches) == 1 else 'directories'}"
         fix = f"Match the files in it, for example with {os.path.join(pattern, '**', '*.txt')!r}."
-    else:
-        found, fix = "nothing", "Correct the path or the glob."
-    raise ConfigError(
-        f"{owner}.files: the pattern {pattern!r} matches {found} (relative to {os.getcwd()}); "
-        f"expected at least one file. {fix}"
+        raise ConfigError(
+            f"{owner}.files: the pattern {pattern!r} matches {found} (relative to {os.getcwd()}); "
+            f"expected at least one file. {fix}"
+        )
+    raise nothing_matches(pattern, owner)
+
+
+def nothing_matches(pattern: str, owner: str) -> ConfigError:
+    """Returns the error for a glob that matches no file."""
+    return ConfigError(
+        f"{owner}.files: the pattern {pattern!r} matches nothing (relative to {os.getcwd()}); "
+        "expected at least one file. Correct the path or the glob."
     )
 
 
