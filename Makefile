@@ -50,8 +50,11 @@ TESTING := $(VENV)/.installed_test
 # The install with everything that the site needs.
 DOCUMENTING := $(VENV)/.installed_docs
 
+# Tests launch hundreds of processes, and each would compile the packages' source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next test-oldest \
-  test-wheel lock faults chaos check-defects mutants lint docs docs-pictures release-check release-job clean
+  test-wheel lock faults chaos check-defects mutants lint ruff mypy pyright docs docs-pictures release-check release-job clean
 .DELETE_ON_ERROR:
 
 help:
@@ -149,11 +152,17 @@ mutants: $(TESTING)
 	  $(MUTANTS_ARGS)
 	@$(VENV_PYTHON) -m tests.support.mutants table mutants_job/mutants.jsonl --reached mutants_job
 
-lint: $(TESTING)
+lint: ruff mypy pyright
+
+ruff: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
+
+mypy: $(TESTING)
 	@$(VENV_PYTHON) -m mypy
 	@$(VENV_PYTHON) -m mypy --strict tests/typing/user_program.py
+
+pyright: $(TESTING)
 	@$(VENV)/bin/basedpyright --pythonpath $(VENV_PYTHON)
 
 release-check: $(TESTING)
