@@ -319,6 +319,7 @@ def packages_made(tmp_path, monkeypatch, registry_copy):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_package_in_the_current_directory_is_found_and_hides_no_installed_one(tmp_path):
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").touch()

@@ -55,12 +55,14 @@ def test_every_dtype_is_stored_as_on_disk(folder, tmp_path, monkeypatch, chunk_b
     assert tools.decoded_step_errors(folder / "3") == []
 
 
+@pytest.mark.slow
 def test_the_newest_steps_are_retained_and_the_newest_is_restored(folder):
     save_small(folder, 1, 2, 5, 7, max_to_keep=2)
     assert step_dirs.committed_steps(folder) == [5, 7] and folder.folders() == ["5", "7"]
     assert restored(folder) == (7, 7.0)
 
 
+@pytest.mark.slow
 def test_a_step_without_a_commit_is_ignored_and_removed_by_the_next_launch(folder):
     save_small(folder, 3, 5)
     (folder / "5" / "commit.json").unlink()

@@ -168,6 +168,7 @@ def test_a_refusal_of_the_store_raises_a_clear_error(endpoint, status, body, mes
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_raises_a_clear_error(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

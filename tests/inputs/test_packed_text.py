@@ -214,6 +214,7 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
     assert packed(tmp_path).fingerprint() == expected and result == ["1"]
 
 
+@pytest.mark.slow
 def test_processes_on_all_cores_make_what_one_does(folder, tmp_path, monkeypatch):
     for path in folder.glob("*.jsonl"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

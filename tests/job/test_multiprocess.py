@@ -103,6 +103,7 @@ def test_a_process_that_is_killed_in_a_save_is_named_and_ends_the_other():
     assert "error: process 0 (" in second.err and "is gone: it was killed" in second.err
 
 
+@pytest.mark.slow
 def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     port = pairs.free_port()
     done = pairs.ended(

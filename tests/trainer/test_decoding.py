@@ -133,6 +133,7 @@ def test_continuous_batching_on_a_mesh_gives_the_tokens_of_batches_and_says_its_
     assert sum(lengths) / 4 <= num_steps <= sum(lengths) / 4 + max(lengths)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(decoded):
     job, greedy = decoded
     text = greedy[0]["continuation"]

@@ -103,6 +103,7 @@ def losses(job):
     return [line["loss"] for line in lines_of(job.metrics_jsonl)]
 
 
+@pytest.mark.slow
 def test_a_job_uses_every_row_once_and_in_order():
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

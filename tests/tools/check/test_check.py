@@ -24,6 +24,7 @@ from tests.tools.check.defects.families import FAMILIES
 DEFECTS = {defect.name: defect for defects in FAMILIES.values() for defect in defects}
 
 
+@pytest.mark.slow
 def test_an_experiment_that_is_right_is_certified():
     lines = []
     actual = check_on_meshes(

@@ -280,6 +280,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_job_reports_a_bad_step_and_goes_on_with_the_same_numbers(tmp_path):
     faults = (
         "datasets.train.nan_at=3,8",
