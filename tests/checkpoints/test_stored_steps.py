@@ -20,7 +20,7 @@ from tests.support.fake_s3 import s3_bucket
 from tests.support.marks import slow_but
 
 
-@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def bucket(request):
     with {"s3": s3_bucket, "gs": gcs_bucket}[request.param]() as url:
         yield StorePath.opened(url)
