@@ -52,7 +52,6 @@ MAX_RESIDENT_BYTES = 3072 * 2**20
 LONGEST_FILES = (
     "elastic/test_elastic.py",
     "docs/test_pages_that_run.py",
-    "job/test_stuck_processes.py",
     "job/test_multiprocess.py",
     "tools/check/test_check.py",
     "faults/test_faults.py",

@@ -158,6 +158,9 @@ def test_the_three_ways_in_of_the_first_page_run(started, folder, registry_copy)
     predicted, expected = map(float, re.search(r"prediction \[(.*?)\] (\S+)$", out).groups())
     assert loss < 0.01 and abs(predicted - expected) < 0.1
     chat = files["chat.py"].text.replace("path/of/model", f"{started / 'llama'}")
+    steps = '"run.num_train_steps": 100'
+    assert steps in chat
+    chat = chat.replace(steps, '"run.num_train_steps": 2')
     assert run_alone(chat, folder).splitlines()[-1]
     assert Path("merged/model.safetensors").is_file()
     Path("mylm.py").write_text(files["mylm.py"].text, "utf-8")
@@ -195,6 +198,7 @@ def test_the_data_page_runs(folder, capsys):
         "datasets.train.batch_size=4",
         "run.evaluation.every_steps=None",
         "mesh.ici_mesh_shape=1,1,1",
+        "task.model.num_layers=1",
     )
     (digest,) = [words for words in commands if words[0] == "digest" and "--processes=3" in words]
     # That it is the same for any number of them is tested in experiment/test_python_texts.py.

@@ -165,7 +165,7 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
     settings = case.settings
     if case.is_slow_before:
         env[case.culprit]["SLOW_EVALUATION"] = "7"
-        settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=7")
+        settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=6")
     processes = pairs.start_processes(
         "--exp=stuckzoo.experiments.Hanging",
         "--packages=jobzoo,stuckzoo",
