@@ -37,7 +37,7 @@ LONG = ("run.stopping.watchdog_seconds=600",)
 # The longest ones first. The nightly ones are those of other processes or places.
 ELASTIC = [
     Case(1, "INPUT", hows, settings=LONG, flags=("--elastic",))
-    for hows in (("keeps the lock", "is stopped"), ("sleeps",))
+    for hows in (("keeps the lock",), ("is stopped", "sleeps"))
 ]
 HANGS = [
     Case(2, "HOOK", ("sleeps",), is_slow_before=True),

@@ -366,11 +366,7 @@ LEARNERS = {
 }
 
 
-SLOW_LEARNERS = (
-    "adafactor, microbatches",
-    "schedule-free, slots on another axis",
-    "two optimizers",
-)
+SLOW_LEARNERS = ("adafactor, microbatches",)
 
 
 @pytest.mark.parametrize("name", slow_or_nightly((), SLOW_LEARNERS, LEARNERS))

@@ -164,8 +164,8 @@ def test_the_columns_of_a_step_are_its_times_and_those_of_the_pauses_before_it(k
         assert line["step_time"] >= 0.1 and 0 < line["dispatch_time"] < line["step_time"]
         assert 0 < line["device_time"] < line["step_time"]
         assert 0 < line["input_time"] < line["step_time"] and line["evaluation_time"] == 0
-    # The hook sleeps between two steps, while the devices have nothing to do. A single step may wait
-    # long for a processor of a busy machine.
+    # The hook sleeps between two steps, while the devices have nothing to do. On a busy machine, a
+    # single step may wait long for a processor.
     shares = sorted(line["device_time"] / line["step_time"] for line in lines)
     assert shares[len(shares) // 2] < 0.5
     saved_before = [line["step"] for line in lines if line["save_time"]]
