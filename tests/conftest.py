@@ -57,6 +57,8 @@ LONGEST_FILES = (
     "faults/test_faults.py",
     "sweep/test_sweep_jobs.py",
     "job/test_interrupted_jobs.py",
+    "trackers/test_services.py",
+    "trainer/test_jobs_in_stores.py",
     "layers/test_layers_on_meshes.py",
     "partitioner/test_experiment_gradients.py",
 )

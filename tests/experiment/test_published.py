@@ -34,7 +34,7 @@ SMALL = {
     "speed.Gpt2": GPT | {"vocab_size": 61, "task.model.fprop_dtype": np.float32},
     "transfer.Narrow": {"batch_size": 7, "block_size": 13},
 }
-SLOW = {"char.CharCpu", "names.Mlp"}
+SLOW = {"names.Mlp"}
 ROWS = {row.name: row for row in published.ROWS}
 
 

@@ -71,14 +71,11 @@ def test_an_experiment_that_is_right_is_certified():
     assert "float64: 1e-9 x the leaf's maximum" in table
 
 
-@pytest.mark.slow
+# In CI, the command below certifies every part of classify.Spirals.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "experiment, mesh",
-    [
-        (tiny.PointsByHand, (3, 2)),
-        pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
-        pytest.param(tiny.Norms, (2, 2), marks=pytest.mark.nightly),
-    ],
+    [(tiny.PointsByHand, (3, 2)), (tiny.Lm, (1, 2, 2)), (tiny.Norms, (2, 2))],
     ids=["PointsByHand", "Lm", "Norms"],
 )
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
