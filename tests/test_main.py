@@ -242,7 +242,7 @@ def begun_job(folder: Path):
     return job
 
 
-@pytest.mark.parametrize("mode", ["decode", "eval"])
+@pytest.mark.parametrize("mode", ["decode", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_job_without_a_checkpoint_is_named(mode, tmp_path):
     begun_job(tmp_path)
     message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")

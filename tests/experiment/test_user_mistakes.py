@@ -150,6 +150,7 @@ def test_the_first_batch_of_an_evaluation_is_looked_at_before_training(tmp_path)
     assert "datasets.heldout: batch 0 (counted from 0) has wrong shapes" in done.err
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_data_of_an_evaluation_is_named(tmp_path):
     done = launch(*run("all.BadHeldout", tmp_path, "datasets.heldout.what=nan"))
     assert done.code == 3, done.err

@@ -172,6 +172,7 @@ def test_eval_gives_the_numbers_of_the_end_of_training(tmp_path):
     assert f"step 7  heldout: accuracy {before[-1]['accuracy']:.4f}" in done.out
 
 
+@pytest.mark.slow
 def test_eval_on_another_mesh_gives_the_same_numbers(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     succeed("--mode=eval", f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=1,1,1")
