@@ -287,7 +287,7 @@ def test_the_commands_with_urls_of_the_hugging_face_page_run(started, tmp_path, 
     with fake_hub() as hub, client_of(hub, monkeypatch, tmp_path / "home", WRITER):
         hub.add("org/model", started / "llama")
         hub.add("org/chats", tmp_path / "chats", "datasets")
-        sizes = ("SEQ_LEN=64", "BATCH_SIZE=8", "mesh.ici_mesh_shape=1,4,2")
+        sizes = ("SEQ_LEN=64", "BATCH_SIZE=8", "mesh.ici_mesh_shape=1,1,1")
         assert "step 1" in succeed("train", *tuned, "run.num_train_steps=1", *sizes).out
         assert praxis("hf", *export) == 0
         adapters = hub.repos["models", "me/model-lora"]
