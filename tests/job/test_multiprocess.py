@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,14 @@ from tests.support.job_runs import (
     lines_of,
     trained,
 )
-from tests.support.stuck_jobs import OUTSIDE, Case, begun, elastic_lines, watched
+from tests.support.stuck_jobs import (
+    OUTSIDE,
+    Case,
+    elastic_lines,
+    started,
+    wait_until_stuck,
+    watched,
+)
 
 pytestmark = pytest.mark.slow
 TINY = "--exp=jobzoo.experiments.Tiny"
@@ -65,12 +73,15 @@ def seen_of(request, tmp_path_factory):
         concurrent.futures.ThreadPoolExecutor(1 + 2 * len(cases)) as pool,
         contextlib.ExitStack() as left,
     ):
+        has_ended = threading.Event()
 
         def launched(case, folder, before):
             concurrent.futures.wait(before)
-            processes = begun(case, folder)
+            assert not has_ended.is_set()
+            processes = started(case, folder)
             for process in processes:
                 left.callback(process.kill)
+            wait_until_stuck(case, folder, processes)
             return processes
 
         seen, launches = {}, []
@@ -83,7 +94,10 @@ def seen_of(request, tmp_path_factory):
                 folder,
                 launches[-1],
             )
-        yield lambda case: seen[case].result()
+        try:
+            yield lambda case: seen[case].result()
+        finally:
+            has_ended.set()
 
 
 @functools.cache
