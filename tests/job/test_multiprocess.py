@@ -69,6 +69,7 @@ def seen_of(request, tmp_path_factory):
         if item.module is request.module and "case" in item.fixturenames
     }
     cases = [case for case in (*ELASTIC, *HANGS, *STOPPED) if case in chosen]
+    home()  # Before there are threads, which could each make a folder.
     with (
         concurrent.futures.ThreadPoolExecutor(1 + 2 * len(cases)) as pool,
         contextlib.ExitStack() as left,
