@@ -52,12 +52,13 @@ MAX_RESIDENT_BYTES = 3072 * 2**20
 LONGEST_FILES = (
     "elastic/test_elastic.py",
     "docs/test_pages_that_run.py",
-    "job/test_stuck_processes.py",
     "job/test_multiprocess.py",
     "tools/check/test_check.py",
     "faults/test_faults.py",
     "sweep/test_sweep_jobs.py",
     "job/test_interrupted_jobs.py",
+    "trackers/test_services.py",
+    "trainer/test_jobs_in_stores.py",
     "layers/test_layers_on_meshes.py",
     "partitioner/test_experiment_gradients.py",
 )

@@ -97,6 +97,7 @@ def test_the_core_needs_jax_flax_optax_and_numpy_and_nothing_else_from_outside()
         assert tops <= known, module
 
 
+@pytest.mark.slow
 def test_an_import_of_all_of_the_core_loads_nothing_else_of_the_library():
     code = (
         "import importlib, sys\n"

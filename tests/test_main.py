@@ -242,7 +242,7 @@ def begun_job(folder: Path):
     return job
 
 
-@pytest.mark.parametrize("mode", ["decode", "eval"])
+@pytest.mark.parametrize("mode", ["decode", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_job_without_a_checkpoint_is_named(mode, tmp_path):
     begun_job(tmp_path)
     message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
@@ -319,6 +319,7 @@ def packages_made(tmp_path, monkeypatch, registry_copy):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_package_in_the_current_directory_is_found_and_hides_no_installed_one(tmp_path):
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").touch()

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for name in ("praxis_lite", "praxis_tools", "tasks", "experiments")
                for path in (ROOT / name).rglob("*.py"))  # fmt: skip
@@ -92,6 +94,7 @@ def _of_call(node: ast.Call) -> Iterator[str]:
             yield word.value
 
 
+@pytest.mark.slow
 def test_no_data_becomes_code():
     actual = {}
     for file in FILES:

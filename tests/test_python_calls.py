@@ -55,10 +55,9 @@ def train(folder, **settings):
         return pl.train(TINY, folder, packages=PACKAGES, **settings)
 
 
-def train_line(folder, **settings):
+def train_line(folder, settings=("run.num_train_steps=7",), **others):
     with as_launched():
-        steps = {"run.num_train_steps": 7}
-        return pl.train(LINE, folder, packages=PACKAGES, settings=steps, **settings)
+        return pl.train(LINE, folder, packages=PACKAGES, settings=settings, **others)
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +157,15 @@ def test_it_is_shown_by_its_curve_and_its_last_numbers(model):
     assert html.count("<circle") == 3
 
 
-def test_the_same_job_goes_on_on_another_mesh_in_the_same_process(tmp_path):
-    train(tmp_path, settings={"run.num_train_steps": 4})
+def test_the_same_job_goes_on_on_another_mesh_in_the_same_process(tmp_path, line):
+    train_line(tmp_path, {"run.num_train_steps": 4})
     settings = ["run.num_train_steps=7", "mesh.ici_mesh_shape=1,2,3"]
-    model = train(tmp_path, settings=settings)
+    model = train_line(tmp_path, settings)
     assert model.metrics["step"].tolist() == list(range(1, 8))
     assert dict(model.partitioner.mesh.shape) == {"replica": 1, "data": 2, "mdl": 3}
-    expected = lines_of(trained()[0].metrics_jsonl)
-    np.testing.assert_allclose(
-        model.metrics["loss"], [line["loss"] for line in expected], atol=1e-4
-    )
+    np.testing.assert_allclose(model.metrics["loss"], line.metrics["loss"], rtol=1e-5)
     # And there is nothing left to train.
-    assert train(tmp_path, settings=settings).step == 7
+    assert train_line(tmp_path, settings).step == 7
 
 
 def test_a_mesh_larger_than_jax_started_with_says_what_to_do(tmp_path, monkeypatch):
@@ -313,14 +309,14 @@ def of_today(text):
 
 def test_explain_is_what_the_mode_prints_and_its_page(tmp_path):
     with as_launched():
-        explanation = pl.explain(TINY, packages=PACKAGES)
+        explanation = pl.explain(LINE, packages=PACKAGES)
     page = tmp_path / "explain.html"
-    out = succeed("--mode=explain", f"--exp={TINY}", f"--html={page}").out
+    out = succeed("--mode=explain", f"--exp={LINE}", f"--html={page}").out
     text = out.split(" there is no accelerator\n")[1].split("\n\nOpen this page in a browser")[0]
     assert of_today(str(explanation)) == of_today(text)
     assert of_today(explanation.page()) == of_today(page.read_text("utf-8"))
     assert "<iframe srcdoc=" in explanation._repr_html_()
-    assert [step.dataset for step in explanation.steps] == ["train", "heldout", "prompts"]
+    assert [step.dataset for step in explanation.steps] == ["train"]
     assert explanation.steps[0].flops > 0 and explanation.layout.leaves()
 
 

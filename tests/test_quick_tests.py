@@ -23,8 +23,8 @@ STAND_FOR = {
         "decode/test_loop.py"
         "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
     ),
-    "a mesh of one device": (
-        "docs/test_minimal.py::test_it_prints_what_is_split_how_and_learns_as_one_device_does"
+    "the first program of the docs": (
+        "docs/test_readme.py::test_the_program_prints_the_output_shown"
     ),
     "a mesh of two axes that divide nothing": (
         "core/partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device"
@@ -50,9 +50,8 @@ STAND_FOR = {
     ),
     "a resume": "trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
     "a signal": "job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
-    "a kill, and a pair of processes": (
-        "job/test_multiprocess.py"
-        "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
+    "a pair of processes": (
+        "job/test_processes.py::test_a_process_feeds_all_rows_that_its_devices_hold"
     ),
     "a fault on disk": (
         "checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
@@ -86,6 +85,7 @@ def test_what_stands_for_much_is_quick(what):
     assert name in [getattr(node, "name", None) for node in quick_parts(TESTS / file)]
 
 
+@pytest.mark.slow
 def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
     words = {
         word

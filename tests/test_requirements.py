@@ -84,6 +84,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return modules
 
 
+@pytest.mark.slow
 def test_all_that_is_imported_by_its_name_is_in_the_plain_installation():
     plain, places = names(project()["dependencies"]), collections.defaultdict(list)
     for path in FILES:

@@ -573,6 +573,7 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
     assert names_in(tmp_path) == ["3"] and DiskSteps(tmp_path).verify("3") == []
 
 
+@pytest.mark.slow
 def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_path, monkeypatch):
     job, commit, num_failures = JobDir(tmp_path / "job"), DiskSteps.commit, [1]
 

@@ -20,7 +20,7 @@ from tests.support.fake_s3 import s3_bucket
 from tests.support.marks import slow_but
 
 
-@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def bucket(request):
     with {"s3": s3_bucket, "gs": gcs_bucket}[request.param]() as url:
         yield StorePath.opened(url)
@@ -55,12 +55,14 @@ def test_every_dtype_is_stored_as_on_disk(folder, tmp_path, monkeypatch, chunk_b
     assert tools.decoded_step_errors(folder / "3") == []
 
 
+@pytest.mark.slow
 def test_the_newest_steps_are_retained_and_the_newest_is_restored(folder):
     save_small(folder, 1, 2, 5, 7, max_to_keep=2)
     assert StoredSteps(folder).committed() == [5, 7] and folder.folders() == ["5", "7"]
     assert restored(folder) == (7, 7.0)
 
 
+@pytest.mark.slow
 def test_a_step_without_a_commit_is_ignored_and_removed_by_the_next_launch(folder):
     save_small(folder, 3, 5)
     (folder / "5" / "commit.json").unlink()

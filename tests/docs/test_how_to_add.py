@@ -88,6 +88,7 @@ def test_the_layer_decodes_as_it_trains_and_refuses_in_words():
         layer(x, y=1)
 
 
+@pytest.mark.slow
 def test_presets_lora_int8_and_muon_know_a_layer_that_is_one_einsum(mesh_of):
     build = fdl.Partial(module("projections").ToHeads, 5, 3, 4)
     set_sharding_params(build, "megatron")

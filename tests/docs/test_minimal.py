@@ -36,6 +36,7 @@ minimal.train(minimal.partitioner_on(1, 4, 2), sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_it_prints_what_is_split_how_and_learns_as_one_device_does(capsys):
     runpy.run_path(str(MINIMAL), run_name="__main__")
     out = capsys.readouterr().out

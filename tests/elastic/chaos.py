@@ -35,7 +35,14 @@ MOST_STEPS = 1_000_000
 _STEPS_TO_THE_END = 20
 
 
-def settings_of(folder: Path, members: int, devices: int, least: int = 1, *more: str) -> Settings:
+def settings_of(
+    folder: Path,
+    members: int,
+    devices: int,
+    least: int = 1,
+    *more: str,
+    disk_steps: int = DISK_STEPS,
+) -> Settings:
     """Returns the settings of the job in DIR/job, which trains until it is asked to stop."""
     return Settings(
         job=folder / "job",
@@ -46,7 +53,7 @@ def settings_of(folder: Path, members: int, devices: int, least: int = 1, *more:
         settings=(
             f"NUM_DEVICES={members * devices}",
             f"hooks[0].seconds={PAUSE_SECONDS}",
-            f"run.checkpoints.every_steps={DISK_STEPS}",
+            f"run.checkpoints.every_steps={disk_steps}",
             f"run.num_train_steps={MOST_STEPS}",
             f"run.peer_save_every_steps={PEER_STEPS}",
             *more,
@@ -171,8 +178,8 @@ class Chaos:
             if host.log.exists()
         )
 
-    def end(self) -> Row:
-        """Asks all hosts to leave, then restarts them and trains to the last step."""
+    def end(self, num_steps: int = _STEPS_TO_THE_END) -> Row:
+        """Asks all hosts to leave, then restarts them and trains `num_steps` more steps."""
         row = Row("all hosts leave on request, return and train to the last step")
         for number in self.events.asleep:
             self.hosts[number].end()
@@ -180,7 +187,7 @@ class Chaos:
         for host in asked:
             host.ask_to_leave()
         row.failures += self._not_ended(asked, "asked to end")
-        last = last_step(self.hosts.settings.job) + _STEPS_TO_THE_END
+        last = last_step(self.hosts.settings.job) + num_steps
         for host in self.hosts.hosts:
             host.start(f"run.num_train_steps={last}")
         row.failures += self._not_ended(self.hosts.hosts, "trained to the end")
@@ -218,13 +225,26 @@ def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
         raise SystemExit(f"the undisturbed run ended with status {done.returncode}; see {log}")
 
 
-def judged(folder: Path, chaos: Chaos) -> list[Row]:
-    """Ends a job, compares it with an undisturbed run, and prints and writes the result."""
-    settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end()
+def judged(
+    folder: Path,
+    chaos: Chaos,
+    *,
+    disk_steps: int = DISK_STEPS,
+    num_steps: int = _STEPS_TO_THE_END,
+) -> list[Row]:
+    """Ends a job, compares it with an undisturbed run, and prints and writes the result.
+
+    Args:
+      folder: Folder of the job.
+      chaos: The events of the job.
+      disk_steps: Number of steps between saves on disk.
+      num_steps: Number of steps that the job trains after all hosts have returned.
+    """
+    settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end(num_steps)
     job, whole = settings.job, folder / "undisturbed"
     undisturbed(settings, last_step(job), whole)
     compared = verdict.verdict(
-        job, whole, peer_steps=PEER_STEPS, disk_steps=DISK_STEPS, env=settings.env(1)
+        job, whole, peer_steps=PEER_STEPS, disk_steps=disk_steps, env=settings.env(1)
     )
     rows = [events_row(events), ended, *compared]
     seconds = seconds_by_part(verdict.changes(job))

@@ -1,7 +1,7 @@
 """Tests that an elastic job with host failures has the same results as an undisturbed run.
 
 `make chaos` triggers a hundred events. These include kinds that are not tested here: deaths while
-workers connect or compile, workers that hang (see job/test_stuck_processes.py), and hosts that
+workers connect or compile, workers that hang (see job/test_multiprocess.py), and hosts that
 resume or are restarted.
 """
 
@@ -19,6 +19,10 @@ from tests.faults.outcome import Row
 
 # These tests launch several processes.
 pytestmark = pytest.mark.slow
+# A smaller model and shorter intervals than those of `make chaos`. Peer saves and saves on disk
+# coincide, so that a death in a save is restored from the memory of the neighbor.
+DISK_STEPS, LAST_STEPS = 2 * PEER_STEPS, 3
+SMALLER = ("task.model.num_layers=1", f"run.evaluation.every_steps={3 * PEER_STEPS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,8 @@ class History:
 def history(tmp_path_factory):
     """Returns the history of a job, which is shared because launching its processes is slow."""
     folder = tmp_path_factory.mktemp("elastic")
-    with Hosts(settings_of(folder, members=3, devices=1)) as hosts:
+    settings = settings_of(folder, 3, 1, 1, *SMALLER, disk_steps=DISK_STEPS)
+    with Hosts(settings) as hosts:
         chaos = Chaos(hosts, folder, seed=3)
         chaos.begin()
         members, changes = {}, {}
@@ -56,7 +61,7 @@ def history(tmp_path_factory):
             changes[name] = wait_for(
                 lambda number=generation["number"]: line_of(hosts, number), SURVIVE_SECONDS
             )
-        rows = judged(folder, chaos)
+        rows = judged(folder, chaos, disk_steps=DISK_STEPS, num_steps=LAST_STEPS)
         log = "".join(host.log.read_text(errors="replace") for host in hosts.hosts)
     return History(rows, members, changes, log, (folder / "undisturbed.log").read_text())
 
@@ -135,6 +140,11 @@ def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbor(history, name, w
     change = history.changes[name]
     assert (change["kind"], change["who"], change["source"]) == ("died", who, "peers")
     assert "restored the peer save of step" in history.log
+
+
+def test_a_mesh_that_was_seen_compiles_nothing(history):
+    change = history.changes["all are back"]
+    assert change["compiled"] == 0 < change["programs"]
 
 
 def test_what_two_neighbors_had_is_restored_from_the_disk(history):

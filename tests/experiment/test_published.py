@@ -34,7 +34,7 @@ SMALL = {
     "speed.Gpt2": GPT | {"vocab_size": 61, "task.model.fprop_dtype": np.float32},
     "transfer.Narrow": {"batch_size": 7, "block_size": 13},
 }
-QUICK, SLOW = {"names.Mlp"}, {"char.CharCpu", "mqar.Attention"}
+SLOW = {"names.Mlp"}
 ROWS = {row.name: row for row in published.ROWS}
 
 
@@ -43,7 +43,7 @@ def require_data(experiment):
         pytest.skip("mnist1d is not installed")
 
 
-@pytest.mark.parametrize("name", slow_or_nightly(QUICK, SLOW, SMALL))
+@pytest.mark.parametrize("name", slow_or_nightly((), SLOW, SMALL))
 def test_its_first_losses_are_equal_on_uneven_meshes(name):
     require_data(name)
     actual = published.differences(name, MESHES, NUM_STEPS, SMALL[name])
@@ -76,6 +76,7 @@ def test_it_has_as_many_parameters_as_the_source(name):
     assert sum(math.prod(leaf.shape) for leaf in weights) == NUM_PARAMETERS[name]
 
 
+@pytest.mark.slow
 def test_a_measurement_starts_with_the_initial_weights(tmp_path):
     settings = {**GPT, "n_layer": 1, "run.num_train_steps": 20, "eval_interval": 10}
     figure, run = published.measure_row(ROWS["char-cpu"], tmp_path, settings)

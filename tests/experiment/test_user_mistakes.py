@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job_runs import home, launch
+from tests.support.marks import slow_but
 from tests.test_main import refused
 
 EXPERIMENTS = Path(__file__).with_name("mistaken_experiments.py")
@@ -100,7 +101,7 @@ THEIR_LINES = {
 }
 
 
-@pytest.mark.parametrize("name", THEIR_LINES)
+@pytest.mark.parametrize("name", slow_but(THEIR_LINES.keys() - {"all.Shape"}, THEIR_LINES))
 def test_an_exception_of_the_users_code_is_their_line_and_its_traceback_a_file(name, tmp_path):
     job = tmp_path / "job"
     done = launch(*run(name, job))
@@ -149,6 +150,7 @@ def test_the_first_batch_of_an_evaluation_is_looked_at_before_training(tmp_path)
     assert "datasets.heldout: batch 0 (counted from 0) has wrong shapes" in done.err
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_data_of_an_evaluation_is_named(tmp_path):
     done = launch(*run("all.BadHeldout", tmp_path, "datasets.heldout.what=nan"))
     assert done.code == 3, done.err

@@ -185,12 +185,12 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
-    # A quarter of its steps, half of its layers, smaller batches, and a short evaluation.
+    # A fifth of its steps, one of its layers, smaller batches, and a short evaluation.
     argv += [
-        "run.num_train_steps=50",
+        "run.num_train_steps=40",
         "run.evaluation.max_batches=1",
-        "BATCH_SIZE=24",
-        "task.model.num_layers=2",
+        "BATCH_SIZE=12",
+        "task.model.num_layers=1",
     ]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
@@ -206,11 +206,11 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     assert f"{site}/praxis_lite/__init__.py {site}/praxis_lite/tasks/__init__.py" in done.stdout
     assert str(CHECKOUT) + os.sep not in done.stdout
     steps = read_json_lines(tmp_path / "jobs/my_lm/metrics.jsonl")
-    assert [line["step"] for line in steps] == list(range(1, 51))
-    assert steps[-1]["tokens_per_second"] * steps[-1]["step_time"] == pytest.approx(24 * 128)
+    assert [line["step"] for line in steps] == list(range(1, 41))
+    assert steps[-1]["tokens_per_second"] * steps[-1]["step_time"] == pytest.approx(12 * 128)
     # A model that has only learned how often each byte comes stays near 3.2.
-    assert steps[-1]["loss"] < 2.4
-    assert "trained to step 50" in done.stdout and "heldout: " in done.stdout
+    assert steps[-1]["loss"] < 2.9
+    assert "trained to step 40" in done.stdout and "heldout: " in done.stdout
     # The page's next steps: a prompt, also with a temperature.
     argv = ["--packages=mypackage", "--job_log_dir=jobs/my_lm", "--prompt", "The class ", "--set"]
     done = subprocess.run(
@@ -231,7 +231,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
         timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "decoded 1 record of command_line with the weights of step 50" in done.stdout
+    assert "decoded 1 record of command_line with the weights of step 40" in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
         [sys.executable, "-m", "praxis_lite", "list", "--packages=mypackage"],

@@ -19,7 +19,7 @@ def test_every_beginning_is_within_one_row_of_its_shares(seed):
     assert schedule.counts_before(sum(parts)).tolist() == list(parts)
 
 
-@pytest.mark.parametrize("num_sources", [200, 997])
+@pytest.mark.parametrize("num_sources", [200, pytest.param(997, marks=pytest.mark.slow)])
 def test_many_sources_with_weights_of_three_decimals_are_exact(num_sources):
     weights = np.random.default_rng(num_sources).integers(1, 1000, num_sources) / 1000
     parts = exact_parts(weights.tolist())

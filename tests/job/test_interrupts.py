@@ -95,6 +95,7 @@ def lines():
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 def test_each_way_to_ask_ends_the_training_and_the_process_goes_on(lines):
     out, err = lines
     assert len(out) == len(CASES)

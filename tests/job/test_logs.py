@@ -158,6 +158,7 @@ def test_log_txt_has_what_a_command_prints_and_grows_with_each_launch(tmp_path):
     assert "step 5/5" in text and lines_of(tmp_path / "metrics.jsonl")[-1]["step"] == 5
 
 
+@pytest.mark.slow
 def test_train_prints_its_progress_or_nothing(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(home() / "cache"))
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

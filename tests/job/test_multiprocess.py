@@ -1,5 +1,12 @@
-"""Jobs of several real processes, over loopback: what one process gives, and one end for all."""
+"""Jobs of several real processes, over loopback: what one process gives, and one end for all.
 
+A process that hangs is named within a minute, with its stack, its step and the collective that the
+others wait in. The jobs of which one process hangs mostly wait. A fixture starts them before the
+first test, so that they wait while the other tests run.
+"""
+
+import concurrent.futures
+import contextlib
 import functools
 import json
 import re
@@ -7,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +29,76 @@ from tests.support.job_runs import (
     lines_of,
     trained,
 )
+from tests.support.stuck_jobs import (
+    OUTSIDE,
+    Case,
+    elastic_lines,
+    started,
+    wait_until_stuck,
+    watched,
+)
 
+pytestmark = pytest.mark.slow
 TINY = "--exp=jobzoo.experiments.Tiny"
+
+LONG = ("run.stopping.watchdog_seconds=600",)
+# The longest ones first. The nightly ones are those of other processes or places.
+ELASTIC = [
+    Case(1, "INPUT", hows, settings=LONG, flags=("--elastic",))
+    for hows in (("keeps the lock",), ("is stopped", "sleeps"))
+]
+HANGS = [
+    Case(2, "HOOK", ("sleeps",), is_slow_before=True),
+    Case(1, "INPUT", ("keeps the lock",)),
+    Case(0, "INPUT", ("sleeps",)),
+    Case(0, "HOOK", ("keeps the lock",)),
+]
+STOPPED = [Case(culprit, "ANYWHERE", (OUTSIDE,), settings=LONG) for culprit in (0, 1)]
+NIGHTLY = (ELASTIC[1], *HANGS[1:], *STOPPED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seen_of(request, tmp_path_factory):
+    """Yields a function from a case to what was seen of its job.
+
+    The jobs are launched one after the other, and each waits while the next one starts.
+    """
+    chosen = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.module is request.module and "case" in item.fixturenames
+    }
+    cases = [case for case in (*ELASTIC, *HANGS, *STOPPED) if case in chosen]
+    home()  # Before there are threads, which could each make a folder.
+    with (
+        concurrent.futures.ThreadPoolExecutor(1 + 2 * len(cases)) as pool,
+        contextlib.ExitStack() as left,
+    ):
+        has_ended = threading.Event()
+
+        def launched(case, folder, before):
+            concurrent.futures.wait(before)
+            assert not has_ended.is_set()
+            processes = started(case, folder)
+            for process in processes:
+                left.callback(process.kill)
+            wait_until_stuck(case, folder, processes)
+            return processes
+
+        seen, launches = {}, []
+        for case in cases:
+            folder = tmp_path_factory.mktemp("stuck")
+            launches.append(pool.submit(launched, case, folder, launches[-1:]))
+            seen[case] = pool.submit(
+                lambda case, folder, launch: watched(case, folder, launch.result()),
+                case,
+                folder,
+                launches[-1],
+            )
+        try:
+            yield lambda case: seen[case].result()
+        finally:
+            has_ended.set()
 
 
 @functools.cache
@@ -69,7 +145,6 @@ def numbers_of(path: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.slow
 def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     # 13 rows on eight devices: the first process has 8 of them, the second 5 and filler. Gloo adds
     # in another order than XLA does within a process: the last bit differs.
@@ -85,7 +160,6 @@ def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     assert [line["step"] for line in lines_of(job.metrics_jsonl)][:7] == [*range(1, 8)]
 
 
-@pytest.mark.slow
 def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and_writes():
     _, (first, second), names, _ = pair_job()
     assert (first.code, second.code) == (0, 0), (first, second)
@@ -96,7 +170,6 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     assert names == names_in(trained()[0]) | {"log.1.txt"}
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_save_is_named_and_ends_the_other():
     second = pair_job()[3][1]
     assert second.code == 1
@@ -133,13 +206,11 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     assert len(slow) == 1 and slow[0].startswith("WARNING: slow: process 1 (")
 
 
-@pytest.mark.slow
 def test_no_temporary_folder_is_left_by_a_good_end_or_by_that_of_another_process():
     pair_job()
     assert [path.name for path in pair_folder().glob("praxis_lite_*")] == []
 
 
-@pytest.mark.slow
 def test_what_differs_between_processes_is_refused_by_both(tmp_path):
     done = pairs.run(
         TINY,
@@ -181,7 +252,6 @@ def unmatched() -> dict[str, list[pairs.Ended]]:
     return {name: pairs.ended(processes) for name, processes in started.items()}
 
 
-@pytest.mark.slow
 def test_a_second_process_0_is_told_that_its_port_is_in_use():
     refused, waited = sorted(unmatched()["0 twice"], key=lambda item: item.at)
     assert (refused.code, waited.code) == (2, 1)
@@ -190,7 +260,6 @@ def test_a_second_process_0_is_told_that_its_port_is_in_use():
     assert not (home() / "0 twice").exists()
 
 
-@pytest.mark.slow
 def test_processes_of_different_numbers_do_not_meet_and_are_told_what_to_compare():
     done = unmatched()["2 or 3"]
     assert [item.code for item in done] == [1, 1]
@@ -228,3 +297,94 @@ def test_slices_evaluate_as_one_process_does(tmp_path):
     assert local.keys() == other.keys()
     for key, value in local.items():
         np.testing.assert_allclose(value, other[key], rtol=1e-6, err_msg=key)
+
+
+def each(*cases):
+    """Returns the mark of a test with a case for each of these jobs."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case,
+                id=f"{case.where}-{case.hows[0]}-{case.culprit}",
+                marks=pytest.mark.nightly if case in NIGHTLY else (),
+            )
+            for case in cases
+        ],
+    )
+
+
+@each(*STOPPED)
+def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
+    seen, stopped = seen_of(case), case.culprit
+    print(f"stopped process {stopped}: named after {seen.seconds:.0f} s")
+    for k, text in enumerate(seen.texts):
+        if k != stopped:
+            assert seen.codes[k] == 1
+            assert re.search(
+                rf"process {stopped} \(.+\) has sent no heartbeat for 2\d s: it is "
+                r"stopped by a signal \(state T\)",
+                text,
+            ), text
+            # It says so every two seconds, in which it may have made all of its steps.
+            last = r"last report, it has completed (no step yet|step \d+) and (is in|waits)"
+            assert re.search(last, text), text
+
+
+@each(*HANGS)
+def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_in(seen_of, case):
+    # Where an evaluation was slow before, none was: it would have ended then, in step 9.
+    seen, culprit, (how,), where = seen_of(case), case.culprit, case.hows, case.where
+    texts = seen.texts
+    print(f"{where} {how} in process {culprit}: named after {seen.seconds:.0f} s")
+    assert [seen.codes[k] for k in range(3) if k != culprit] == [1, 1]
+    line = {"INPUT": 'hang("INPUT")', "HOOK": 'hang("HOOK")'}[where]
+    if how == "sleeps":
+        report = (seen.job / "stacks.txt").read_text()
+        assert report.split(" ", 2)[2].strip() in texts[0]
+        assert re.search(rf"stuck: process {culprit} \(.+\) is stuck: no sign of life", report)
+        assert f"Stacks of process {culprit} (" in report and line in report
+        assert texts[1 if culprit != 1 else 2].count("is stuck, as reported above") == 1
+        words = report.splitlines()[0]
+        doing = "input wait" if where == "INPUT" else "hook HangingHook"
+        assert re.search(rf"it has completed step 1[0-3] and is in: {doing}", words), words
+    else:
+        # Its own standard error has its stack, that of the others its name.
+        assert "experiments.py" in texts[culprit] and " in hang" in texts[culprit]
+        words = texts[1 if culprit != 1 else 2]
+        assert re.search(rf"process {culprit} \(.+\) has sent no heartbeat for 2\d s: it ", words)
+        assert re.search(r"last report, it has completed step \d+ and (is in|waits)", words)
+        assert re.search(
+            r"process [012] \(.+\): it has completed step 1[1-3] and waits for its own "
+            r"devices to finish step 1[2-4]",
+            words,
+        ), words
+    step = "a step" if how != "sleeps" else "step 1[23]"
+    collective = r"[a-z-]+ of \d+ \w+ over data, in "
+    assert re.search(rf"{step}'s first collective that needs [^:]+: {collective}", words), words
+
+
+@each(*ELASTIC)
+def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of, case):
+    seen = seen_of(case)
+    lines = [
+        line
+        for line in map(json.loads, elastic_lines(seen.job).splitlines())
+        if line["kind"] == "stuck"
+    ]
+    print(f"elastic: {seen.seconds:.0f} s; {[line['seconds'] for line in lines]}")
+    assert [(line["who"], line["members"]) for line in lines] == [([1], [0, 1, 2])] * len(case.hows)
+    begin = re.compile(r"^(?=\d{4}-\d\d-\d\d \S+ stuck: )", re.MULTILINE)
+    reports = begin.split((seen.job / "stacks.txt").read_text())[1:]
+    assert len(reports) == len(case.hows)
+    for how, report in zip(case.hows, reports, strict=True):
+        assert re.search(r"stuck: process 1 \(.+\) is stuck: ", report), report
+        assert "The worker is killed and replaced." in report
+        assert report.splitlines()[0][20:] in seen.texts[1]
+        if how == "is stopped":
+            assert "stopped by a signal (state T)" in report
+            assert "Its stacks are not available" in report
+        else:
+            assert re.search(r'experiments.py", line \d+,? in hang', report), report
+            pattern = r"first collective that needs (its|the stuck process's) devices: "
+            assert re.search(pattern, report), report

@@ -18,6 +18,7 @@ def release(request, tmp_path, monkeypatch):
     return unpacked(request.param, tmp_path), expected
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_evaluated_and_decoded(release):
     job, expected = release
     assert job.evaluate() == pytest.approx(expected["evaluate"], rel=1e-5)

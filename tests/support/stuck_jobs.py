@@ -156,8 +156,8 @@ def _num_steps(job: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
-    """Starts a job of three processes, and waits until one hangs or is slow."""
+def started(case: Case, folder: Path) -> list[subprocess.Popen]:
+    """Starts a job of three processes."""
     _package()
     job, env = folder / "job", [{"MARKS": str(folder)} for _ in range(3)]
     if case.hows != (OUTSIDE,):
@@ -165,8 +165,8 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
     settings = case.settings
     if case.is_slow_before:
         env[case.culprit]["SLOW_EVALUATION"] = "7"
-        settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=7")
-    processes = pairs.start_processes(
+        settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=6")
+    return pairs.start_processes(
         "--exp=stuckzoo.experiments.Hanging",
         "--packages=jobzoo,stuckzoo",
         "--start_seconds=300",
@@ -178,6 +178,11 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
         count=3,
         env=env,
     )
+
+
+def wait_until_stuck(case: Case, folder: Path, processes: list[subprocess.Popen]) -> None:
+    """Waits until one of a job's processes hangs or is slow, or stops one from outside."""
+    job = folder / "job"
     if case.is_slow_before:
         pairs.wait_until(lambda: _num_steps(job) >= 8, processes)
     elif case.hows == (OUTSIDE,):
@@ -185,7 +190,6 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
         pairs.kill(processes[case.culprit], signal.SIGSTOP)
     else:
         pairs.wait_until((folder / case.hows[0]).exists, processes)
-    return processes
 
 
 def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen:

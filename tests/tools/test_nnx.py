@@ -78,7 +78,10 @@ def wanted_of(model):
     return actual
 
 
-@pytest.mark.parametrize(("form", "shape"), [("state", (1, 4, 2)), ("pure", (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [("pure", (1, 4, 2)), pytest.param("state", (1, 1, 1), marks=pytest.mark.slow)],
+)
 def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
     model, folder = saved
     rules = {str(folder / form): CheckpointLoadingRules(**LOAD)}

@@ -133,6 +133,7 @@ def test_continuous_batching_on_a_mesh_gives_the_tokens_of_batches_and_says_its_
     assert sum(lengths) / 4 <= num_steps <= sum(lengths) / 4 + max(lengths)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(decoded):
     job, greedy = decoded
     text = greedy[0]["continuation"]
@@ -171,6 +172,7 @@ def test_eval_gives_the_numbers_of_the_end_of_training(tmp_path):
     assert f"step 7  heldout: accuracy {before[-1]['accuracy']:.4f}" in done.out
 
 
+@pytest.mark.slow
 def test_eval_on_another_mesh_gives_the_same_numbers(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     succeed("--mode=eval", f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=1,1,1")

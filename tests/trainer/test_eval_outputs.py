@@ -25,6 +25,7 @@ from praxis_lite.tasks.loss import LossTask
 from praxis_lite.trainer.evaluation import Evaluator
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.job_runs import home, succeed
+from tests.support.marks import slow_but
 
 ROWS, DIMS = 7, 5
 RNG = np.random.default_rng(3)
@@ -102,7 +103,7 @@ def evaluated(where, *, seed=0, step=11, batch=2, kind=Scores):
     return {name: float(value) for name, (value, _) in metrics.items()}
 
 
-@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("where", slow_but({"compiler"}, MESHES))
 def test_per_example_outputs_are_those_of_numpy_on_any_mesh(where):
     partitioner, mdl_vars = on_mesh(where)
     metrics, examples, is_true_row = jax.device_get(

@@ -271,6 +271,7 @@ def test_a_hook_is_called_every_so_many_steps_with_what_the_files_have(whole):
     assert of_kind(calls, "exit") == [(None,)]
 
 
+@pytest.mark.slow
 def test_the_hook_is_in_the_config_and_is_set_by_its_place(whole, tmp_path):
     config = json.loads(whole[0].config_json.read_text())
     assert "jobzoo.hooked:Recorder" in json.dumps(config)
@@ -333,6 +334,7 @@ def test_a_metric_of_the_experiment_is_numpys_in_training_and_evaluation(whole, 
     assert f"absolute {expected:.4f}" in done.out
 
 
+@pytest.mark.slow
 def test_a_hook_ends_training_and_its_step_is_saved(tmp_path):
     argv = (HOOKED, f"--job_log_dir={tmp_path}", "--set")
     calls, done = calls_of(*argv, "hooks[0].ends_at=3")
@@ -343,6 +345,7 @@ def test_a_hook_ends_training_and_its_step_is_saved(tmp_path):
     assert of_kind(calls, "restore") == [([3],)] and of_kind(calls, "after") == [(7,)]
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_hook_ends_the_job_with_its_line(tmp_path):
     argv = (HOOKED, f"--job_log_dir={tmp_path}")
     calls, done = calls_of(*argv, "--set", "hooks[0].raises_at=6", runs=launch)
@@ -365,6 +368,7 @@ def test_a_state_that_a_hook_keeps_is_gone_when_the_next_step_begins(whole):
         np.asarray(kept)
 
 
+@pytest.mark.slow
 def test_a_roll_back_restores_the_hook(tmp_path):
     argv = ("--exp=jobzoo.hooked.Poisoned", f"--job_log_dir={tmp_path}")
     calls, done = calls_of(*argv, "--set", "hooks[0].every=7", "run.num_train_steps=19")

@@ -145,6 +145,7 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     assert "trained to step 11" in again.out
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_which_nothing_weighs_ends_no_training(tmp_path):
     done = succeed("--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}")
     assert f"trained to step 7: {tmp_path}" in done.out and "stopped" not in done.out
@@ -172,6 +173,7 @@ UNSOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but({"a skipped step"}, UNSOUND))
 def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, tmp_path):
     settings, words, step = UNSOUND[case]
@@ -235,10 +237,15 @@ def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path)
     ("argv", "message"),
     [
         (("run.stopping.early.metric=heldout/los",), " heldout/loss"),
-        (("run.evaluation.every_steps=None",), "Set run.evaluation.every_steps"),
-        (
+        pytest.param(
+            ("run.evaluation.every_steps=None",),
+            "Set run.evaluation.every_steps",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("run.checkpoints.every_steps=3", "run.evaluation.every_steps=2"),
             "run.evaluation.every_steps",
+            marks=pytest.mark.slow,
         ),
         (("task.learner.ema_decay=0.0",), "ema_decay"),
     ],

@@ -25,7 +25,6 @@ from tests.support import process_pairs
 from tests.support.commands import praxis
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
 from tests.support.lm_runs import on_host, zero_padded
-from tests.support.marks import slow_but
 
 SHAPES = {(8, 23), (16, 11), (32, 5)}
 
@@ -103,6 +102,7 @@ def losses(job):
     return [line["loss"] for line in lines_of(job.metrics_jsonl)]
 
 
+@pytest.mark.slow
 def test_a_job_uses_every_row_once_and_in_order():
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -195,8 +195,14 @@ def train(partitioner, initial, batches):
     return np.array(outputs), on_host(layout, state).mdl_vars["params"]
 
 
-@pytest.mark.parametrize("accumulation_steps", slow_but([4], [1, 4]))
-@pytest.mark.parametrize("task", slow_but([mean_of_tokens], [mean_of_tokens, language_model]))
+@pytest.mark.parametrize(
+    ("task", "accumulation_steps"),
+    [
+        (mean_of_tokens, 4),
+        pytest.param(mean_of_tokens, 1, marks=pytest.mark.slow),
+        pytest.param(language_model, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_buckets_train_like_padded_rows_with_one_program_per_bucket(task, accumulation_steps):
     """With rows of different lengths, microbatches have different weights."""
     batches = list(rows().batches())

@@ -169,6 +169,7 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
     assert steps == expected
 
 
+@pytest.mark.slow
 def test_a_spike_that_is_only_reported_stands_in_its_line(tmp_path):
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.loss_spikes.action=report")
     done = succeed(*argv)

@@ -27,6 +27,7 @@ def job(tmp_path_factory):
     return copy_of_trained(tmp_path_factory.mktemp("prompts") / "job")
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job):
     done = succeed("--mode=decode", f"--job_log_dir={job.path}", "--prompt", *PROMPTS)
     actual = records_of(job)

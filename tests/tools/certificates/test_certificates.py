@@ -143,6 +143,7 @@ def test_meshes_that_share_no_split_come_first(mesh_of):
     assert rotated_order([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
 
 
+@pytest.mark.slow
 def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
     job = planted.Job(tiny.Points, (2, 2))
     certifier = job.certifier()
@@ -363,11 +364,7 @@ LEARNERS = {
 }
 
 
-SLOW_LEARNERS = (
-    "adafactor, microbatches",
-    "schedule-free, slots on another axis",
-    "two optimizers",
-)
+SLOW_LEARNERS = ("adafactor, microbatches",)
 
 
 @pytest.mark.parametrize("name", slow_or_nightly((), SLOW_LEARNERS, LEARNERS))

@@ -24,6 +24,7 @@ from tests.tools.check.defects.families import FAMILIES
 DEFECTS = {defect.name: defect for defects in FAMILIES.values() for defect in defects}
 
 
+@pytest.mark.slow
 def test_an_experiment_that_is_right_is_certified():
     lines = []
     actual = check_on_meshes(
@@ -70,14 +71,11 @@ def test_an_experiment_that_is_right_is_certified():
     assert "float64: 1e-9 x the leaf's maximum" in table
 
 
-@pytest.mark.slow
+# In CI, the command below certifies every part of classify.Spirals.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "experiment, mesh",
-    [
-        (tiny.PointsByHand, (3, 2)),
-        pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
-        pytest.param(tiny.Norms, (2, 2), marks=pytest.mark.nightly),
-    ],
+    [(tiny.PointsByHand, (3, 2)), (tiny.Lm, (1, 2, 2)), (tiny.Norms, (2, 2))],
     ids=["PointsByHand", "Lm", "Norms"],
 )
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
@@ -234,13 +232,17 @@ SLOW_SAMPLE = (
     "cache is written a place further on",
     "segments are lost",
     "the learner decays weights twice",
-    "norms in bfloat16",
     "resumed: a batch too far",
     "13 rows: a tenth more",
+)
+SAMPLE = (
+    *QUICK_SAMPLE,
+    *SLOW_SAMPLE,
+    "norms in bfloat16",
     "unroll of NNX: a layer twice",
     "remat of a stack, scanned: another dropout key in the backward pass",
+    "attention: gradient summed twice over mdl",
 )
-SAMPLE = (*QUICK_SAMPLE, *SLOW_SAMPLE, "attention: gradient summed twice over mdl")
 
 
 @pytest.mark.parametrize("name", slow_or_nightly(QUICK_SAMPLE, SLOW_SAMPLE, SAMPLE))

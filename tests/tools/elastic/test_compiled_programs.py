@@ -70,7 +70,7 @@ def test_a_program_is_there_whole_or_not_at_all_and_the_first_one_stays(tmp_path
     assert os.listdir(tmp_path / "job/elastic/compiled") == ["jit_step-7"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_on_a_mesh_that_was_seen_compiles_nothing_on_any_process(job):
     mesh = "mesh.ici_mesh_shape=(1,2,1)"
     first = generation(job, (0, 1), mesh, "run.num_train_steps=2")

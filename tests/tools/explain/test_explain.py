@@ -40,11 +40,13 @@ def explained(tmp_path_factory):
     return out, layout, folder / "page.html"
 
 
+@pytest.mark.slow
 def test_it_prints_the_table_of_layout_txt(explained):
     out, layout, _ = explained
     assert layout_table(layout) in out
 
 
+@pytest.mark.slow
 def test_it_says_loudly_what_is_replicated(explained):
     out, *_ = explained
     size = format_bytes(40_009 * 7 * 4)  # 1.1 MiB
@@ -57,6 +59,7 @@ def test_it_says_loudly_what_is_replicated(explained):
     assert len(re.findall(r"^WARNING: .* is replicated", out, re.MULTILINE)) == 3
 
 
+@pytest.mark.slow
 def test_it_says_which_dim_wastes_more_than_a_tenth(explained):
     out, *_ = explained
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
@@ -76,6 +79,7 @@ def sections_of(out):
     return dict(re.findall(pattern, out, re.M | re.S))
 
 
+@pytest.mark.slow
 def test_each_batch_has_its_padded_rows_and_what_becomes_of_them(explained):
     out, *_ = explained
     for step, ids, size in (
@@ -91,6 +95,7 @@ def test_each_batch_has_its_padded_rows_and_what_becomes_of_them(explained):
         assert "  (1) rows over the mesh; then map_2d (replica+data, -)\n" in rows
 
 
+@pytest.mark.slow
 def test_a_weights_gather_and_its_gradients_sum_are_told_by_layer(explained):
     train = sections_of(explained[0])["train_step"]
     for words in (
@@ -145,6 +150,7 @@ def test_notes_are_printed():
     assert "note: w was left whole" in lines
 
 
+@pytest.mark.slow
 def test_each_step_has_its_collectives_memory_and_donated_bytes(explained):
     out, layout, _ = explained
     sections = sections_of(out)

@@ -161,10 +161,13 @@ def test_the_columns_of_a_step_are_its_times_and_those_of_the_pauses_before_it(k
     first = goodput_of(killed[0]).launches[-1].first_step + 1
     lines = [line for line in read_json_lines(killed[0].metrics_jsonl) if line["step"] > first]
     for line in lines:
-        # The hook sleeps between two steps, while the devices have nothing to do.
         assert line["step_time"] >= 0.1 and 0 < line["dispatch_time"] < line["step_time"]
-        assert 0 < line["device_time"] < line["step_time"] / 2
+        assert 0 < line["device_time"] < line["step_time"]
         assert 0 < line["input_time"] < line["step_time"] and line["evaluation_time"] == 0
+    # The hook sleeps between two steps, while the devices have nothing to do. On a busy machine, a
+    # single step may wait long for a processor.
+    shares = sorted(line["device_time"] / line["step_time"] for line in lines)
+    assert shares[len(shares) // 2] < 0.5
     saved_before = [line["step"] for line in lines if line["save_time"]]
     assert saved_before == [step for step in (21, 31) if step > first]
 

@@ -60,6 +60,7 @@ def by_hand(model, context, continuation):
     return total, is_greedy
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_forward_pass_and_each_class_of_lengths_compiles_once(
     loaded, scorer
 ):

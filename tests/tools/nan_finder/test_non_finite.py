@@ -161,7 +161,7 @@ def bench(partitioner=Partitioner, shape=(1, 1, 1), accumulation_steps=1, unroll
 
 
 BENCHES = [
-    pytest.param({}, id="one device"),
+    pytest.param({}, id="one device", marks=pytest.mark.slow),
     pytest.param({"shape": (1, 4, 2)}, id="mesh"),
     pytest.param(
         {"shape": (1, 4, 2), "partitioner": explicit_partitioner},
@@ -280,6 +280,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_job_reports_a_bad_step_and_goes_on_with_the_same_numbers(tmp_path):
     faults = (
         "datasets.train.nan_at=3,8",

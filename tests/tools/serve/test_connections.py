@@ -95,6 +95,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 def test_slow_clients_are_closed_at_their_deadlines_and_not_before(server):
     began, seen, seconds = time.monotonic(), set(), {}
     with contextlib.ExitStack() as left_open:

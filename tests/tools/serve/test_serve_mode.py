@@ -140,15 +140,15 @@ async def answers_of(url, asked, num_leaving):
 
 @pytest.fixture(scope="module")
 def served(directory):
-    """A server that is asked by a hundred clients and then ended; what they saw of it."""
-    asked = list(requests(100))
+    """A server that is asked by fifty clients and then ended; what they saw of it."""
+    asked = list(requests(50))
     with (
         server(
             f"--hf={directory}", "--model_name=tiny", f"--max_length={LENGTH}", "--num_rows=7"
         ) as (process, url, lines),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        answers = asyncio.run(answers_of(url, asked, num_leaving=20))
+        answers = asyncio.run(answers_of(url, asked, num_leaving=10))
         again = client.completions.create(model="tiny", **asked[4]).choices[0].text
         pieces = client.completions.create(
             model="tiny",
@@ -169,7 +169,7 @@ def served(directory):
         status = process.wait(60)
     return types.SimpleNamespace(
         asked=asked,
-        answers=answers[:100],
+        answers=answers[: len(asked)],
         again=again,
         chunks=chunks,
         lines=lines,
@@ -178,11 +178,11 @@ def served(directory):
     )
 
 
-def test_a_hundred_clients_at_once_each_get_what_they_would_get_alone(served, directory):
+def test_fifty_clients_at_once_each_get_what_they_would_get_alone(served, directory):
     assert served.again == served.answers[4]
     model = huggingface.load(directory)
     assert served.answers == [alone(model, given) for given in served.asked]
-    assert len(set(served.answers)) > 80
+    assert len(set(served.answers)) > 40
     assert not any("Traceback" in line for line in served.lines), "".join(served.lines)
 
 

@@ -123,6 +123,7 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(tmp_p
     assert "trial 3 resumes" in out and re.search("note: .*sweep.png could not be written", out)
 
 
+@pytest.mark.slow
 def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     tmp_path, quick, capsys
 ):
@@ -142,6 +143,7 @@ def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     assert "no trial is complete" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_pruner_ends_the_worst_trial_while_it_runs(tmp_path, quick):
     # The first five set the median; the last would wait at step 10 for a minute.
     at = time.monotonic()

@@ -64,6 +64,7 @@ def test_a_wrong_tracker_is_refused_with_its_path(setting, words):
     assert re.search(words, " ".join(str(error.value).split()))
 
 
+@pytest.mark.slow
 def test_histograms_reach_the_trackers_and_change_no_loss(tmp_path):
     jobs = {name: JobDir(tmp_path / name) for name in ("on", "off")}
     for name, job in jobs.items():

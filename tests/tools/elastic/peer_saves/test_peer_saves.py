@@ -63,6 +63,7 @@ def assert_same_leaf(path, x, expected):
     assert not actual.any(), f"padding of {path}"
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_8_to_7_to_5_to_8_devices_as_hosts_die_and_return(hosts, disk):
     step = 10
     with hosts.savers(EIGHT, *reversed(on_mesh(1, 4, 2)[:2])) as save:
