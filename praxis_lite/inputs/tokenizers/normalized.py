@@ -8,12 +8,15 @@ saved in this format. Ids, special tokens and templates are therefore the same a
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from praxis_lite.core.errors import ConfigError, first_few, shortened
 from praxis_lite.host.atomic_files import user_cache
@@ -35,6 +38,8 @@ from praxis_lite.inputs.tokenizers.files import (
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A field in tokenizer_config.json that marks normalized directories, and the format's version.
 _MARK, _VERSION = "normalized_by_praxis_lite", 1
+# Number of pieces of a SentencePiece model whose ids are compared after a conversion.
+_NUM_COMPARED = 1000
 
 
 def opened(directory: Path) -> tuple[Path, Any]:
@@ -137,7 +142,8 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
 def normalized_copy(directory: Path) -> Path:
     """Returns the cached normalized copy of a directory, after creating it if necessary.
 
-    The cache key is a hash of the directory's files.
+    The cache key is a hash of the directory's files and of the version of transformers, because
+    versions convert some files differently. Without transformers, any copy of the files is used.
 
     Raises:
       ConfigError: The cache cannot be written, or `write_normalized` fails.
@@ -147,7 +153,11 @@ def normalized_copy(directory: Path) -> Path:
         if (directory / name).is_file():
             content = (directory / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
-    target = user_cache() / "tokenizers" / digest.hexdigest()[:32]
+    folder_of_copies, name = user_cache() / "tokenizers", digest.hexdigest()[:32]
+    try:
+        target = folder_of_copies / f"{name}-{importlib.metadata.version('transformers')}"
+    except importlib.metadata.PackageNotFoundError:
+        target = max(folder_of_copies.glob(f"{name}-*"), default=folder_of_copies / name)
     if (target / TOKENIZER_JSON).is_file():
         return target
     try:
@@ -230,8 +240,12 @@ def _of_transformers(directory: Path) -> Any:
                 if (directory / CONFIG).is_file():
                     shutil.copyfile(directory / CONFIG, f"{folder}/{CONFIG}")
                 tokenizer = read(Path(folder))
+                if not (directory / CONFIG).is_file():
+                    _require_same_ids(models[0], tokenizer)
         else:
             tokenizer = read(directory)
+    except ConfigError:
+        raise
     except Exception as error:  # The classes in transformers may raise any exception.
         raise ConfigError(
             f"transformers cannot read the tokenizer in {directory}, which contains "
@@ -245,3 +259,23 @@ def _of_transformers(directory: Path) -> Any:
             "as tokenizer.json. Convert it to a fast tokenizer."
         )
     return tokenizer
+
+
+def _require_same_ids(model: Path, tokenizer: Any) -> None:
+    """Raises ConfigError if a converted SentencePiece model gives other ids than the original."""
+    library = optional_module("sentencepiece", f"The tokenizer {model}").SentencePieceProcessor(
+        model_file=str(model)
+    )
+    is_text = [
+        not (library.is_control(id) or library.is_unknown(id) or library.is_byte(id))
+        for id in range(library.get_piece_size())
+    ]
+    pieces = [library.id_to_piece(id) for id in np.flatnonzero(is_text)[:_NUM_COMPARED].tolist()]
+    text = "".join(pieces).replace("\u2581", " ")
+    if tokenizer.encode(text, add_special_tokens=False) != library.encode(text):
+        version = importlib.metadata.version("transformers")
+        raise ConfigError(
+            f"transformers {version} converts the SentencePiece model {model} to a tokenizer with "
+            "other ids. Install transformers 5.24 or newer, or add the model's "
+            "tokenizer_config.json to the directory."
+        )
