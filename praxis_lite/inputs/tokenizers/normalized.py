@@ -8,6 +8,7 @@ saved in this format. Ids, special tokens and templates are therefore the same a
 """
 
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -232,6 +233,7 @@ def _of_transformers(directory: Path) -> Any:
     models = [*directory.glob("*.model"), *directory.glob("*.spm")]
     if models and not (directory / TOKENIZER_JSON).is_file():
         require_package("sentencepiece", f"The first use of {models[0]}")
+        _require_new_protobuf(models[0])
     try:
         if len(models) == 1 and len(names_of_tokenizer(directory)) == 1:
             # A single SentencePiece model; transformers only reads it under the default name.
@@ -259,6 +261,20 @@ def _of_transformers(directory: Path) -> Any:
             "as tokenizer.json. Convert it to a fast tokenizer."
         )
     return tokenizer
+
+
+def _require_new_protobuf(model: Path) -> None:
+    """Raises ConfigError if sentencepiece needs a newer protobuf than is installed.
+
+    transformers would try to read the model as a tiktoken file.
+    """
+    try:
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except Exception as error:  # protobuf's own exception, or an ImportError.
+        raise ConfigError(
+            f"The SentencePiece model {model} cannot be read: {shortened(str(error), 300).rstrip('.')}. "
+            "Upgrade protobuf."
+        ) from None
 
 
 def _require_same_ids(model: Path, tokenizer: Any) -> None:
