@@ -271,9 +271,9 @@ def _require_new_protobuf(model: Path) -> None:
     try:
         importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except Exception as error:  # protobuf's own exception, or an ImportError.
+        reason = shortened(str(error), 300).rstrip(".")
         raise ConfigError(
-            f"The SentencePiece model {model} cannot be read: {shortened(str(error), 300).rstrip('.')}. "
-            "Upgrade protobuf."
+            f"The SentencePiece model {model} cannot be read: {reason}. Upgrade protobuf."
         ) from None
 
 
