@@ -36,7 +36,6 @@ ALLOWED = {
     ("praxis_lite/inputs/processes/worker_process.py", "multiprocessing"): "to its own children",
     ("praxis_lite/inputs/processes/all_cores.py", "multiprocessing"): "to its own children",
     ("praxis_lite/core/callables.py", "import_module"): "of experiments, modes and configs",
-    ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, if allowed",
     ("praxis_lite/public_names.py", "import_module"): "a package's own names, from its stub",
     ("praxis_lite/host/optional_packages.py", "import_module"): "of packages in its table",
     ("praxis_lite/config/settings_file.py", "yaml"): "`compose`, which builds nodes, no objects",

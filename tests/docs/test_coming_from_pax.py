@@ -30,7 +30,7 @@ from praxis_lite.core.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core.learner import learner, optimizer_groups
 from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import batch_sharding, rules, weight_sharding
-from praxis_lite.experiment import early_stopping, experiment, registry
+from praxis_lite.experiment import experiment, registry, run_settings
 from praxis_lite.inputs import numpy_data
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.base import base_layer as weights
@@ -50,7 +50,7 @@ PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encodin
 PLACES = (
     praxis_lite, optimizers, core, layers, learner, decode, experiment, inputs, task, training_loop,
     decoding, partitioner,
-    checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
+    checkpoints, train_state, registry, sharding, weights, language_model, run_settings,
     evaluation, image_classification, sequence_to_sequence, pax_job,
     optimizer_groups, schedules, loading_rules, steps, batch_sharding,
     explicit_collectives, mapped_weights, rules, weight_sharding, trained_model, metrics, models,
