@@ -4,8 +4,8 @@
 with Adam's slots, 384 MiB by default (--mib). Checkpoints are written to a temporary directory
 (TMPDIR).
 
-`python -m benchmarks.checkpoint_costs --store --mib=64` instead restores a state from a local S3
-server, in a process per host, and prints how many bytes each host reads.
+`python -m benchmarks.checkpoint_costs --store --mib=32` instead restores a state from a local S3
+server, in a process per host, and prints how many bytes one of the hosts reads.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def restored(partitioner: Partitioner, directory: Path) -> Any:
 
 
 def store_reads(mib: int) -> None:
-    """Prints how many bytes each host reads to restore a state from a store on another mesh."""
+    """Prints how many bytes the last host reads to restore a state from a store on each mesh."""
     from tests.support.fake_s3 import s3_bucket
     from tests.support.store_proxy import Answer, Request, StoreProxy
 

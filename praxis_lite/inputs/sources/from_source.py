@@ -46,9 +46,9 @@ class FromSource(ExamplePipeline):
         False are skipped. If None, all examples are used.
       seed: Seed of the shuffled order.
       shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
-      shuffle_window: Number of examples, or None to shuffle all examples. In each epoch, the files
-        are in a new order, and examples are shuffled within windows of so many consecutive
-        examples. Only the files of one or two windows are then needed at the same time.
+      shuffle_window: Number of consecutive examples that are shuffled together, or None to shuffle
+        all examples together. If the files contain rows, the order of the files also changes in
+        each epoch. Only the files of one or two windows are then needed at the same time.
     """
 
     source: Source
@@ -83,7 +83,7 @@ class FromSource(ExamplePipeline):
         _ = self._first_row
 
     def _check_cache(self) -> None:
-        """Raises ConfigError if the files of two windows do not fit into the source's cache."""
+        """Raises ConfigError if the files of two windows (or batches) exceed `cache_bytes`."""
         if (source := self._bounded_source) is None:
             return
         assert source.cache_bytes is not None
@@ -112,7 +112,7 @@ class FromSource(ExamplePipeline):
 
     @functools.cached_property
     def _first_of_files(self) -> np.ndarray:
-        """int64[files + 1]: the number of examples before each file, and in total."""
+        """int64[files + 1]: the number of selected examples before each file, then their total."""
         indices, _ = self._selection
         files = self.source.first_of_files()
         return files if indices is None else np.searchsorted(indices, files)
@@ -128,8 +128,10 @@ class FromSource(ExamplePipeline):
             return super().example_indices(index, rows)
         return self._order.examples(index * self.batch_size + rows.start, rows.stop - rows.start)
 
+    _expected_windows = range(0)
+
     def _expect(self, index: int, rows: slice) -> None:
-        """Announces the examples of this and the next windows or, without windows, batches."""
+        """Prefetches the files of this and the next window (or batch, if there are no windows)."""
         source = self._bounded_source
         if source is None or (self.shuffle and self._order is None):
             return
@@ -144,8 +146,6 @@ class FromSource(ExamplePipeline):
             now = np.concatenate([self._order.window(number) for number in windows])
             later = self._order.window(windows.stop)
         source.expect(self._source_indices(now), self._source_indices(later))
-
-    _expected_windows = range(0)
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
