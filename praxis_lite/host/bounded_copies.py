@@ -78,7 +78,7 @@ class BoundedCopies:
         self._open: collections.OrderedDict[str, _OpenCopy] = collections.OrderedDict()
         self._mutex = threading.Lock()
         self._used_at, self._closer = 0.0, threading.Thread()
-        self._expected: Sequence[StoredFile] = ()
+        self._prefetched: Sequence[StoredFile] = ()  # Argument of the latest `prefetch`.
 
     def opened(self, file: StoredFile, open_file: Callable[[str], Any]) -> Any:
         """Returns `open_file(path of the copy)`, or the result of an earlier call.
@@ -113,25 +113,25 @@ class BoundedCopies:
             self._open.clear()
             self._closer = threading.Thread()  # The next copy starts another thread.
 
-    def expect(self, files: Sequence[StoredFile]) -> None:
+    def prefetch(self, files: Sequence[StoredFile]) -> None:
         """Starts to download the files that are needed next, and closes all other copies.
 
         Threads download the files in the given order, until there is no room for the next one.
         """
-        if files and files == self._expected:
+        if files and files == self._prefetched:
             return
         names = {file.name_of_copy for file in files}
         with self._mutex:
-            self._expected = files
+            self._prefetched = files
             for name in self._open.keys() - names:
                 del self._open[name]
         for _ in range(min(_NUM_THREADS, len(files))):
-            threading.Thread(target=self._download_expected, args=(files,), daemon=True).start()
+            threading.Thread(target=self._download_all, args=(files,), daemon=True).start()
 
-    def _download_expected(self, files: Sequence[StoredFile]) -> None:
+    def _download_all(self, files: Sequence[StoredFile]) -> None:
         names = {file.name_of_copy for file in files}
         for file in files:
-            if self._expected is not files:
+            if self._prefetched is not files:  # `prefetch` was called again.
                 return
             if not (self._folder / file.name_of_copy).exists():
                 # `opened` repeats the download, and raises its error.

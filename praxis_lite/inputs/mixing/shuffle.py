@@ -70,7 +70,7 @@ class WindowedOrder:
         self._size = int(first_of_files[-1])
         self._windows_per_epoch = -(-self._size // window)
         # A batch usually uses one or two windows, and `FromSource` also prefetches the next one.
-        self.window = functools.lru_cache(maxsize=3)(self._examples_of_window)
+        self.examples_of_window = functools.lru_cache(maxsize=3)(self._examples_of_window)
 
     def window_of(self, position: int) -> int:
         """Returns the number of the window that contains a position of the stream."""
@@ -78,6 +78,7 @@ class WindowedOrder:
         return epoch * self._windows_per_epoch + offset // self._window
 
     def _examples_of_window(self, number: int) -> np.ndarray:
+        """Returns the shuffled example indices in window number `number`."""
         epoch, window = divmod(number, self._windows_per_epoch)
         file_bits = random_bits(
             self._seed, epoch, len(self._first_of_files) - 1, purpose=_ORDER_OF_FILES
@@ -96,9 +97,9 @@ class WindowedOrder:
         """Returns the example indices at positions first, ..., first + count - 1, as int64."""
         parts, position = [np.empty(0, np.int64)], first
         while position < first + count:
-            epoch, offset = divmod(position, self._size)
-            start = offset % self._window
-            part = self.window(self.window_of(position))[start : start + first + count - position]
+            start = position % self._size % self._window
+            window = self.examples_of_window(self.window_of(position))
+            part = window[start : start + first + count - position]
             parts.append(part)
             position += len(part)
         return np.concatenate(parts)

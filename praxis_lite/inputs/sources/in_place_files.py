@@ -227,7 +227,7 @@ class OpenedFiles(RowsOfFiles):
         num_between = int(np.searchsorted(np.cumsum(counts), num_rows - 2, side="right"))
         return int(sizes[: num_between + 2].sum())
 
-    def expect(self, now: np.ndarray, later: np.ndarray) -> None:
+    def prefetch(self, now: np.ndarray, later: np.ndarray) -> None:
         """Starts to download the files of the examples that are read next; closes all other files.
 
         Args:
@@ -238,7 +238,7 @@ class OpenedFiles(RowsOfFiles):
         for rows in (now, later):
             files = np.searchsorted(self.first_numbers, rows, side="right") - 1
             numbers.update(dict.fromkeys(np.unique(files).tolist()))
-        self._copies.expect([self.stored[number] for number in numbers])
+        self._copies.prefetch([self.stored[number] for number in numbers])
 
     def __getstate__(self) -> dict[str, Any]:
         stored = ("stored",) if self.cache_bytes is not None else ()
