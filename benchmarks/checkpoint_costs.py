@@ -189,9 +189,13 @@ def store_reads(mib: int) -> None:
     from tests.support.store_proxy import Answer, Request, StoreProxy
 
     class CountingProxy(StoreProxy):
+        def __init__(self, target: str):
+            self.sizes: list[int] = []  # The number of bytes in each answer.
+            super().__init__(target)
+
         def forward(self, request: Request) -> Answer:
             answer = super().forward(request)
-            sizes.append(len(answer.body))
+            self.sizes.append(len(answer.body))
             return answer
 
     logging.getLogger("werkzeug").disabled = True  # It prints each request.
@@ -200,7 +204,6 @@ def store_reads(mib: int) -> None:
         first = _start_host(server, mib=mib, url=url, mesh=STORE_MESHES[0], num_hosts=1, saves=True)
         assert first.wait() == 0
         for mesh in STORE_MESHES:
-            sizes: list[int] = []
             proxy = CountingProxy(server)
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
@@ -219,8 +222,8 @@ def store_reads(mib: int) -> None:
             assert all(host.wait() == 0 for host in hosts)
             proxy.close()
             name = f"saved on {STORE_MESHES[0]}, restored on {mesh}: MiB of a host / its shards"
-            row(name, sum(sizes) / MIB, mib / NUM_HOSTS, None)
-            print(f"    {len(sizes)} requests")
+            row(name, sum(proxy.sizes) / MIB, mib / NUM_HOSTS, None)
+            print(f"    {len(proxy.sizes)} requests")
 
 
 def _start_host(endpoint: str, **settings: Any) -> subprocess.Popen[bytes]:
