@@ -50,7 +50,7 @@ TESTING := $(VENV)/.installed_test
 # The install with everything that the site needs.
 DOCUMENTING := $(VENV)/.installed_docs
 
-# Tests launch hundreds of processes, and each would compile the packages' source again.
+# Tests launch hundreds of processes. Without cached bytecode, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next test-oldest \

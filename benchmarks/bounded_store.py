@@ -1,4 +1,4 @@
-"""Trains on a dataset in an object store that is larger than the local disk space for it.
+"""Trains on a dataset in an object store that is larger than the disk space for local copies.
 
     python benchmarks/bounded_store.py [--data_gib 20] [--cache_gib 1]
 
@@ -43,7 +43,7 @@ NUMBERS_OF_READS = np.zeros(0, np.int64)  # Set by `main`.
 class GeneratedFiles(http.server.BaseHTTPRequestHandler):
     """Answers listings and reads of the .npy files in s3://bucket/data.
 
-    Row n of the dataset has the value n at index 0, and the same noise as other rows elsewhere.
+    Row n of the dataset has the value n at index 0. Otherwise, all files contain the same noise.
     """
 
     protocol_version = "HTTP/1.1"
@@ -62,8 +62,8 @@ class GeneratedFiles(http.server.BaseHTTPRequestHandler):
             return self.send(200, self.listing(urllib.parse.parse_qs(query)), {})
         number = int(re.fullmatch(r"/bucket/data/(\d+)\.npy", path)[1])
         start, stop, status = 0, self.size, 200
-        if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            start, stop, status = int(wanted[1]), int(wanted[2]) + 1, 206
+        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            start, stop, status = int(byte_range[1]), int(byte_range[2]) + 1, 206
         headers = {"ETag": f'"{number}"', "Last-Modified": "Mon, 30 Nov 2026 00:00:00 GMT"}
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{self.size}"
         with self.lock:

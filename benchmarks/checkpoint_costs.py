@@ -4,8 +4,8 @@
 with Adam's slots, 384 MiB by default (--mib). Checkpoints are written to a temporary directory
 (TMPDIR).
 
-`python -m benchmarks.checkpoint_costs --store --mib=64` instead restores a state from a local S3
-server, in a process per host, and prints how many bytes each host reads.
+`python -m benchmarks.checkpoint_costs --store --mib=32` instead restores a state from a local S3
+server, in a process per host, and prints how many bytes one of the hosts reads.
 """
 
 import argparse
@@ -184,14 +184,18 @@ def restored(partitioner: Partitioner, directory: Path) -> Any:
 
 
 def store_reads(mib: int) -> None:
-    """Prints how many bytes each host reads to restore a state from a store on another mesh."""
+    """Prints how many bytes the last host reads to restore a state from a store on each mesh."""
     from tests.support.fake_s3 import s3_bucket
     from tests.support.store_proxy import Answer, Request, StoreProxy
 
     class CountingProxy(StoreProxy):
+        def __init__(self, target: str):
+            self.sizes: list[int] = []  # The number of bytes in each answer.
+            super().__init__(target)
+
         def forward(self, request: Request) -> Answer:
             answer = super().forward(request)
-            sizes.append(len(answer.body))
+            self.sizes.append(len(answer.body))
             return answer
 
     logging.getLogger("werkzeug").disabled = True  # It prints each request.
@@ -200,7 +204,6 @@ def store_reads(mib: int) -> None:
         first = _start_host(server, mib=mib, url=url, mesh=STORE_MESHES[0], num_hosts=1, saves=True)
         assert first.wait() == 0
         for mesh in STORE_MESHES:
-            sizes: list[int] = []
             proxy = CountingProxy(server)
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
@@ -219,8 +222,8 @@ def store_reads(mib: int) -> None:
             assert all(host.wait() == 0 for host in hosts)
             proxy.close()
             name = f"saved on {STORE_MESHES[0]}, restored on {mesh}: MiB of a host / its shards"
-            row(name, sum(sizes) / MIB, mib / NUM_HOSTS, None)
-            print(f"    {len(sizes)} requests")
+            row(name, sum(proxy.sizes) / MIB, mib / NUM_HOSTS, None)
+            print(f"    {len(proxy.sizes)} requests")
 
 
 def _start_host(endpoint: str, **settings: Any) -> subprocess.Popen[bytes]:

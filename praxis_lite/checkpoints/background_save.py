@@ -31,7 +31,7 @@ class BackgroundSave:
     """A save that is in progress, or has ended.
 
     Args:
-      steps: The folders of the steps.
+      steps: The steps in the directory.
       manifest: The manifest of the state, to which entries for the files are added.
       name: Name of this save, which is unique in the job and the same in all processes.
       before_commit: Called in every process before its arrays are complete, and in the first
@@ -153,7 +153,7 @@ class BackgroundSave:
 
     @property
     def opened(self) -> OpenFolder | None:
-        """The folder that must stay open until the next save has started; see `OpenFolder`."""
+        """A folder that must stay open until the next save has started, or None."""
         return None if self._writing is None else self._writing.opened
 
 

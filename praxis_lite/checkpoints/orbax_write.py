@@ -129,11 +129,11 @@ class OrbaxWrite:
     """A collective write of a state to a new folder.
 
     Args:
-      folder: The folder.
+      folder: The new folder.
       barrier: Called in every process when Orbax synchronizes the processes.
 
     Attributes:
-      opened: The open parent folder.
+      opened: The open parent of the new folder.
     """
 
     def __init__(self, folder: Path, barrier: Callable[[], None]):
@@ -159,7 +159,7 @@ class OrbaxWrite:
             raise
 
     def wait(self) -> None:
-        """Waits until all is written. On failure, waits until all writes stop, and raises."""
+        """Waits until the state is written. On failure, waits until all writes stop, and raises."""
         try:
             self._checkpointer.wait_until_finished()
             # Orbax raises no error after a cancellation. After the second barrier, the write is

@@ -20,7 +20,7 @@ __all__ = ("read_state",)
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
-Bounds = tuple[tuple[int, int], ...]  # The first index and the end of each dim.
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
 
 class ReadableArray(Protocol):
@@ -128,14 +128,14 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         (min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*shards, strict=True)
     )
     # A read decodes complete chunks, so read all shards of this process at once if they fill a box.
-    size, *sizes = (prod(b - a for a, b in bounds) for bounds in (box, *shards))
-    is_box = size == sum(sizes)
+    box_size, *shard_sizes = (prod(b - a for a, b in bounds) for bounds in (box, *shards))
+    is_box = box_size == sum(shard_sizes)
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = bounds_of(index)
         outer = box if is_box else bounds
         dims = zip(bounds, outer, strict=True)
         part = tuple(slice(a - start, b - start) for (a, b), (start, _) in dims)
-        return np.asarray(read(outer)[part])  # Indexing a scalar returns no array.
+        return np.asarray(read(outer)[part])  # Indexing a 0-d array returns a scalar.
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)

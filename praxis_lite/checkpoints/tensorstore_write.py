@@ -45,12 +45,12 @@ class TensorStoreWrite:
     """Writes a state to a new folder from all processes. Has the methods of `OrbaxWrite`.
 
     Args:
-      folder: The folder.
-      barrier: Called twice in every process: after the process has written its shards, and after
-        the first process has merged them.
+      folder: The new folder.
+      barrier: Called twice in every process if there are several: after the process has written its
+        shards, and after the first process has merged the databases.
     """
 
-    opened = None
+    opened = None  # Object stores need no open folder.
 
     def __init__(self, folder: StorePath, barrier: Callable[[], None]):
         self._folder, self._barrier = folder, barrier

@@ -4,7 +4,7 @@ All processes that use the same folder share the copies and the bound. The least
 copies are deleted to make room. A process holds a shared `flock` on each copy that it has open, so
 no process deletes it; the kernel releases the locks of a process that is killed. A copy is
 downloaded to a file with the suffix `.partial`, on which the downloading process holds an exclusive
-lock. The names contain the sizes, so a download counts with its final size from its beginning.
+lock. The name of a copy contains its size, so an unfinished download already counts in full.
 """
 
 import collections
@@ -25,10 +25,10 @@ from praxis_lite.host.object_stores import StorePath
 
 _PARTIAL = ".partial"
 _NUM_THREADS = 4  # Number of files that a process downloads in advance at the same time.
-# A process that does not read for this time closes its copies, so that others can delete them: it
-# may have only checked the data, or wait for the other processes of its job.
+# A process that reads nothing for this long closes its copies, so that other processes can delete
+# them. For example, it has only checked the data, or it waits for other processes of its job.
 _IDLE_SECONDS = 20.0
-_MAX_WAIT_SECONDS = 600.0
+_MAX_WAIT_SECONDS = 600.0  # Maximum time to wait for room for a file.
 
 
 class StoredFile(NamedTuple):
@@ -77,8 +77,8 @@ class BoundedCopies:
         # The copies that this process has open, keyed by name; the most recently used is last.
         self._open: collections.OrderedDict[str, _OpenCopy] = collections.OrderedDict()
         self._mutex = threading.Lock()
-        self._used, self._closer = 0.0, threading.Thread()
-        self._expected: Sequence[StoredFile] = ()
+        self._used_at, self._closer = 0.0, threading.Thread()
+        self._prefetched: Sequence[StoredFile] = ()  # Argument of the latest `prefetch`.
 
     def opened(self, file: StoredFile, open_file: Callable[[str], Any]) -> Any:
         """Returns `open_file(path of the copy)`, or the result of an earlier call.
@@ -88,7 +88,7 @@ class BoundedCopies:
             open that leave no room for it.
         """
         name = file.name_of_copy
-        self._used = time.monotonic()
+        self._used_at = time.monotonic()
         with self._mutex:
             if name in self._open:
                 self._open.move_to_end(name)
@@ -100,38 +100,38 @@ class BoundedCopies:
             copy = self._open.setdefault(name, copy)
             while len(self._open) > self._max_open:
                 self._open.popitem(last=False)
-            self._used = time.monotonic()
+            self._used_at = time.monotonic()
             if not self._closer.is_alive():
                 self._closer = threading.Thread(target=self._close_when_idle, daemon=True)
                 self._closer.start()
         return copy.content
 
     def _close_when_idle(self) -> None:
-        while time.monotonic() - self._used < _IDLE_SECONDS:
+        while time.monotonic() - self._used_at < _IDLE_SECONDS:
             time.sleep(_IDLE_SECONDS / 10)
         with self._mutex:
             self._open.clear()
             self._closer = threading.Thread()  # The next copy starts another thread.
 
-    def expect(self, files: Sequence[StoredFile]) -> None:
-        """Announces the files that are needed next; closes all others.
+    def prefetch(self, files: Sequence[StoredFile]) -> None:
+        """Starts to download the files that are needed next, and closes all other copies.
 
-        Threads download these files in the given order, as far as they fit.
+        Threads download the files in the given order, until there is no room for the next one.
         """
-        if files and files == self._expected:
+        if files and files == self._prefetched:
             return
         names = {file.name_of_copy for file in files}
         with self._mutex:
-            self._expected = files
+            self._prefetched = files
             for name in self._open.keys() - names:
                 del self._open[name]
         for _ in range(min(_NUM_THREADS, len(files))):
-            threading.Thread(target=self._download_expected, args=(files,), daemon=True).start()
+            threading.Thread(target=self._download_all, args=(files,), daemon=True).start()
 
-    def _download_expected(self, files: Sequence[StoredFile]) -> None:
+    def _download_all(self, files: Sequence[StoredFile]) -> None:
         names = {file.name_of_copy for file in files}
         for file in files:
-            if self._expected is not files:
+            if self._prefetched is not files:  # `prefetch` was called again.
                 return
             if not (self._folder / file.name_of_copy).exists():
                 # `opened` repeats the download, and raises its error.
@@ -153,7 +153,7 @@ class BoundedCopies:
                     os.close(other)
                 continue
             with self._mutex:
-                if self._open:
+                if self._open:  # Make room by closing this process's least recently used copy.
                     self._open.popitem(last=False)
                     continue
             if time.monotonic() > deadline:
@@ -179,6 +179,7 @@ class BoundedCopies:
         partial = path.with_name(path.name + _PARTIAL)
         try:
             with self._locked():
+                # A partial file that is not locked was left by a killed process.
                 if path.exists() or partial.exists() and not _delete(partial):
                     return True
                 if not self._has_room(file.size, keep):
@@ -212,6 +213,7 @@ class BoundedCopies:
 
     def _has_room(self, size: int, keep: Collection[str]) -> bool:
         """Deletes unused copies, the least recently used first, until `size` bytes fit."""
+        # Names of copies are VERSION-SIZE-NAME; the folder also contains the file "lock".
         names = [name for name in os.listdir(self._folder) if name.count("-") >= 2]
         names.sort(key=lambda name: (self._folder / name).stat().st_mtime_ns)
         total = sum(int(name.split("-")[1]) for name in names)
@@ -224,6 +226,7 @@ class BoundedCopies:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        """Locks the folder, so that one process at a time creates, renames and deletes copies."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -48,9 +48,17 @@ _URL = re.compile(
 
 
 class _Limits(NamedTuple):
-    """Time limits of requests, in seconds: of an attempt, of its connection, and of all attempts.
+    """Limits on the time and the retries of a request.
 
-    obstore repeats some requests, for `obstore_seconds`. All requests are repeated for `seconds`.
+    obstore retries some kinds of requests. If the store still cannot be reached,
+    `StorePath._retried` retries any request.
+
+    Attributes:
+      attempt: Maximum seconds for an attempt.
+      connection: Maximum seconds to connect.
+      num_retries: Maximum number of retries in obstore.
+      obstore_seconds: Maximum seconds for the attempts in obstore.
+      seconds: Maximum seconds for the attempts of `StorePath._retried`.
     """
 
     attempt: int
@@ -79,8 +87,8 @@ _CREDENTIALS = {
 # Name of the metadata field that identifies an object's version in conditional writes. Listings of
 # Google Cloud Storage do not contain it.
 _VERSIONS = {"s3": "e_tag", "gs": "version", "memory": "e_tag"}
-# Names of the objects that `newest_files` and `opened` write for a moment. A process that is killed
-# then leaves them behind.
+# Prefixes of the names of temporary objects, which `newest_files` and `opened` write and delete. A
+# killed process may leave one behind.
 _MARKERS = (".listed-", ".writable")
 _ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
 
@@ -127,7 +135,7 @@ class StorePath:
       scheme: "gs", "s3" or "memory".
       bucket: Name of the bucket.
       key: The path in the bucket, without leading and trailing slashes.
-      is_quick: Whether requests fail within 15 seconds, instead of being repeated for minutes.
+      is_quick: Whether requests fail within 15 seconds, instead of being retried for minutes.
     """
 
     scheme: str
@@ -328,10 +336,9 @@ class StorePath:
         return self._retried("list", lambda store: store.list_with_delimiter(self.key or None))
 
     def _retried(self, action: str, request: Callable[[Any], _T]) -> _T:
-        """Returns `request(store)`, which is repeated for some time if the store cannot be reached.
+        """Returns `request(store)`, and retries it for some time if the store cannot be reached.
 
-        obstore itself repeats neither deletions and conditional writes, nor listings whose text
-        ends early.
+        obstore itself does not retry deletions, conditional writes and truncated listings.
         """
         limits = _QUICK if self.is_quick else _PATIENT
         store, pause = _bucket(self.scheme, self.bucket, limits), 0.1
@@ -420,11 +427,11 @@ def _without_markers(objects: dict[str, ObjectStatus]) -> dict[str, ObjectStatus
 
 @functools.cache
 def _bucket(scheme: str, bucket: str, limits: _Limits) -> Any:
-    """Returns obstore's client of a bucket."""
+    """Returns obstore's client for a bucket."""
     if scheme == "s3":
         require_package("boto3", f"s3://{bucket}")
     stores = optional_module("obstore.store", f"{scheme}://{bucket}")
-    if scheme == "memory":  # Its content belongs to one client.
+    if scheme == "memory":  # The objects exist only in one client.
         return stores.MemoryStore() if limits == _PATIENT else _bucket(scheme, bucket, _PATIENT)
     options: dict[str, Any] = {
         "client_options": {

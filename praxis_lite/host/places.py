@@ -98,7 +98,7 @@ def local_files(pattern: str) -> str:
 
 
 def stored_files(pattern: str) -> list[StoredFile]:
-    """Lists the files that match a glob, which is the URL of an object store.
+    """Lists the files in an object store that match a URL with wildcards.
 
     Raises:
       ConfigError: The URL is invalid or cannot be read.
@@ -111,7 +111,7 @@ def stored_files(pattern: str) -> list[StoredFile]:
 
 
 def _listed(pattern: str) -> tuple[StorePath, str, dict[str, ObjectStatus]]:
-    """Returns a folder in a store, a glob relative to it, and the status of each match."""
+    """Returns a folder, a glob relative to it, and the status of each match by relative path."""
     # List only the folder before the first wildcard.
     parts = pattern.split("/")
     num_fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)

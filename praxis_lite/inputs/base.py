@@ -37,10 +37,11 @@ class HasFingerprint(Protocol):
 class InputPipeline(abc.ABC):
     """Base class of input pipelines, which compute a batch from settings, seed and batch index.
 
-    A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints only store
-    iterator state for streams (`state`). The shapes of each batch are those of one of the
-    `element_specs`; an incomplete last batch is padded with zero rows whose `weights` are 0.
-    Constructors only store their settings: files are read by `check` and later methods.
+    A job resumes at step k with `batches(start=k)`. Pipelines with random access replay nothing.
+    Streams store the state of their iterator in checkpoints (`state`), and other pipelines
+    recompute the first k batches. The shapes of each batch are those of one of the `element_specs`;
+    an incomplete last batch is padded with zero rows whose `weights` are 0. Constructors only store
+    their settings: files are read by `check` and later methods.
     """
 
     batch_size: int  # Number of rows in the global batch, across all hosts.
@@ -94,11 +95,11 @@ class InputPipeline(abc.ABC):
         """Returns everything that determines the batches, as JSON: settings, seed and data hash."""
 
     def state(self, next_batch: int) -> Any:
-        """Returns JSON from which `restore` resumes at this batch, or None if it is not needed."""
+        """Returns the state for resuming at this batch, as JSON, or None if none is needed."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Makes later calls of `batches` resume from a state that `state` has returned, or None."""
+        """Sets the state, as returned by `state`, from which later calls of `batches` resume."""
         assert state is None, f"{type(self).__name__}.state returns no state"
 
     def nondeterminism(self) -> str | None:
@@ -230,7 +231,7 @@ class ExamplePipeline(IndexedPipeline):
 
 
 class SequentialPipeline(InputPipeline):
-    """A pipeline without random access; a resumed job recomputes all earlier batches."""
+    """A pipeline without random access; by default, a resumed job recomputes earlier batches."""
 
     replays = True
 
@@ -252,7 +253,7 @@ class SequentialPipeline(InputPipeline):
         return self.batches_from(start, self.rows_or_all(rows))
 
     def num_recomputed(self, start: int) -> int:
-        """Returns the number of batches before batch `start` that are computed again."""
+        """Returns the number of batches that are recomputed before batch `start`."""
         return start
 
 

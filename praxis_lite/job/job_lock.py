@@ -3,7 +3,8 @@
 A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
 its holder replaces every few seconds with a conditional write. Another process may take the lease
 after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared. The
-holder starts a write only if the last successful renewal was sent less than half of this time ago.
+holder uploads the job's files and commits steps only if the last successful renewal was sent less
+than half of this time ago.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ _TRIES, _RETRY_SECONDS = 5, 0.02
 _NAME = ".training"
 LEASE_SECONDS = 30.0
 _RENEW_SECONDS = 5.0
-_CHECK_SECONDS = 180.0
+_CHECK_SECONDS = 180.0  # Maximum time that `Lease.check` waits for a renewal.
 _FREE = b"{}"  # Content of a lease without a holder.
 
 
@@ -122,7 +123,7 @@ class Lease(contextlib.AbstractContextManager):
 
     def __init__(self, folder: StorePath):
         self._folder = folder
-        # A request of minutes would outlast the lease.
+        # Other requests are retried for minutes, which is longer than the lease.
         self._object = dataclasses.replace(folder / _NAME, is_quick=True)
         self._renewed = -math.inf  # When the last successful renewal was sent.
         self._number = itertools.count()
@@ -151,10 +152,12 @@ class Lease(contextlib.AbstractContextManager):
             )
 
     def check(self) -> None:
-        """Waits until no other process can take the lease soon. Call this before each write.
+        """Waits until the last renewal is recent, so that no other process can take the lease soon.
+
+        Call this before each upload of the job's files, and before each commit of a step.
 
         Raises:
-          ConfigError: The lease could not be renewed within minutes.
+          ConfigError: The lease could not be renewed within _CHECK_SECONDS.
         """
         deadline = time.monotonic() + _CHECK_SECONDS
         while time.monotonic() > self._renewed + LEASE_SECONDS / 2:
@@ -264,7 +267,10 @@ def _pid_namespace() -> str:
 
 
 def is_leased(folder: StorePath) -> bool:
-    """Returns whether a process is training in a folder; compares this host's and its clocks."""
+    """Returns whether a process is training in a folder.
+
+    Compares the time of the last renewal, from the clock of the store, with the clock of this host.
+    """
     lease = folder / _NAME
     try:
         is_expired = time.time() - lease.stat().st_mtime > LEASE_SECONDS

@@ -187,7 +187,7 @@ def unsound_end(job: JobDir, step: int, num_skipped: int, eval_sets: Collection[
 
 
 def why_skipped(step: int, num_skipped: int) -> str:
-    """Returns a sentence that the last steps up to `step` were skipped, and why."""
+    """Returns a sentence that explains why the last `num_skipped` steps were skipped."""
     skipped = (
         f"The last step, {step}, was skipped"
         if num_skipped == 1

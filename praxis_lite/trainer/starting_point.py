@@ -130,7 +130,7 @@ class StartingPoints:
         data, train = restored.data, self._job.datasets[TRAIN]
         state = data.get("state")
         if state is not None and data["fingerprint"] != json.loads(json.dumps(train.fingerprint())):
-            state = None  # It is not valid for different data (run.accept_changed_data).
+            state = None  # A state is not valid for changed data (run.accept_changed_data).
         train.restore(state)
         return StartingPoint(
             restored.step,

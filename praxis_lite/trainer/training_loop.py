@@ -121,7 +121,8 @@ def _run_steps(
     # while this step still runs, so there is no separate prefetch to the devices. Prefetching on
     # the host is up to the pipeline: `tf.data`, or `WithWorkers`.
     late_metrics = LateMetrics(loop)
-    # Other hooks would make the loop wait for the metrics of each step (`Hook.waits`).
+    # Exclude hooks without this method: the loop would wait for the metrics of each step for them
+    # (`Hook.waits`).
     step_hooks = [hook for hook in loop.hooks if type(hook).after_step is not Hook.after_step]
     key, batches = partitioner.key(job.run.seed), _batches(loop)
     with events.phase(STEP):
@@ -170,7 +171,7 @@ def _run_steps(
 
 
 def _batches(loop: LoopState) -> "Iterator[tuple[HostBatch, Any]]":
-    """Yields training batches on the host and on the devices, except those that are skipped."""
+    """Yields (batch on the host, batch on the devices) for all batches that are not skipped."""
     partitioner, pipeline = loop.job.partitioner, loop.job.datasets[TRAIN]
     rows = partitioner.process_rows(pipeline.batch_size)
     num_ids = num_ids_of(partitioner.task, pipeline.element_spec())

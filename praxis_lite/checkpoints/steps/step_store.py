@@ -1,7 +1,7 @@
 """The folders of a directory's steps: their names, commits, verification and deletion.
 
-`steps_in` returns a `DiskSteps` or a `StoredSteps`; no other file knows how these differ. This file
-imports neither Orbax nor JAX, so that command-line tools start quickly.
+`steps_in` returns `DiskSteps` or `StoredSteps`, which have the same methods. This file imports
+neither Orbax nor JAX, so that command-line tools start quickly.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _NUM_THREADS = 8
 
 
 class _Steps:
-    """The parts of `DiskSteps` and `StoredSteps` that are equal.
+    """Base class of `DiskSteps` and `StoredSteps`.
 
     Folders are given by name: "7" for a step, and names such as "7.saving" for other folders.
 
@@ -149,8 +149,11 @@ class DiskSteps(_Steps):
         return f"{step}.saving"
 
     def clear(self, step: int) -> None:
-        """Removes what would be in the way of a new step with this number."""
-        for name in self.set_aside(*LEFTOVERS):
+        """Removes the files of an interrupted save of this step, so that it can be saved again.
+
+        In an object store, this also deletes an existing step with this number.
+        """
+        for name in self.set_aside("saving"):
             if name.startswith(self.folder_to_write(step)):
                 self.remove_leftover(name)
 
@@ -159,7 +162,7 @@ class DiskSteps(_Steps):
         self.clear(step)
 
     def file_entries(self, name: str) -> dict[str, dict[str, Any]]:
-        """Syncs all files to disk, and returns the manifest's entry of each file."""
+        """Syncs all files to disk, and returns each file's entry for the manifest."""
         folder, names = self.directory / name, list(self.files(name))
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             digests = pool.map(lambda file: _digest(folder / file, syncs=True), names)
@@ -179,7 +182,7 @@ class DiskSteps(_Steps):
         sync(folder)
 
     def publish(self, step: int) -> None:
-        """Gives the committed folder of a new step its number, and deletes the replaced step."""
+        """Renames the committed folder of a new step to N, and deletes the previous step N."""
         # If the process is killed between the renames, `VerifiedSteps.repair` completes the second.
         folder = self.directory / str(step)
         replaced = self._renamed(step, "deleting") if folder.exists() else None
@@ -194,11 +197,11 @@ class DiskSteps(_Steps):
             self.remove_leftover(replaced)
 
     def quarantine(self, step: int) -> str:
-        """Sets a damaged step aside, and returns what was done."""
+        """Sets aside a damaged step, and returns a message about the result."""
         return f"renamed to {self._renamed(step, 'damaged')}"
 
     def abandon(self, step: int) -> str:
-        """Sets a step aside that was rolled back, and returns what was done."""
+        """Sets aside a step that is rolled back, and returns a message about the result."""
         return f"renamed to {self._renamed(step, 'abandoned')}"
 
     def remove(self, step: int) -> None:
@@ -231,12 +234,13 @@ class StoredSteps(_Steps):
     """Steps in an object store, where folders cannot be renamed.
 
     A folder N is a step if it contains commit.json, which is written last and deleted first. A
-    damaged step contains commit.damaged.json instead, and any other folder was left by an
-    interrupted save or deletion. A step that is saved again is deleted first.
+    damaged step contains commit.damaged.json instead. Any other folder belongs to a save in
+    progress, or was left by an interrupted save or deletion. A step that is saved again is deleted
+    first.
 
     The file steps.json lists the steps, because listings may be outdated. A step is verified by
-    comparing the sizes and versions of its files: the store verifies their content, and each
-    process downloads only the bytes that its devices need.
+    comparing the sizes and versions of its files with the manifest. Their content is not read: the
+    store itself detects damage, and each process downloads only the bytes that its devices need.
 
     The methods are documented in `DiskSteps`.
     """

@@ -30,7 +30,7 @@ class VerifiedSteps:
         Metrics that were saved with a step take precedence.
 
     Attributes:
-      store: The folders of the steps.
+      store: The steps in the directory, without verification.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def shuffled(seed: int, size: int, first: int, count: int) -> tuple[np.ndarray, 
 
 
 def window_order(seed: int, window: int, size: int) -> np.ndarray:
-    """Returns a random permutation of range(size) for the window with a given number."""
+    """Returns a random permutation of range(size) for window number `window`."""
     return np.argsort(random_bits(seed, window, size, purpose=_ORDER_IN_WINDOW), kind="stable")
 
 
@@ -69,8 +69,8 @@ class WindowedOrder:
         self._seed, self._first_of_files, self._window = seed, first_of_files, window
         self._size = int(first_of_files[-1])
         self._windows_per_epoch = -(-self._size // window)
-        # A batch may use two windows, and `later` is a third.
-        self.window = functools.lru_cache(maxsize=3)(self._examples_of_window)
+        # A batch usually uses one or two windows, and `FromSource` also prefetches the next one.
+        self.examples_of_window = functools.lru_cache(maxsize=3)(self._examples_of_window)
 
     def window_of(self, position: int) -> int:
         """Returns the number of the window that contains a position of the stream."""
@@ -78,17 +78,18 @@ class WindowedOrder:
         return epoch * self._windows_per_epoch + offset // self._window
 
     def _examples_of_window(self, number: int) -> np.ndarray:
+        """Returns the shuffled example indices in window number `number`."""
         epoch, window = divmod(number, self._windows_per_epoch)
         file_bits = random_bits(
             self._seed, epoch, len(self._first_of_files) - 1, purpose=_ORDER_OF_FILES
         )
         files = np.argsort(file_bits, kind="stable")
-        # The positions in the epoch at which the files end.
+        # The position in the epoch at which each file ends, in the order of `files`.
         ends = np.cumsum(np.diff(self._first_of_files)[files])
         start = window * self._window
         positions = np.arange(start, min(start + self._window, self._size), dtype=np.int64)
         ordinals = np.searchsorted(ends, positions, side="right")
-        # An example is as far from the end of its file as its position from the file's end.
+        # The distance to the end of the file is the same in the epoch and in the source.
         examples = self._first_of_files[files[ordinals] + 1] - (ends[ordinals] - positions)
         return examples[window_order(self._seed, number, len(examples))]
 
@@ -96,9 +97,9 @@ class WindowedOrder:
         """Returns the example indices at positions first, ..., first + count - 1, as int64."""
         parts, position = [np.empty(0, np.int64)], first
         while position < first + count:
-            epoch, offset = divmod(position, self._size)
-            start = offset % self._window
-            part = self.window(self.window_of(position))[start : start + first + count - position]
+            start = position % self._size % self._window
+            window = self.examples_of_window(self.window_of(position))
+            part = window[start : start + first + count - position]
             parts.append(part)
             position += len(part)
         return np.concatenate(parts)

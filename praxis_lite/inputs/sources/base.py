@@ -114,7 +114,10 @@ class Source(NeedsPackage, abc.ABC):
         return {}
 
     def first_of_files(self) -> np.ndarray:
-        """Returns the index of each file's first example, then the number of examples, as int64."""
+        """Returns the index of each file's first example, then the number of examples, as int64.
+
+        By default, all examples count as one file.
+        """
         return np.array([0, len(self)])
 
     def check(self) -> None:

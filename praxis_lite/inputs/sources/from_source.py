@@ -46,9 +46,9 @@ class FromSource(ExamplePipeline):
         False are skipped. If None, all examples are used.
       seed: Seed of the shuffled order.
       shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
-      shuffle_window: Number of examples, or None to shuffle all examples. In each epoch, the files
-        are in a new order, and examples are shuffled within windows of so many consecutive
-        examples. Only the files of one or two windows are then needed at the same time.
+      shuffle_window: Number of consecutive examples that are shuffled together, or None to shuffle
+        all examples together. If the files contain rows, the order of the files also changes in
+        each epoch. Only the files of one or two windows are then needed at the same time.
     """
 
     source: Source
@@ -83,7 +83,7 @@ class FromSource(ExamplePipeline):
         _ = self._first_row
 
     def _check_cache(self) -> None:
-        """Raises ConfigError if the files of two windows do not fit into the source's cache."""
+        """Raises ConfigError if the files of two windows (or batches) exceed `cache_bytes`."""
         if (source := self._bounded_source) is None:
             return
         assert source.cache_bytes is not None
@@ -112,7 +112,7 @@ class FromSource(ExamplePipeline):
 
     @functools.cached_property
     def _first_of_files(self) -> np.ndarray:
-        """int64[files + 1]: the number of examples before each file, and in total."""
+        """int64[files + 1]: the number of selected examples before each file, then their total."""
         indices, _ = self._selection
         files = self.source.first_of_files()
         return files if indices is None else np.searchsorted(indices, files)
@@ -128,8 +128,10 @@ class FromSource(ExamplePipeline):
             return super().example_indices(index, rows)
         return self._order.examples(index * self.batch_size + rows.start, rows.stop - rows.start)
 
-    def _expect(self, index: int, rows: slice) -> None:
-        """Announces the examples of this and the next windows or, without windows, batches."""
+    _prefetched_windows = range(0)
+
+    def _prefetch(self, index: int, rows: slice) -> None:
+        """Prefetches the files of this and the next window (or batch, if there are no windows)."""
         source = self._bounded_source
         if source is None or (self.shuffle and self._order is None):
             return
@@ -138,14 +140,12 @@ class FromSource(ExamplePipeline):
         else:
             first, stop = (index * self.batch_size + row for row in (rows.start, rows.stop))
             windows = range(self._order.window_of(first), self._order.window_of(stop - 1) + 1)
-            if windows == self._expected_windows:
+            if windows == self._prefetched_windows:
                 return
-            self._expected_windows = windows
-            now = np.concatenate([self._order.window(number) for number in windows])
-            later = self._order.window(windows.stop)
-        source.expect(self._source_indices(now), self._source_indices(later))
-
-    _expected_windows = range(0)
+            self._prefetched_windows = windows
+            now = np.concatenate([self._order.examples_of_window(number) for number in windows])
+            later = self._order.examples_of_window(windows.stop)
+        source.prefetch(self._source_indices(now), self._source_indices(later))
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
@@ -172,7 +172,7 @@ class FromSource(ExamplePipeline):
         reasons = self.source.map_part(part, self._reason_to_leave_out, counts)
         rows = [index - part.start for index, _ in reasons]
         if (source := self._bounded_source) is not None:
-            source.expect(np.empty(0, np.int64), np.empty(0, np.int64))  # Close the files.
+            source.prefetch(np.empty(0, np.int64), np.empty(0, np.int64))  # Close the files.
         return {"left_out": dict(counts)}, {"rows": np.array(rows, np.int32)}
 
     def _reason_to_leave_out(self, example: Example, index: int) -> str | None:
@@ -222,7 +222,7 @@ class FromSource(ExamplePipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         num_rows = rows.stop - rows.start
-        self._expect(index, rows)
+        self._prefetch(index, rows)
         examples = [self._example(i) for i in self.example_indices(index, rows).tolist()]
         if not examples:
             return zero_rows(self._first_row, num_rows)

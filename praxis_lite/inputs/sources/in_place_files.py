@@ -40,11 +40,11 @@ class OpenedFiles(RowsOfFiles):
     """Base class of sources over files whose format allows random access to rows.
 
     Args:
-      cache_bytes: Maximum total size in bytes of the local copies of files in an object store. The
-        copies are downloaded when they are needed, and the least recently used copies are deleted.
-        All processes of a host share them. If None, all files are downloaded before training.
+      cache_bytes: Maximum total size in bytes of the local copies of files in an object store.
+        Files are downloaded when they are needed, and the least recently used copies are deleted.
+        All processes of a host share the copies. If None, all files are downloaded before training.
       written_before: Time in ISO 8601 with an offset, such as "2026-11-30T12:00:00Z". Files in the
-        store that were written at this time or later are not used. This requires `cache_bytes`.
+        store that were written at this time or later are not used. Requires `cache_bytes`.
     """
 
     _: dataclasses.KW_ONLY
@@ -94,11 +94,12 @@ class OpenedFiles(RowsOfFiles):
         return self.num_rows(self.open_file(path), path)
 
     def _count_stored(self, file: StoredFile) -> int:
-        """Returns the number of rows in a file, of which only both ends are downloaded if possible.
+        """Counts the rows in a file, and downloads only both ends of the file if possible.
 
-        The number of rows is at the beginning (.npy) or at the end (ArrayRecord) of a file, so a
-        file of the same size with only both ends is enough. A reader that needs other bytes rejects
-        this file, because checksums differ.
+        The number of rows is stored at the beginning (.npy) or at the end (ArrayRecord) of a file.
+        It is therefore read from a local file of the same size in which only both ends are filled.
+        If this file cannot be read (.npz, because its checksums are wrong), the complete file is
+        downloaded.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, file.path.name)
@@ -112,7 +113,7 @@ class OpenedFiles(RowsOfFiles):
                 return self._count(path)
         return self.num_rows(self._copies.opened(file, self.open_file), str(file.path))
 
-    # The following members are for files in an object store with `cache_bytes`.
+    # The following members behave differently if `cache_bytes` is set.
 
     @functools.cached_property
     def stored(self) -> list[StoredFile]:
@@ -149,7 +150,7 @@ class OpenedFiles(RowsOfFiles):
 
     @property
     def _max_mtime_ns(self) -> float:
-        """The time from which on files are not used."""
+        """The modification time from which on files are not used, in nanoseconds."""
         if self.written_before is None:
             return math.inf
         with contextlib.suppress(ValueError):
@@ -211,12 +212,13 @@ class OpenedFiles(RowsOfFiles):
         super().check()
 
     def max_bytes_of_rows(self, first_of_files: np.ndarray, num_rows: int) -> int:
-        """Returns an upper bound on the size of the files that contain consecutive rows.
+        """Returns an upper bound on the total size of the files that contain consecutive rows.
 
-        It holds for files in any order.
+        The bound holds for any order of the files.
 
         Args:
-          first_of_files: int64[files + 1], the number of used rows before each file.
+          first_of_files: int64[files + 1], the number of selected rows before each file, then their
+            total.
           num_rows: Number of consecutive rows.
         """
         counts, sizes = np.diff(first_of_files), np.array([file.size for file in self.stored])
@@ -225,16 +227,18 @@ class OpenedFiles(RowsOfFiles):
         num_between = int(np.searchsorted(np.cumsum(counts), num_rows - 2, side="right"))
         return int(sizes[: num_between + 2].sum())
 
-    def expect(self, now: np.ndarray, later: np.ndarray) -> None:
-        """Announces the indices of the examples that are read next.
+    def prefetch(self, now: np.ndarray, later: np.ndarray) -> None:
+        """Starts to download the files of the examples that are read next; closes all other files.
 
-        Their files are downloaded, and all other files are closed.
+        Args:
+          now: Indices of the examples that are read first.
+          later: Indices of the examples that are read after these.
         """
         numbers: dict[int, None] = {}
         for rows in (now, later):
             files = np.searchsorted(self.first_numbers, rows, side="right") - 1
             numbers.update(dict.fromkeys(np.unique(files).tolist()))
-        self._copies.expect([self.stored[number] for number in numbers])
+        self._copies.prefetch([self.stored[number] for number in numbers])
 
     def __getstate__(self) -> dict[str, Any]:
         stored = ("stored",) if self.cache_bytes is not None else ()

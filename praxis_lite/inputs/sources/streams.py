@@ -24,19 +24,19 @@ class _Stream(DatasetPipeline, SequentialPipeline):
     num_batches: int | None = None
     seed: int = 0
     shuffle_window: int | None = None
-    # Numbers of examples that precede a state, and this state: as restored, and of this process.
-    _restored: tuple[int, Any] | None = None
-    _latest: tuple[int, Any] | None = None
+    # The number of examples before a state, and the state.
+    _restored: tuple[int, Any] | None = None  # From a checkpoint.
+    _latest: tuple[int, Any] | None = None  # Before the window that was read last.
 
     @abc.abstractmethod
     def opened(self, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
         """Opens the dataset.
 
         Args:
-            state: State from which the examples are returned, or None for the first example.
+            state: State at which the iterator starts, or None to start at the first example.
 
         Returns:
-            An iterator over the examples, and a function that returns its state.
+            An iterator over the examples, and a function that returns the iterator's state.
         """
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class _Stream(DatasetPipeline, SequentialPipeline):
         self._restored = None if state is None else tuple(state)
 
     def _start_of(self, batch: int) -> tuple[int, Any]:
-        """Returns the state from which a batch is read, and the number of examples before it."""
+        """Returns the state from which a batch is read, after the number of examples before it."""
         if self._restored is None or self._restored[0] > batch * self.batch_size:
             return 0, None
         return self._restored
@@ -84,7 +84,7 @@ class _Stream(DatasetPipeline, SequentialPipeline):
             yield {name: x[rows] for name, x in self.stacked(batch, self.batch_size).items()}
 
     def _examples(self, start: int) -> Iterator[Any]:
-        """Yields the examples from batch `start` on, and stores the state before each window."""
+        """Yields the examples from batch `start` on. Stores the state before each window."""
         first = start * self.batch_size
         num_read, state = self._start_of(start)
         examples, state_of_examples = self.opened(state)
@@ -147,12 +147,12 @@ class _Stateful(Protocol):
         """Returns the state after the latest example that the iterator has returned, as JSON."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Makes the next iterator start after that example."""
+        """Makes the next iterator start after the example at which the state was returned."""
 
 
 @typing.runtime_checkable
 class _Sharded(Protocol):
-    """A dataset in a number of shards, which changes if files are added."""
+    """A dataset that consists of shards, whose number changes if files are added."""
 
     @property
     def num_shards(self) -> int: ...
@@ -163,8 +163,9 @@ class FromIterableDataset(_Stream):
 
     The function returns a `datasets.IterableDataset` of dicts of numbers or arrays, such as
     `load_dataset(..., streaming=True)`, or any iterable with the methods `state_dict` and
-    `load_state_dict`. It is called for each iteration. Checkpoints contain the state, from which a
-    job resumes. `check` verifies that the second batch is the same after restoring the state.
+    `load_state_dict`. The function is called for each iteration. Checkpoints contain the state,
+    from which a job resumes. `check` restores the state after the first batch, and verifies that
+    the second batch is the same.
 
     Every process reads all examples, computes the complete global batch and keeps only its own
     rows. The batches therefore do not depend on the number of processes. If there are no
@@ -179,8 +180,9 @@ class FromIterableDataset(_Stream):
         batch_size: Number of rows in the global batch.
         num_batches: Number of batches in one pass; the last may be incomplete. None if the dataset
             is endless, for training.
-        shuffle_window: Number of consecutive examples within which examples are shuffled, or None
-            to keep the order. So many examples are held in memory, and read again on a resume.
+        shuffle_window: Number of consecutive examples that are shuffled together, or None to keep
+            the order. One window is stored in memory. A resumed job reads its first window again
+            from the beginning.
         seed: Seed of the shuffled order.
     """
 

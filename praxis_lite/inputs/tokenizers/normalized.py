@@ -143,8 +143,9 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
 def normalized_copy(directory: Path) -> Path:
     """Returns the cached normalized copy of a directory, after creating it if necessary.
 
-    The cache key is a hash of the directory's files and of the version of transformers, because
-    versions convert some files differently. Without transformers, any copy of the files is used.
+    The cache key consists of a hash of the directory's files and the version of transformers,
+    because versions of transformers convert some files differently. If transformers is not
+    installed, a copy that any version has created is used.
 
     Raises:
       ConfigError: The cache cannot be written, or `write_normalized` fails.
@@ -266,7 +267,7 @@ def _of_transformers(directory: Path) -> Any:
 def _require_new_protobuf(model: Path) -> None:
     """Raises ConfigError if sentencepiece needs a newer protobuf than is installed.
 
-    transformers would try to read the model as a tiktoken file.
+    Without this check, transformers would try to read the model as a tiktoken file.
     """
     try:
         importlib.import_module("sentencepiece.sentencepiece_model_pb2")
@@ -278,7 +279,7 @@ def _require_new_protobuf(model: Path) -> None:
 
 
 def _require_same_ids(model: Path, tokenizer: Any) -> None:
-    """Raises ConfigError if a converted SentencePiece model gives other ids than the original."""
+    """Raises ConfigError if a converted SentencePiece model and the original give different ids."""
     library = optional_module("sentencepiece", f"The tokenizer {model}").SentencePieceProcessor(
         model_file=str(model)
     )
@@ -292,6 +293,6 @@ def _require_same_ids(model: Path, tokenizer: Any) -> None:
         version = importlib.metadata.version("transformers")
         raise ConfigError(
             f"transformers {version} converts the SentencePiece model {model} to a tokenizer with "
-            "other ids. Install transformers 5.24 or newer, or add the model's "
+            "different ids. Install transformers 5.24 or newer, or add the model's "
             "tokenizer_config.json to the directory."
         )

@@ -90,8 +90,8 @@ class SignalListener(contextlib.AbstractContextManager):
         Only the listening thread knows the number and order of the signals: after a wait in C++,
         Python calls each pending handler once, in the order of signal numbers.
         """
-        # Each wait has a separate event, because a second signal may interrupt the wait after the
-        # first signal, and then waits here too.
+        # Each wait has a separate event, because a second signal may interrupt this wait, and its
+        # handler then also waits here.
         caught_up = threading.Event()
         self._waiting.append(caught_up)
         self._write.send(bytes([_WAKE_UP]))
@@ -156,8 +156,8 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._timeout_at = None
                 self._on_timeout()
                 continue
-            # Signals are written before their handlers are called, so `recv` returns the signals of
-            # all handlers that are waiting now.
+            # Python writes a signal to the socket before it calls the signal's handler, so `recv`
+            # returns the signals of all handlers that are waiting now.
             waiting = self._waiting[:]
             # Treat equal signals that arrive together as a single signal: `timeout` signals its
             # command, and then the command's process group.

@@ -210,8 +210,8 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
 def read_json_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the parsed lines of a file, or [] if the file does not exist.
 
-    "NaN" and the infinities are floats. An incomplete last line is ignored, because its writer was
-    killed or is still writing.
+    The strings "NaN", "Infinity" and "-Infinity" become floats. An incomplete last line is ignored,
+    because its writer was killed or is still writing.
 
     Raises:
       ConfigError: The file cannot be read, or a complete line is not a JSON object with a `step`.

@@ -40,7 +40,7 @@ class RetryingLineWriter:
             self._write()
 
     def sync(self) -> None:
-        """Syncs the written lines to disk, so that they survive a host crash."""
+        """Syncs written lines to disk, so that they survive a host crash. Ignores disk errors."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
