@@ -35,6 +35,7 @@ from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSet
 from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.background_save import BackgroundSave
 from praxis_lite.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from tests.support.log_lines import terminal_text
 
 LIBC = ctypes.CDLL(None)
