@@ -2,8 +2,8 @@
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  trains with one and with two processes and compares losses (2 minutes)
-#   make test    runs the quick tests (6 minutes, or 4.5 with a warm cache)
-#   make test-all  runs the quick tests, then the slow tests: processes, kills, all meshes (30 minutes)
+#   make test    runs the quick tests (4.5 minutes)
+#   make test-all  runs the quick tests, then the slow tests: processes, kills, all meshes (25 minutes)
 #   make nightly   runs the tests that take too long for CI, and then all of these (hours):
 #     make faults     kills processes, damages files and fills disks, hundreds of times (an hour)
 #     make chaos      kills, stops and restarts hosts of an elastic job 100 times (an hour)
