@@ -18,7 +18,7 @@ __all__ = ("read_state",)
 
 # Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
 _MAX_GROUP_BYTES = 4 * 10**9
-_NUM_THREADS = 16
+_NUM_THREADS = 8
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
@@ -118,9 +118,7 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
     @functools.cache
     def read(bounds: Bounds) -> np.ndarray:
         logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
-        part = array.read_block(tuple(slice(a, b) for a, b in logical))
-        pads = [(0, b - a - size) for (a, b), size in zip(bounds, part.shape, strict=True)]
-        return np.pad(part, pads) if any(pad for _, pad in pads) else part
+        return array.read_block(tuple(slice(a, b) for a, b in logical))
 
     indices = sharding.addressable_devices_indices_map(leaf.padded_shape).values()
     shards = {bounds_of(index) for index in indices}
@@ -136,6 +134,9 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
         outer = box if is_box else bounds
         dims = zip(bounds, outer, strict=True)
         part = tuple(slice(a - start, b - start) for (a, b), (start, _) in dims)
-        return np.asarray(read(outer)[part])  # Indexing a 0-d array returns a scalar.
+        logical = np.asarray(read(outer)[part])  # Indexing a 0-d array returns a scalar.
+        # Pad each shard, because padding the box would need its memory twice.
+        pads = [(0, b - a - size) for (a, b), size in zip(bounds, logical.shape, strict=True)]
+        return np.pad(logical, pads) if any(pad for _, pad in pads) else logical
 
     return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
