@@ -32,6 +32,8 @@ PYTHON ?= python3
 JOB_LOG_DIR ?= demo_job
 # Two processes. The tests of a file run in one process, because they share compiled programs.
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# Many slow tests wait for other processes, so three keep two cores busy.
+SLOW_PYTEST_ARGS ?= -n 3 --dist loadfile
 # Quick tests of features that the plain install contains.
 WHEEL_TESTS := tests/checkpoints tests/config tests/decode tests/optimizers tests/tasks \
   --ignore tests/decode/test_continuation_text.py --ignore tests/tasks/test_image_classification.py
@@ -85,7 +87,7 @@ test: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)
 
 test-all: test
-	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(SLOW_PYTEST_ARGS)
 
 # If one part fails, the other parts still run.
 nightly: $(TESTING)

@@ -18,7 +18,8 @@ __all__ = ("read_state",)
 
 # Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
 _MAX_GROUP_BYTES = 4 * 10**9
-_NUM_THREADS = 8
+# Each thread needs memory for the shards of an array and for the decoded chunks.
+_NUM_THREADS = 4
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
