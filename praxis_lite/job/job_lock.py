@@ -125,7 +125,7 @@ class Lease(contextlib.AbstractContextManager):
         self._folder = folder
         # Other requests are retried for minutes, which is longer than the lease.
         self._object = dataclasses.replace(folder / _NAME, is_quick=True)
-        self._renewed = -math.inf  # When the last successful renewal was sent.
+        self._renewed = -math.inf  # Time at which the last successful renewal was sent.
         self._number = itertools.count()
         self._token = secrets.token_hex(8)
         self._stopped = threading.Event()

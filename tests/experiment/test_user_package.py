@@ -185,7 +185,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
-    # A fifth of its steps, one of its layers, smaller batches, and a short evaluation.
+    # The page trains for five times as many steps, with more layers and larger batches.
     argv += [
         "run.num_train_steps=40",
         "run.evaluation.max_batches=1",

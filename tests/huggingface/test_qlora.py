@@ -44,7 +44,7 @@ def rounded_by_hand(tensors, qtype):
 
 
 def train(started, qtype, job, mesh_shape):
-    """Trains adapters of a model in 4 bits for three steps."""
+    """Trains adapters of a model with 4-bit weights for three steps."""
     return finetuned(
         started,
         "ChatLora",

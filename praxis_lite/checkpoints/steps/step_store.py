@@ -4,6 +4,7 @@
 neither Orbax nor JAX, so that command-line tools start quickly.
 """
 
+import abc
 import contextlib
 import json
 import os
@@ -38,7 +39,7 @@ _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
 
 
-class _Steps:
+class _Steps(abc.ABC):
     """Base class of `DiskSteps` and `StoredSteps`.
 
     Folders are given by name: "7" for a step, and names such as "7.saving" for other folders.
@@ -74,9 +75,9 @@ class _Steps:
         except OSError as error:
             return [f"it cannot be read ({error.strerror})"]
 
+    @abc.abstractmethod
     def _file_errors(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Compares files with their entries in the manifest, and returns a line for each error."""
-        raise NotImplementedError
 
 
 class DiskSteps(_Steps):
@@ -343,7 +344,7 @@ def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
 
 
 def _digest(path: Path, *, syncs: bool = False) -> tuple[int, str]:
-    """Returns a file's size and digest, read through a small buffer."""
+    """Returns the size and digest of a file, which is read in small chunks."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):

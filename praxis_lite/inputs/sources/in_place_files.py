@@ -30,7 +30,7 @@ from praxis_lite.inputs.sources.files.paths import nothing_matches
 # Use at most a quarter of the file descriptors that the process may open.
 _MAX_OPEN = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 _MAX_OPEN = 16_384 if _MAX_OPEN == resource.RLIM_INFINITY else max(16, _MAX_OPEN // 4)
-_NUM_THREADS = 16  # Number of threads that count the rows of files in a store.
+_NUM_THREADS = 16  # Number of threads that read files in a store to count their rows.
 # Bytes at both ends of a file from which rows are counted without downloading the file.
 _HEAD, _TAIL = 1 << 16, 1 << 20
 

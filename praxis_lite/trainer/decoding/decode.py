@@ -180,7 +180,7 @@ class ContinuationPrinter:
         self._print()
 
     def add_rest(self, records: Sequence[dict[str, Any]]) -> None:
-        """Prints the remaining text of unfinished continuations, taken from their records."""
+        """Prints the rest of unfinished continuations, whose complete texts are in `records`."""
         for index, (text, record) in enumerate(zip(self._texts, records, strict=True)):
             if not self._is_done[index]:
                 text.replace(record["continuation"])

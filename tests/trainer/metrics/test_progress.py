@@ -45,7 +45,7 @@ def terminal_of(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch):
-    """The messages that are logged, while time passes only as CLOCK is told."""
+    """Returns the list of logged messages. The progress line reads the time from CLOCK."""
     messages = []
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: CLOCK.seconds))
     monkeypatch.setattr(progress._log, "info", lambda *args, extra: messages.append(args[1]))
