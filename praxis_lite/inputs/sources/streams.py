@@ -60,7 +60,7 @@ class _Stream(DatasetPipeline, SequentialPipeline):
         self._restored = None if state is None else tuple(state)
 
     def _start_of(self, batch: int) -> tuple[int, Any]:
-        """Returns the last state before a batch: (number of examples read, state of the dataset)."""
+        """Returns the last state before a batch: (number of examples read, the state)."""
         if self._restored is None or self._restored[0] > batch * self.batch_size:
             return 0, None
         return self._restored
