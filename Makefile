@@ -46,7 +46,9 @@ VENV_OLDEST := .venv-oldest
 # The plain install of the wheel.
 VENV_WHEEL := .venv-wheel
 VENV_PYTHON := $(VENV)/bin/python
-# Marker files: the install with plots, and the install with everything that the tests need.
+# Marker files: the empty environment, the install with plots, and the install with everything that
+# the tests need.
+CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 # The install with everything that the site needs.
@@ -185,8 +187,9 @@ clean:
 	rm -rf $(VENV) $(VENV_NEXT) $(VENV_OLDEST) $(VENV_WHEEL) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The marker file is created last, so a failed installation is repeated.
-$(INSTALLED): pyproject.toml setup.py
+# An environment without packages. All marker files are created last, so a failed installation is
+# repeated.
+$(CREATED): pyproject.toml setup.py
 	@command -v "$(PYTHON)" >/dev/null || { \
 	  echo "$(PYTHON) was not found. praxis_lite needs Python 3.11 to 3.14."; \
 	  echo "If it has a different name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
@@ -198,15 +201,20 @@ $(INSTALLED): pyproject.toml setup.py
 	  echo "On Debian and Ubuntu, run: apt install python3-venv"; exit 1; }
 	@[ ! -L $(VENV) ] || { \
 	  echo "$(VENV) is a symbolic link, and its target would be deleted. Remove the link."; exit 1; }
-	@echo "Setting up $(VENV) (jax, flax, ...). This takes a few minutes, only once."
 	@"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+$(INSTALLED): $(CREATED)
+	@echo "Installing jax, flax, ... in $(VENV). This takes a few minutes, only once."
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots]'
 	@touch $@
 
-$(TESTING): $(INSTALLED)
-	@echo "Installing the packages that the tests need. This takes a minute or two, only once."
-	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[test]'
-	@touch $@
+# Python compiles a module when it is first imported. Most modules of torch, tensorflow and
+# transformers are never imported, so compiling all of them would only take time.
+$(TESTING): $(CREATED)
+	@echo "Installing all that the tests need in $(VENV). This takes a few minutes, only once."
+	@$(VENV_PYTHON) -m pip install -qq --no-compile --disable-pip-version-check --editable '.[test]'
+	@touch $(INSTALLED) $@
 
 $(DOCUMENTING): $(INSTALLED)
 	@echo "Installing the packages that the site needs. This takes a minute or two, only once."

@@ -51,7 +51,8 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
     assert len(actual) == 1
 
 
-@pytest.mark.slow
+# The elastic job of CI is a mixture of packed texts, too.
+@pytest.mark.nightly
 def test_a_job_trains_and_says_what_input_costs(folder, tmp_path):
     done = train(folder, tmp_path, 2)
     assert done.code == 0, done.err
