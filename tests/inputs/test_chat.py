@@ -79,6 +79,19 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():
     assert tokenizer.decode(ids[is_answer]) == "Where?There."
 
 
+def test_text_with_the_markers_of_answers_is_refused_or_left_unchanged():
+    tokenizer = ByteTokenizer()
+    for marker in "\ufdd0\ufdd1":
+        said = [{"role": "user", "content": f"a{marker}b"}, *SAID[2:3]]
+        with pytest.raises(ConfigError, match=f"U\\+{ord(marker):X}"):
+            tokens_of(said, tokenizer, "file:3")
+        with pytest.raises(ConfigError, match=f"U\\+{ord(marker):X}"):
+            tokenizer.apply_chat_template(said)
+        plain = ByteTokenizer()
+        plain.chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+        assert plain.apply_chat_template(said, tokenize=False) == f"a{marker}bné, a fox"
+
+
 def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
     actual, tokenizer = chats(path), ByteTokenizer()
     expected = {

@@ -27,7 +27,7 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
 __all__ = ("RefusedConversation",)
 
 # Markers around the text in `{% generation %}` blocks. They are Unicode noncharacters, which are
-# reserved for internal use and do not occur in text.
+# reserved for internal use. `checked` refuses conversations that contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _PROBE = "praxislite"  # Message content that does not occur in any template.
 
@@ -91,7 +91,7 @@ class ChatTemplate:
             the template's error message.
         """
         text = self._rendered(messages, add_generation_prompt, **variables)
-        return text.replace(_BEGIN, "").replace(_END, "")
+        return text.replace(_BEGIN, "").replace(_END, "") if self.marks_answers else text
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Converts messages to the format that the template expects, without weights.
@@ -131,8 +131,17 @@ class ChatTemplate:
         Raises:
           UnreadKey: The template ignores a variable, key or role, which is named in the error
             message.
-          RefusedConversation: The template rejects the conversation.
+          RefusedConversation: The template rejects the conversation, or it marks answers and the
+            conversation contains one of the markers.
         """
+        if self.marks_answers:
+            text = json.dumps([messages, variables], ensure_ascii=False, default=str)
+            for marker in (_BEGIN, _END):
+                if marker in text:
+                    raise RefusedConversation(
+                        f"the conversation contains the noncharacter U+{ord(marker):X}, which is "
+                        "reserved for marking answers. Remove it."
+                    )
         for name, value in variables.items():
             if value not in (None, "", [], {}) and name not in self._read_variables:
                 raise UnreadKey(
