@@ -1,6 +1,7 @@
 """Conversations and preferences as batches: which labels count, and how rows are shared."""
 
 import json
+import pickle
 
 import pytest
 
@@ -61,6 +62,12 @@ def test_the_assistants_words_and_the_ends_of_its_turns_are_the_answers(tokenize
     assert tokenizer.decode(ids[is_answer]) == f"né, a fox{end}There.{end}"
     _, is_last = tokens_of(SAID, tokenizer, "here", first=3)
     assert tokenizer.decode(ids[is_last]) == f"There.{end}"
+
+
+def test_a_tokenizer_that_has_formatted_a_conversation_is_sent_to_other_processes():
+    LLAMA.fingerprint()  # It formats a conversation to find the end of a turn.
+    sent = pickle.loads(pickle.dumps(LLAMA))
+    assert sent.apply_chat_template(SAID).tolist() == LLAMA.apply_chat_template(SAID).tolist()
 
 
 def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():

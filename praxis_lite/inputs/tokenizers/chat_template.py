@@ -69,6 +69,10 @@ class ChatTemplate:
         self.source, self.variables = source, dict(variables or {})
         self.tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
 
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        # A worker process compiles the template again; compiled templates cannot be pickled.
+        return ChatTemplate, (self.source, self.variables, self.tool_use and self.tool_use.source)
+
     @property
     def sources(self) -> list[str]:
         """The source of this template, followed by the source of `tool_use` if there is one."""
