@@ -198,14 +198,14 @@ class ChatTemplate:
     @functools.cached_property
     def _read_variables(self) -> frozenset[str]:
         nodes = optional_module("jinja2.nodes", "A chat template")
-        names = self._compiled("parse").find_all(nodes.Name)
+        names = self._tree.find_all(nodes.Name)
         return frozenset(node.name for node in names if node.ctx == "load")
 
     @functools.cached_property
     def _mentioned(self) -> frozenset[str]:
         """The attribute names and string constants in the template's source."""
         nodes = optional_module("jinja2.nodes", "A chat template")
-        found = self._compiled("parse").find_all((nodes.Getattr, nodes.Const))
+        found = self._tree.find_all((nodes.Getattr, nodes.Const))
         names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
         return frozenset(name for name in names if isinstance(name, str))
 
@@ -231,10 +231,15 @@ class ChatTemplate:
     def _parts_read_of(self) -> dict[str, bool]:
         return {}
 
-    @property
+    @functools.cached_property
     def marks_answers(self) -> bool:
         """Whether the template marks answers with `{% generation %}`."""
-        return "generation" in self.source and self._marks
+        nodes = optional_module("jinja2.nodes", "A chat template")
+        return "generation" in self.source and any(
+            isinstance(block.call, nodes.Call)
+            and getattr(block.call.node, "name", "") == _marked_name
+            for block in self._tree.find_all(nodes.CallBlock)
+        )
 
     def render_data(
         self,
@@ -288,6 +293,10 @@ class ChatTemplate:
     def _template(self) -> Any:
         return self._compiled("from_string")
 
+    @functools.cached_property
+    def _tree(self) -> Any:
+        return self._compiled("parse")
+
     def _compiled(self, method: str) -> Any:
         """Compiles the source with a method of the Jinja environment, "parse" or "from_string"."""
         jinja2 = optional_module("jinja2", "A chat template")
@@ -298,16 +307,6 @@ class ChatTemplate:
                 f"The chat template is not a valid Jinja template: {shortened(str(error), 300)}. "
                 "Correct it, or use a different template."
             ) from error
-
-    @functools.cached_property
-    def _marks(self) -> bool:
-        nodes = optional_module("jinja2.nodes", "A chat template")
-        tree = self._compiled("parse")
-        return any(
-            isinstance(block.call, nodes.Call)
-            and getattr(block.call.node, "name", "") == _marked_name
-            for block in tree.find_all(nodes.CallBlock)
-        )
 
 
 _marked_name = "_marked"
