@@ -1,6 +1,6 @@
 """Measures how the time to set up a model grows with the model's number of weights.
 
-`python benchmarks/growth_weights.py` prints the CPU seconds that a job needs before its first step,
+`python -m benchmarks.growth_weights` prints the CPU seconds that a job needs before its first step,
 for models with many small layers whose number doubles each time. It also prints the cost ratio of
 the last doubling without the constant part, and the exponent of the growth: 1.0 means linear, 2.0
 means quadratic. The measured stages are creating the `Partitioner`, and tracing and lowering the
@@ -19,30 +19,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
-
-simulate_devices(1)
-
-import fiddle as fdl  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import linen, nnx  # noqa: E402
-
-from praxis_lite.checkpoints.checkpoints import Checkpoints  # noqa: E402
-from praxis_lite.checkpoints.steps.save_settings import SaveSettings  # noqa: E402
-from praxis_lite.core import Learner, Partitioner, Task  # noqa: E402
-from praxis_lite.layers import Repeat, rotary_lm  # noqa: E402
-from praxis_lite.models import FunctionModel, LinenModel  # noqa: E402
-from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_lite.tasks.loss import LossTask  # noqa: E402
-from praxis_lite.trainer.layout_table import layout_json, layout_table  # noqa: E402
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, make_mesh, simulate_devices
+from praxis_lite.layers import Repeat, rotary_lm
+from praxis_lite.models import FunctionModel, LinenModel
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.loss import LossTask
+from praxis_lite.trainer.layout_table import layout_json, layout_table
 
 GOAL = 2.1  # Largest acceptable cost ratio for twice the work.
 DIMS, ROWS = 4, 8
@@ -249,6 +242,7 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
 
 def main() -> None:
     """Prints the tables."""
+    simulate_devices(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--largest", type=int, default=2000, help="maximum number of weights")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
