@@ -68,6 +68,7 @@ class ChatTemplate:
     ):
         self.source, self.variables = source, dict(variables or {})
         self.tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
+        self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         # A worker process compiles the template again; compiled templates cannot be pickled.
@@ -226,10 +227,6 @@ class ChatTemplate:
             is_same = parts == joined or _PROBE not in joined
             self._parts_read_of[role] = _PROBE in parts and is_same
         return self._parts_read_of[role]
-
-    @functools.cached_property
-    def _parts_read_of(self) -> dict[str, bool]:
-        return {}
 
     @functools.cached_property
     def marks_answers(self) -> bool:
