@@ -10,7 +10,9 @@ from praxis_lite.config.build import build
 from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiments import huggingface
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, PackedText, PreferenceData
+from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text.conversations import tokens_of
+from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from tests.support.goldens import GOLDENS
@@ -62,6 +64,16 @@ def test_the_assistants_words_and_the_ends_of_its_turns_are_the_answers(tokenize
     assert tokenizer.decode(ids[is_answer]) == f"né, a fox{end}There.{end}"
     _, is_last = tokens_of(SAID, tokenizer, "here", first=3)
     assert tokenizer.decode(ids[is_last]) == f"There.{end}"
+
+
+def test_half_a_character_in_tools_of_json_is_refused_by_its_line():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat = ChatTemplate(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    row = {"messages": SAID[1:3], "tools": json.dumps([{"name": "\ud83d"}])}
+    with pytest.raises(BadExample, match="file:3.*UTF-8.*not_utf8"):
+        encoded("messages", None, row, tokenizer, "file:3")
 
 
 def test_a_tokenizer_that_has_formatted_a_conversation_is_sent_to_other_processes():
