@@ -52,8 +52,9 @@ class Repeat(BaseLayer):
       stack_split: Sharding of the stacked dim of the weights.
       offload_weights: Whether to store the blocks' matrices in host memory. The matrices of a block
         are copied to the device while the previous block computes, and again in the backward pass.
-        Gradients stay on the device; `Learner.host_slots` controls where the optimizer slots are
-        stored. Decoding copies all weights to the device.
+        Their gradients are stored in host memory too, except with gradient accumulation or loss
+        scaling; `Learner.host_slots` controls where the optimizer slots are stored. Decoding copies
+        all weights to the device.
 
     Raises:
       ConfigError: num_layers is not positive, the policy is unknown, or offload_weights is combined
