@@ -1,6 +1,6 @@
 """Compares the time and memory of gradient accumulation with those of a full-batch step.
 
-`python benchmarks/accumulation.py` prints the median step times, measured alternately in a single
+`python -m benchmarks.accumulation` prints the median step times, measured alternately in a single
 run, and the temporary memory, matmul flops and collective bytes of the compiled steps. Several ways
 to shard the state over the data axis are compared, with all-reduces inserted by the compiler and
 with explicit collectives.
@@ -9,30 +9,25 @@ with explicit collectives.
 import argparse
 import functools
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
-from praxis_lite.core.collectives import ExplicitCollectives
-
-simulate_devices(8)
-
-import fiddle as fdl  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from benchmarks.step_overhead import Step, figures  # noqa: E402
-from praxis_lite.core import (  # noqa: E402
-    Learner,  # noqa: E402
+from benchmarks.step_overhead import Step, figures
+from praxis_lite.core import (
+    Learner,
+    MeshConfig,
     Partitioner,
+    make_mesh,
+    simulate_devices,
 )
-from praxis_lite.experiments.lm import BATCH_OVER_DATA  # noqa: E402
-from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
-from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.core.collectives import ExplicitCollectives
+from praxis_lite.experiments.lm import BATCH_OVER_DATA
+from praxis_lite.layers import rotary_lm, set_sharding_params
+from praxis_lite.tasks.language_model import LanguageModelTask
 
 VOCAB_SIZE, BATCH, TIME = 256, 64, 64
 NUM_MICROBATCHES = (1, 2, 4, 8)
@@ -103,6 +98,7 @@ def times(num_steps: int) -> list[float]:
 
 def main() -> None:
     """Prints both tables."""
+    simulate_devices(8)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_steps", type=int, default=30)
     args = parser.parse_args()

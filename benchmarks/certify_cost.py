@@ -1,6 +1,6 @@
 """Measures the cost of certificates during training.
 
-`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
+`python -m benchmarks.certify_cost` trains a language model on 8 simulated devices, and creates a
 certificate every few steps. As in a job, this includes a copy of the state, from which the update
 is recomputed, and digests of the state. The script prints the median cost of a certificate relative
 to 500 steps, in wall time and in CPU time; the CPU time is not affected by other processes on the
@@ -12,24 +12,18 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jax
 
-from praxis_lite.core import simulate_devices  # noqa: E402
-
-simulate_devices(8)
-
-import jax  # noqa: E402
-
-from praxis_lite.config.build import build  # noqa: E402
-from praxis_lite.core.sharding.mesh import make_mesh  # noqa: E402
-from praxis_lite.experiment.registry import get_experiment  # noqa: E402
-from praxis_lite.inputs.base import TRAIN  # noqa: E402
-from praxis_lite.trainer.compilation import use_compilation_cache  # noqa: E402
-from praxis_lite.trainer.job_on_mesh import partitioner_on  # noqa: E402
-from praxis_tools.certificates.certifier import Certifier  # noqa: E402
-from praxis_tools.certificates.state_digests import StateDigests  # noqa: E402
+from praxis_lite.config.build import build
+from praxis_lite.core import simulate_devices
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.experiment.registry import get_experiment
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.trainer.compilation import use_compilation_cache
+from praxis_lite.trainer.job_on_mesh import partitioner_on
+from praxis_tools.certificates.certifier import Certifier
+from praxis_tools.certificates.state_digests import StateDigests
 
 EVERY, GOAL = 500, 0.01
 
@@ -43,6 +37,7 @@ def _timed(work) -> tuple[float, float]:
 
 def main() -> int:
     """Returns 1 if the CPU time of a certificate exceeds GOAL times the CPU time of EVERY steps."""
+    simulate_devices(8)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--exp", default="lm.PyDocs")
     parser.add_argument("--turns", type=int, default=5)

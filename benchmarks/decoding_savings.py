@@ -1,6 +1,6 @@
 """Measures the time that speculation and prefix caching save, with the model of `decoding.py`.
 
-`python benchmarks/decoding_savings.py` alternates between decoding with and without each feature.
+`python -m benchmarks.decoding_savings` alternates between decoding with and without each feature.
 For speculation (`num_speculative_tokens`), it generates 129 tokens for prompts that repeat eight
 tokens. For prefix caching (`num_cached_prefixes`), it measures the time to the first token for
 prompts of 512 tokens of which only 64 differ.
@@ -13,9 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decoding import (  # noqa: E402
+from benchmarks.decoding import (
     DIMS,
     NUM_LAYERS,
     NUM_PROMPT,

@@ -1,45 +1,43 @@
 """Measures how the time to set up a model grows with the model's number of weights.
 
-`python benchmarks/growth_weights.py` prints the CPU seconds that a job needs before its first step,
-and the exponents of their growth (`growth`), for models with many small layers. The measured stages
-are creating the `Partitioner`, and tracing and lowering the initialization, the train step and the
-evaluation; for one model, computing the layout, saving and restoring are also measured. XLA's
-compile time is excluded. `--largest=5000` checks the goal of 20 s for a `Partitioner` with 5,000
-weights.
+`python -m benchmarks.growth_weights` prints the CPU seconds that a job needs before its first step,
+for models with many small layers whose number doubles each time. It also prints the cost ratio of
+the last doubling without the constant part, and the exponent of the growth: 1.0 means linear, 2.0
+means quadratic. The measured stages are creating the `Partitioner`, and tracing and lowering the
+initialization, the train step and the evaluation; for one model, computing the layout, saving and
+restoring are also measured. XLA's compile time is excluded. `--largest=5000` checks the goal of
+20 s for a `Partitioner` with 5,000 weights.
 """
 
 import argparse
 import functools
 import gc
+import itertools
+import math
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, make_mesh, simulate_devices
+from praxis_lite.layers import Repeat, rotary_lm
+from praxis_lite.models import FunctionModel, LinenModel
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.loss import LossTask
+from praxis_lite.trainer.layout_table import layout_json, layout_table
 
-simulate_devices(1)
-
-import fiddle as fdl  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import linen, nnx  # noqa: E402
-
-from benchmarks.growth import report  # noqa: E402
-from praxis_lite.checkpoints.checkpoints import Checkpoints  # noqa: E402
-from praxis_lite.checkpoints.steps.save_settings import SaveSettings  # noqa: E402
-from praxis_lite.core import Learner, Partitioner, Task  # noqa: E402
-from praxis_lite.layers import Repeat, rotary_lm  # noqa: E402
-from praxis_lite.models import FunctionModel, LinenModel  # noqa: E402
-from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_lite.tasks.loss import LossTask  # noqa: E402
-from praxis_lite.trainer.layout_table import layout_json, layout_table  # noqa: E402
-
+GOAL = 2.1  # Largest acceptable cost ratio for twice the work.
 DIMS, ROWS = 4, 8
 XY = {name: jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32) for name in ("x", "y")}
 TOKENS = {
@@ -155,6 +153,38 @@ MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
 }
 
 
+def report(name: str, sizes: Sequence[int], work: Callable[[int], object]) -> bool:
+    """Prints the CPU seconds of `work(size)` for each size, and their growth.
+
+    Args:
+      name: Name of the measurement, printed on each line.
+      sizes: Three or more sizes, each twice the previous size.
+      work: Function that does the measured work once for a given size.
+
+    Returns:
+      Whether the cost ratio of the last doubling is at most `GOAL`.
+    """
+    seconds = []
+    for size in sizes:
+        start = time.process_time()
+        work(size)
+        seconds.append(time.process_time() - start)
+        print(f"{name}: {size:>9,}  {seconds[-1]:9.4f} s", flush=True)
+    # The constant part is the intercept of the line through the two smallest sizes.
+    constant = max(0.0, 2 * seconds[0] - seconds[1])
+    noise = max(1e-6, 0.05 * constant)  # A cost that does not grow has a ratio of 1.
+    growth = [
+        max(after - constant, noise) / max(before - constant, noise)
+        for before, after in itertools.pairwise(seconds)
+    ]
+    exponent = statistics.median(math.log2(ratio) for ratio in growth)
+    print(
+        f"{name}: the last doubling costs {growth[-1]:.2f} times as much (goal {GOAL}); "
+        f"exponent {exponent:.2f}"
+    )
+    return growth[-1] <= GOAL
+
+
 def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
     """Prints the growth of each stage and returns whether all stages meet the goal."""
     task_of, batch, weights_per_layer = MODELS[name]
@@ -206,12 +236,13 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
                     states[size] = jax.tree.map(
                         lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), shapes
                     )
-            are_good.append(report(f"{name}: {stage}", sizes, alone(work), repeats=1))
+            are_good.append(report(f"{name}: {stage}", sizes, alone(work)))
     return all(are_good)
 
 
 def main() -> None:
     """Prints the tables."""
+    simulate_devices(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--largest", type=int, default=2000, help="maximum number of weights")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])

@@ -8,32 +8,16 @@ import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig
 from praxis_lite.core import Learner
-from praxis_lite.inputs.base import IndexedPipeline, spec_of
+from praxis_lite.inputs import InMemory
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 
 DIMS, ROWS = 192, 192
 
 
-class Rows(IndexedPipeline):
-    """A dataset that returns the same in-memory batch at every step."""
-
-    def __init__(self, batch_size):
-        self.batch_size = batch_size
-        self._inputs = np.random.default_rng(0).normal(size=(batch_size, DIMS)).astype(np.float32)
-
-    @property
-    def num_batches(self):
-        return None
-
-    def element_spec(self):
-        return spec_of(inputs=((self.batch_size, DIMS), np.float32))
-
-    def fingerprint(self):
-        return {"batch_size": self.batch_size}
-
-    def rows(self, index, rows):
-        return {"inputs": self._inputs[rows]}
+def inputs():
+    """Returns the arrays of a dataset with a single batch, which every step trains on."""
+    return {"inputs": np.random.default_rng(0).normal(size=(ROWS, DIMS)).astype(np.float32)}
 
 
 def init(key, num_layers):
@@ -61,7 +45,7 @@ class Matmuls(Experiment):
         return fdl.Config(LossTask, model, loss, learner)
 
     def datasets(self):
-        return {"train": fdl.Config(Rows, batch_size=ROWS)}
+        return {"train": fdl.Config(InMemory, inputs, ROWS, shuffle=True)}
 
     def run(self):
         return fdl.Config(RunConfig, num_train_steps=1)

@@ -1,6 +1,6 @@
 """Measures the host time of a train step for a Flax NNX model with 100 weights.
 
-`python benchmarks/nnx_host_time.py` prints the median time until the call to a step returns. In a
+`python -m benchmarks.nnx_host_time` prints the median time until the call to a step returns. In a
 single run, it alternates between the `Partitioner`, `nnx.jit` as in Flax's guides, and `jax.jit`
 over a flat list of the same arrays, once for the Partitioner's step and once for a hand-written
 step.
@@ -9,29 +9,24 @@ step.
 import argparse
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
-
-simulate_devices(1)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import nnx  # noqa: E402
-
-from praxis_lite.core import (  # noqa: E402
+from praxis_lite.core import (
     Learner,
+    MeshConfig,
     Partitioner,
+    make_mesh,
+    simulate_devices,
 )
-from praxis_lite.tasks.loss import LossTask  # noqa: E402
+from praxis_lite.tasks.loss import LossTask
 
 NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # Each layer has a kernel and a bias.
 
@@ -63,7 +58,7 @@ def through_the_library(batch: Any) -> tuple[Callable[[], Any], Callable[[], Any
     num_state = len(jax.tree.leaves(states[1]))
 
     def flat_step(state: list[jax.Array], rest: list[jax.Array]) -> tuple[list, list]:
-        state, outputs = partitioner.train_step.__wrapped__(*treedef.unflatten(state + rest))
+        state, outputs = partitioner.train_step.function(*treedef.unflatten(state + rest))
         return jax.tree.leaves(state), jax.tree.leaves(outputs)
 
     flat_step = jax.jit(flat_step, donate_argnums=0)
@@ -136,6 +131,7 @@ def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> di
 
 def main() -> None:
     """Prints the table."""
+    simulate_devices(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_steps", type=int, default=500)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Compares the time of the learner's update with that of a bare optax chain.
 
-`python benchmarks/optimizer_update.py` compares `Learner.update` with
+`python -m benchmarks.optimizer_update` compares `Learner.update` with
 `optax.chain(clip_by_global_norm, adamw)` and `apply_updates`, for the weights of a small language
 model with unrolled and with stacked layers. Both updates are jitted with a donated state, and take
 turns on one device. The script prints the median times, their ratio, and the bytes that XLA
@@ -9,24 +9,20 @@ allocates in addition to the arguments.
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from praxis_lite.core import (  # noqa: E402
+from praxis_lite.core import (
     Learner,
     WeightSpec,
 )
-from praxis_lite.core.sharding.weight_spec import spec_items  # noqa: E402
-from praxis_tools.explain import hlo  # noqa: E402
+from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_tools.explain import hlo
 
 VOCAB, MODEL, HIDDEN, HEADS, LAYERS = 8_192, 384, 1_536, 6, 6  # 13.8 M weights
 GOAL = 1.0

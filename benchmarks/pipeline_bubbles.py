@@ -1,6 +1,6 @@
 """Compares formulas for pipeline bubbles with compiled and measured train steps.
 
-For each schedule, `python benchmarks/pipeline_bubbles.py` prints the numbers of ticks in its loops
+For each schedule, `python -m benchmarks.pipeline_bubbles` prints the numbers of ticks in its loops
 according to the formula and in the compiled step, the fraction of bubbles, the collective-permutes
 in the loops, the temporary memory per device, and the median step time. The time is relative to a
 Repeat on the same mesh, which also shards its batch over the stage axis. Simulated devices share
@@ -12,25 +12,21 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
-
-simulate_devices(8)
-
-import fiddle as fdl  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from praxis_lite.core import (  # noqa: E402
+from praxis_lite.core import (
     Learner,
+    MeshConfig,
     Partitioner,
+    make_mesh,
+    simulate_devices,
 )
-from praxis_lite.layers import (  # noqa: E402
+from praxis_lite.layers import (
     SHARDING_PRESETS,
     OneForwardOneBackward,
     Pipeline,
@@ -38,12 +34,12 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.stacking.pipelining.pipeline_schedules import (  # noqa: E402
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import (
     InterleavedSchedule,
     Schedule,
 )
-from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_tools.explain import hlo, hlo_runs, hlo_text  # noqa: E402
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_tools.explain import hlo, hlo_runs, hlo_text
 
 NUM_STAGES, BATCH, TIME = 4, 256, 32
 SIZES = dict(vocab_size=64, model_dims=64, hidden_dims=256, num_heads=4, num_layers=8)
@@ -164,6 +160,7 @@ def num_permutes(compiled: jax.stages.Compiled) -> int:
 
 def main() -> None:
     """Prints the table."""
+    simulate_devices(8)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_steps", type=int, default=20)
     args = parser.parse_args()

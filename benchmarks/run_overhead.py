@@ -1,6 +1,6 @@
 """Compares the step time of a training job, with metrics and logs, with that of a bare loop.
 
-`python benchmarks/run_overhead.py` trains a job with 10 ms of matmuls per step, which records
+`python -m benchmarks.run_overhead` trains a job with 10 ms of matmuls per step, which records
 goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard, the progress line and log.txt, but
 saves no checkpoints. Every 20 steps, the job pauses while a bare loop runs 20 steps of the same
 compiled step on a separate state. The loop creates the batch, calls the step, and reads the metrics
@@ -17,35 +17,33 @@ import contextlib
 import dataclasses
 import io
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jax
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-os.environ["NPROC"] = "1"  # Number of threads in XLA's computation pool.
-
-from praxis_lite.core import simulate_devices  # noqa: E402
-
-simulate_devices(1)
-
-import jax  # noqa: E402
-
-from benchmarks.matmul_job import Matmuls  # noqa: E402
-from benchmarks.tracker_overhead import all_trackers  # noqa: E402
-from praxis_lite import Hook, RunConfig, SaveSettings  # noqa: E402
-from praxis_lite.config.build import build  # noqa: E402
-from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
-from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
-from praxis_lite.job.job_dir import JobDir  # noqa: E402
-from praxis_lite.job.processes.logs import command_log, job_log  # noqa: E402
-from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
-from praxis_lite.trainer.launch import launch_training  # noqa: E402
-from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
-from praxis_tools.plan.chips import CHIPS  # noqa: E402
-from praxis_tools.utilization.utilization_hook import Utilization  # noqa: E402
+from benchmarks.matmul_job import Matmuls
+from praxis_lite import (
+    Hook,
+    MLflow,
+    PrometheusTextfile,
+    RunConfig,
+    SaveSettings,
+    TensorBoard,
+    WeightsAndBiases,
+)
+from praxis_lite.config.build import build
+from praxis_lite.core import Partitioner, make_mesh, simulate_devices
+from praxis_lite.experiment.launched_config import LaunchedConfig
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.logs import command_log, job_log
+from praxis_lite.trackers.metrics_endpoint import MetricsEndpoint
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.launch import launch_training
+from praxis_tools.job_tools import TOOLS, hooks_of_tools
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.utilization.utilization_hook import Utilization
 
 STEP_SECONDS, GOAL = 0.01, 1.01
 PER_TURN = 20
@@ -118,17 +116,17 @@ def job_of(
     experiment.num_layers = num_layers
     config = experiment.config()
     job = build(config)
-    job = type(job)(
-        **{
-            **{name: getattr(job, name) for name in job.__dataclass_fields__},
-            "run": dataclasses.replace(
-                RunConfig(
-                    num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)
-                ),
-                **({"trackers": all_trackers(folder)} if has_trackers else {}),
-            ),
+    run = RunConfig(num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400))
+    if has_trackers:
+        trackers = {
+            "tensorboard": TensorBoard(),
+            "wandb": WeightsAndBiases(project="overhead"),
+            "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"),
+            "file": PrometheusTextfile(),
+            "port": MetricsEndpoint(0),
         }
-    )
+        run = dataclasses.replace(run, trackers=trackers)
+    job = dataclasses.replace(job, run=run)
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     launched = LaunchedConfig(config, "benchmarks.matmul_job.Matmuls", packages=["benchmarks"])
     return JobOnMesh(partitioner, job, JobDir(folder)), launched
@@ -145,6 +143,11 @@ def seconds_of_a_step(num_layers: int) -> float:
 
 def main() -> None:
     """Prints the step times of both loops and their ratio."""
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    )
+    os.environ["NPROC"] = "1"  # Number of threads in XLA's computation pool.
+    simulate_devices(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_turns", type=int, default=60)
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Compares the library's train step with the same model in plain JAX.
 
-`python benchmarks/step_overhead.py` alternates between the two steps in a single run. It prints
+`python -m benchmarks.step_overhead` alternates between the two steps in a single run. It prints
 ratios of the median step time, the host time per step, and the matmul flops, collective bytes and
 temporary memory of the compiled steps. A second table compares a model with uneven sizes to a model
 with the next even sizes.
@@ -12,34 +12,30 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
-
-simulate_devices(8)
-
-import fiddle as fdl  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-from benchmarks import plain_jax_lm  # noqa: E402
-from praxis_lite.core import (  # noqa: E402
+from benchmarks import plain_jax_lm
+from praxis_lite.core import (
     Learner,
+    MeshConfig,
     Partitioner,
+    make_mesh,
+    simulate_devices,
 )
-from praxis_lite.layers import (  # noqa: E402
+from praxis_lite.layers import (
     SHARDING_PRESETS,
     TransformerFeedForward,
     rotary_lm,
     set_sharding_params,
 )
-from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_tools.explain import hlo, hlo_matmuls  # noqa: E402
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_tools.explain import hlo, hlo_matmuls
 
 EVEN = plain_jax_lm.Config(256, 128, 512, num_heads=4, dims_per_head=32, num_layers=4)
 UNEVEN = plain_jax_lm.Config(251, 127, 509, num_heads=3, dims_per_head=32, num_layers=4)
@@ -198,6 +194,7 @@ def uneven_against_even() -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Prints both tables."""
+    simulate_devices(8)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_steps", type=int, default=200)
     args = parser.parse_args()

@@ -179,6 +179,18 @@ def continuation_text(
     return result
 
 
+def until_stop(
+    tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: list[int], stop_strings: Sequence[str]
+) -> list[int]:
+    """Returns the ids of a continuation up to the token that completes a stop string."""
+    text = ContinuationText(tokenizer, prompt_ids, stop_strings)
+    for number, token in enumerate(ids, 1):
+        text.push(token)
+        if text.is_stopped:
+            return ids[:number]
+    return ids
+
+
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
     """Yields the decoded form of a stop string if encoding and decoding the string adds spaces."""
     decoded = tokenizer.decode(tokenizer.encode(text, False))

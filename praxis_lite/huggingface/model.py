@@ -18,6 +18,7 @@ from praxis_lite.core.sharding.mesh import attached_mesh, filled_mesh, make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
+from praxis_lite.decode.stop_strings import until_stop
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.host.host_memory import FirstRuns
@@ -191,7 +192,8 @@ class HuggingFaceModel:
           eos_id: One or more tokens that end a continuation. If None, max_new_tokens tokens are
             always decoded.
           settings: Other arguments of `praxis_lite.decode.Greedy`, such as
-            num_speculative_tokens=4.
+            num_speculative_tokens=4. A continuation ends with the token that completes one of the
+            stop_strings.
 
         Raises:
           ConfigError: An id or position is out of range, or a setting does not exist.
@@ -239,6 +241,14 @@ class HuggingFaceModel:
         config = self.experiment.task
         greedy = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
         decoder = changed_decoder(self.partitioner.task, config, greedy, settings)
+        stop_strings = decoder.stop_strings
+        require(
+            not stop_strings or config.tokenizer is not None,
+            "generate: stop_strings",
+            stop_strings,
+            "(), because the model has no tokenizer",
+            "Pass the token ids as stop_sequences.",
+        )
         if decoder not in self._decoding:
             task = fdl.build(fdl.copy_with(config, decoder=decoder))
             self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
@@ -260,9 +270,16 @@ class HuggingFaceModel:
             )
         )
         # Greedy decoding has a single hypothesis, which has index 0.
-        return [
+        new_ids = [
             row[0, : length[0]].tolist()
             for row, length in zip(outputs["output_ids"], outputs["decode_lengths"], strict=True)
+        ]
+        if not stop_strings:
+            return new_ids
+        tokenizer = partitioner.task.tokenizer
+        return [
+            until_stop(tokenizer, prompt, row, stop_strings)
+            for prompt, row in zip(rows, new_ids, strict=True)
         ]
 
     def export(

@@ -186,14 +186,13 @@ def _leaves(batch: Any) -> dict[str, Any]:
 
 
 def _expected_leaves(spec: Any, num_rows: int | None) -> dict[str, str]:
-    return {path: _expected(leaf, num_rows) for path, leaf in _leaves(spec).items()}
-
-
-def _expected(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
-    shape = tuple(leaf.shape)
-    if num_rows is not None and shape:
-        shape = (num_rows, *shape[1:])
-    return f"{narrow_dtype(np.dtype(leaf.dtype))}{list(shape)}"
+    expected = {}
+    for path, leaf in _leaves(spec).items():
+        shape = list(leaf.shape)
+        if num_rows is not None and shape:
+            shape[0] = num_rows
+        expected[path] = f"{narrow_dtype(np.dtype(leaf.dtype))}{shape}"
+    return expected
 
 
 def _found(leaf: Any) -> str:

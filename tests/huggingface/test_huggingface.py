@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from praxis_lite import ConfigError, huggingface
 from praxis_lite.checkpoints.init.initial_state import complete_state
@@ -101,6 +102,26 @@ def greedy(family, *case, **settings):
 )
 def test_greedy_tokens_are_those_of_transformers(case):
     greedy(*case)
+
+
+@pytest.mark.slow
+def test_stop_strings_end_a_continuation_in_any_tokenization(tmp_path):
+    expected = golden("llama")
+    prompt = expected["greedy_prompts"][0][expected["greedy_mask"][0] == 1].tolist()
+    ids = expected["greedy_tokens"][0].tolist()
+    with pytest.raises(ConfigError, match="stop_strings.*tokenizer.*stop_sequences"):
+        loaded("llama").generate([prompt], max_new_tokens=16, stop_strings=("w",))
+    shutil.copytree(GOLDENS / "hf" / "llama", tmp_path, dirs_exist_ok=True)
+    words = {f"w{i}.": i for i in range(loaded("llama").partitioner.task.num_ids()["ids"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0."))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    model = huggingface.load(tmp_path)
+    # The string ends within a word, so no sequence of ids encodes it.
+    stop = f"{ids[5]}. w{ids[6]}"
+    assert model.generate([prompt], max_new_tokens=16, stop_strings=(stop,)) == [ids[:7]]
 
 
 # Of windows, latent attention and experts.

@@ -1,6 +1,7 @@
 """Conversations and preferences as batches: which labels count, and how rows are shared."""
 
 import json
+import pickle
 
 import pytest
 
@@ -9,7 +10,9 @@ from praxis_lite.config.build import build
 from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.experiments import huggingface
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, PackedText, PreferenceData
+from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text.conversations import tokens_of
+from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from tests.support.goldens import GOLDENS
@@ -63,6 +66,22 @@ def test_the_assistants_words_and_the_ends_of_its_turns_are_the_answers(tokenize
     assert tokenizer.decode(ids[is_last]) == f"There.{end}"
 
 
+def test_half_a_character_in_tools_of_json_is_refused_by_its_line():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat = ChatTemplate(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    row = {"messages": SAID[1:3], "tools": json.dumps([{"name": "\ud83d"}])}
+    with pytest.raises(BadExample, match="file:3.*UTF-8.*not_utf8"):
+        encoded("messages", None, row, tokenizer, "file:3")
+
+
+def test_a_tokenizer_that_has_formatted_a_conversation_is_sent_to_other_processes():
+    LLAMA.fingerprint()  # It formats a conversation to find the end of a turn.
+    sent = pickle.loads(pickle.dumps(LLAMA))
+    assert sent.apply_chat_template(SAID).tolist() == LLAMA.apply_chat_template(SAID).tolist()
+
+
 def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():
     rewrites = (
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}"
@@ -77,6 +96,19 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():
     )
     ids, is_answer = tokens_of(SAID[3:], tokenizer, "file:3")
     assert tokenizer.decode(ids[is_answer]) == "Where?There."
+
+
+def test_text_with_the_markers_of_answers_is_refused_or_left_unchanged():
+    tokenizer = ByteTokenizer()
+    for marker in "\ufdd0\ufdd1":
+        said = [{"role": "user", "content": f"a{marker}b"}, *SAID[2:3]]
+        with pytest.raises(ConfigError, match=f"U\\+{ord(marker):X}"):
+            tokens_of(said, tokenizer, "file:3")
+        with pytest.raises(ConfigError, match=f"U\\+{ord(marker):X}"):
+            tokenizer.apply_chat_template(said)
+        plain = ByteTokenizer()
+        plain.chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+        assert plain.apply_chat_template(said, tokenize=False) == f"a{marker}bné, a fox"
 
 
 def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):

@@ -83,8 +83,9 @@ def test_one_pass_ends_in_filler():
 
 
 def test_a_host_reads_its_own_rows_alone_and_any_batch_at_once():
-    pipeline, source = made(seed=3, repeat=True), SOURCES[23]
+    pipeline = made(seed=3, repeat=True)
     pipeline.check()
+    source = SOURCES[23]
     before = source.num_read
     (part,) = taken(pipeline, 1, start=10**9, rows=slice(1, 3))
     assert source.num_read == before + 2

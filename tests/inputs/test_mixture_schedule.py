@@ -118,5 +118,5 @@ def test_weights_are_what_they_are_written_as():
     assert exact_parts([0.7, 0.3]) == (7, 3)
     assert exact_parts([2, 0, 4]) == (1, 0, 2)
     assert exact_parts([0.12345678, 0.3]) is None
-    assert rounded_parts([1, 2, 0], 10) == (3, 7, 0)
-    assert rounded_parts([1e-9, 1], 10) == (1, 10)
+    assert rounded_parts([1, 2, 0]) == (3333, 6667, 0)
+    assert rounded_parts([1e-9, 1]) == (1, 10_000)

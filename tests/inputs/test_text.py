@@ -88,16 +88,18 @@ def test_files_are_cut_at_line_ends_and_nothing_is_lost(folder):
     assert not documents, "a file that two globs name is read once"
 
 
-def test_a_paragraph_that_is_held_out_is_not_trained_on(tmp_path):
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_paragraph_that_is_held_out_is_not_trained_on(tmp_path, line_end):
     repeated = "This paragraph of more than forty bytes stands in both topics."
     local = "And this one, long enough too, is the training topic's own."
     short = "Too short to tell."
     # By the hash of their names d#0 is held out and a#0 is not.
-    (tmp_path / "a").write_text(f"{local}\n\n{repeated}\n\n{short}")
-    (tmp_path / "d").write_text(f"{repeated}\n\n{short}")
+    between = 2 * line_end
+    (tmp_path / "a").write_bytes(between.join((local, repeated, short)).encode())
+    (tmp_path / "d").write_bytes(between.join((repeated, short)).encode())
     corpus = TextCorpus(str(tmp_path / "*"))
-    assert corpus.documents("train") == [("a#0", f"{local}\n\n{short}".encode())]
-    assert corpus.documents("heldout") == [("d#0", f"{repeated}\n\n{short}".encode())]
+    assert corpus.documents("train") == [("a#0", f"{local}{between}{short}".encode())]
+    assert corpus.documents("heldout") == [("d#0", f"{repeated}{between}{short}".encode())]
 
 
 def test_a_line_longer_than_a_block_is_cut(tmp_path):

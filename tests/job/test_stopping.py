@@ -59,8 +59,8 @@ print("saved:", stop.reason)
 """
 
 
-def start(where, limit=0, num_processes=1, before=()):
-    """Returns a process of LOOP that has said that it is there."""
+def start(where, limit=0, num_processes=1, before=(), waits=True):
+    """Returns a process of LOOP, by default once it has said that it is there."""
     process = subprocess.Popen(
         [*before, sys.executable, "-c", LOOP, where, str(limit), str(num_processes)],
         cwd=CHECKOUT,
@@ -68,7 +68,7 @@ def start(where, limit=0, num_processes=1, before=()):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdout.readline() == "there\n"
+    assert not waits or process.stdout.readline() == "there\n"
     return process
 
 
@@ -145,15 +145,16 @@ def test_the_same_signal_again_is_a_second_one():
 
 
 def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():
-    process = start("a loop", limit=0.5)
+    # A busy machine must make the first steps within the limit.
+    process = start("a loop", limit=1.5)
     code, out, err = ended(process)
-    assert (code, out[-1]) == (0, "saved: the time limit of 0.5 s")
-    assert len(err) == 1 and err[0].startswith("the time limit of 0.5 s: ending after the current")
-    process = start("a loop that does not ask", limit=0.1)
+    assert (code, out[-1]) == (0, "saved: the time limit of 1.5 s")
+    assert len(err) == 1 and err[0].startswith("the time limit of 1.5 s: ending after the current")
+    process = start("a loop that does not ask", limit=1.5)
     assert "time limit" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     line = process.stderr.readline()
-    assert line == "SIGTERM: already ending, because of the time limit of 0.1 s\n"
+    assert line == "SIGTERM: already ending, because of the time limit of 1.5 s\n"
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130
 
@@ -161,7 +162,7 @@ def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_time_limit_that_leaves_no_time_for_a_step_ends_a_compiler_with_an_error(num_processes):
     # With status 0 whoever starts unfinished jobs again would do so for ever.
-    process = start("the first step", 0.3, num_processes)
+    process = start("the first step", 0.3, num_processes, waits=False)
     code, _, err = ended(process)
     assert code == 2
     assert err[-1].startswith("error: the time limit of 0.3 s expired before the first step")

@@ -35,6 +35,8 @@ import numpy as np
 # The longest supported period. Computing the order for this period takes 1 s and 2 MB. The period
 # is long enough for 1,000 sources whose weights have three decimals each.
 MAX_PERIOD = 1_000_000
+# Approximate sum of rounded parts, before division by their greatest common divisor.
+_ROUNDED_SUM = 10_000
 _BLOCK = 4096  # Number of rows between two stored counts.
 
 
@@ -57,21 +59,20 @@ def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
     return parts if sum(parts) <= MAX_PERIOD else None
 
 
-def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
+def rounded_parts(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns integers that are approximately proportional to the weights.
 
     Use this for measured weights, such as rows per token, which have no small common denominator.
 
     Args:
       weights: Non-negative numbers that are not all 0.
-      total: Approximate sum of the integers before division by their greatest common divisor.
 
     Returns:
       One integer for each weight. It is at least 1 if the weight is above 0.
     """
-    shares = np.array(weights, float) / sum(weights) * total
+    shares = np.array(weights, float) / sum(weights) * _ROUNDED_SUM
     parts = np.floor(shares).astype(int)
-    num_missing = total - parts.sum()
+    num_missing = _ROUNDED_SUM - parts.sum()
     # Round up the parts with the largest remainders.
     parts[np.argsort(parts - shares, kind="stable")[:num_missing]] += 1
     parts[(np.array(weights) > 0) & (parts == 0)] = 1

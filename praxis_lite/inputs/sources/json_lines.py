@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shortened
 from praxis_lite.host.file_reading import MAX_NESTING, is_nested
@@ -82,7 +83,7 @@ def parsed(line: bytes, where: str) -> Example:
       where: Location of the line for error messages: "file:line".
 
     Raises:
-      BadExample: The line is not UTF-8, not JSON, or not an object.
+      BadExample: The line is not UTF-8, not JSON, or not an object, or repeats a key.
     """
     for end, start in COMPRESSED.items():
         if line.startswith(start):
@@ -94,7 +95,7 @@ def parsed(line: bytes, where: str) -> Example:
             )
     text = decode_utf8(line, where)  # Removes a byte order mark, as RFC 8259 permits.
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise BadExample(
             "not_json", where, f"is not valid JSON: {error}", "Fix the line."
@@ -111,3 +112,13 @@ def parsed(line: bytes, where: str) -> Example:
             'Use objects such as {"text": ...}.',
         )
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object; raises ValueError for a repeated key, whose first value would be lost."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shortened(repr(repeated), 60)} occurs more than once")
+    return result

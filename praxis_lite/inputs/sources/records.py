@@ -1,11 +1,14 @@
 """Sources over TFRecord and ArrayRecord files."""
 
 import dataclasses
+import functools
 import gzip
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shortened
@@ -15,7 +18,6 @@ from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.in_place_files import OpenedFiles
-from praxis_lite.inputs.sources.tf_example import tf_example
 
 _MAX_RECORD_BYTES = 1 << 31  # The size limit for a protocol buffer such as tf.train.Example.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -27,7 +29,8 @@ class ArrayRecords(OpenedFiles):
 
     Args:
       decode: Importable function from a record's bytes to an example. If None, records are parsed
-        as `tf.train.Example`; see `tf_example`.
+        as `tf.train.Example`: numbers become arrays, and a bytes feature becomes bytes, or a list
+        unless it has exactly one value.
     """
 
     needed_package = "array_record"
@@ -71,7 +74,8 @@ class TfRecords(FileSource):
 
     Args:
       decode: Importable function from a record's bytes to an example. If None, records are parsed
-        as `tf.train.Example`; see `tf_example`.
+        as `tf.train.Example`: numbers become arrays, and a bytes feature becomes bytes, or a list
+        unless it has exactly one value.
     """
 
     needed_package = "google_crc32c"
@@ -141,10 +145,16 @@ def _decode(source: ArrayRecords | TfRecords, record: bytes, where: str) -> Exam
 
 
 def _parse_tf_example(record: bytes, where: str) -> Example:
+    """Parses a serialized tf.train.Example without tensorflow.
+
+    Returns:
+      The features, keyed by name. Numbers are int64 or float32 arrays. A bytes feature is bytes if
+      it has exactly one value, and a list of bytes otherwise.
+    """
     from google.protobuf.message import DecodeError
 
     try:
-        return tf_example(record)
+        message = _tf_example_class().FromString(record)
     except DecodeError:
         raise BadExample(
             "damaged",
@@ -152,6 +162,53 @@ def _parse_tf_example(record: bytes, where: str) -> Example:
             f"is not a tf.train.Example: it starts with {shortened(repr(record[:24]))}",
             "Set `decode` to a function that returns a dict from the record's bytes.",
         ) from None
+    features: dict[str, Any] = {}
+    for name, feature in message.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = getattr(feature, kind).value if kind else []
+        if kind == "int64_list":
+            features[name] = np.array(values, np.int64)
+        elif kind == "float_list":
+            features[name] = np.array(values, np.float32)
+        else:
+            features[name] = values[0] if len(values) == 1 else list(values)
+    return features
+
+
+# The messages in tensorflow's example.proto and feature.proto, as a FileDescriptorProto. A field
+# `map<string, Feature>` is a repeated message with a key and a value.
+_TF_EXAMPLE = """
+name: "example.proto" package: "tensorflow" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 oneof_index: 0 type_name: ".tensorflow.BytesList" }
+  field { name: "float_list" number: 2 oneof_index: 0 type_name: ".tensorflow.FloatList" }
+  field { name: "int64_list" number: 3 oneof_index: 0 type_name: ".tensorflow.Int64List" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED
+    type_name: ".tensorflow.Features.FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: ".tensorflow.Feature" } } }
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type_name: ".tensorflow.Features" } }
+"""
+
+
+@functools.cache
+def _tf_example_class() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+    file = text_format.Parse(_TF_EXAMPLE, descriptor_pb2.FileDescriptorProto())
+    # Use a separate pool, because tensorflow registers the same names in the default pool.
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
 def _has_checksum(data: bytes, expected: bytes, path: str) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.files.texts import require_valid_unicode
 from praxis_lite.inputs.text.messages import Conversation, errors_at
 from praxis_lite.inputs.tokenizers.base import Tokenizer, no_chat_template
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, Message, as_messages, is_empty
@@ -49,7 +50,7 @@ def tokens_of(
     Raises:
       BadExample: The conversation contains no answer to train on or a key that the template does
         not read, or the template has no `{% generation %}` tag and renders a turn differently
-        depending on later turns.
+        depending on later turns; or the text is not valid Unicode.
       ConfigError: The tokenizer has no chat template.
     """
     with errors_at(where):
@@ -93,7 +94,8 @@ def tokens_of(
             rendered = functools.partial(chat.render_data, **variables)
             text = chat.checked(messages, variables, rendered)
             chosen = [_span(messages, index, text, rendered, tokenizer, where) for index in learned]
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    # Tools and arguments may be JSON strings, whose text is only validated here.
+    ids, offsets = tokenizer.encode_with_offsets(require_valid_unicode(text, where))
     is_answer = np.zeros(len(ids), bool)
     for start, stop in chosen:
         # Include a token that starts with the space before the answer. Otherwise, the first word of

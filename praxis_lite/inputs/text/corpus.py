@@ -5,6 +5,7 @@ import functools
 import gzip
 import hashlib
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 SPLITS = ("train", "heldout")
 BLOCK_BYTES = 16 * 1024
+_BLANK_LINE = re.compile(rb"(\r?\n\r?\n)")
 
 
 class TextCorpus:
@@ -164,11 +166,17 @@ def require_percent(setting: str, found: Any) -> None:
 
 def _paragraphs(text: bytes) -> list[bytes]:
     """Returns the paragraphs that are long enough to count as leaked held-out text."""
-    return [part for part in text.split(b"\n\n") if len(part) >= 40]
+    return [part for part in _BLANK_LINE.split(text)[::2] if len(part) >= 40]
 
 
 def _without(text: bytes, paragraphs: set[bytes]) -> bytes:
-    return b"\n\n".join(part for part in text.split(b"\n\n") if part not in paragraphs)
+    parts = [b"", *_BLANK_LINE.split(text)]  # A separator, a paragraph, a separator, ...
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    kept = [(separator, part) for separator, part in pairs if part not in paragraphs]
+    if not kept:
+        return b""
+    (_, first), *others = kept
+    return first + b"".join(separator + part for separator, part in others)
 
 
 def _percentile(name: str) -> int:

@@ -27,7 +27,7 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
 __all__ = ("RefusedConversation",)
 
 # Markers around the text in `{% generation %}` blocks. They are Unicode noncharacters, which are
-# reserved for internal use and do not occur in text.
+# reserved for internal use. `checked` refuses conversations that contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _PROBE = "praxislite"  # Message content that does not occur in any template.
 
@@ -68,6 +68,11 @@ class ChatTemplate:
     ):
         self.source, self.variables = source, dict(variables or {})
         self.tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
+        self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        # A worker process compiles the template again; compiled templates cannot be pickled.
+        return ChatTemplate, (self.source, self.variables, self.tool_use and self.tool_use.source)
 
     @property
     def sources(self) -> list[str]:
@@ -91,7 +96,7 @@ class ChatTemplate:
             the template's error message.
         """
         text = self._rendered(messages, add_generation_prompt, **variables)
-        return text.replace(_BEGIN, "").replace(_END, "")
+        return text.replace(_BEGIN, "").replace(_END, "") if self.marks_answers else text
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Converts messages to the format that the template expects, without weights.
@@ -131,8 +136,17 @@ class ChatTemplate:
         Raises:
           UnreadKey: The template ignores a variable, key or role, which is named in the error
             message.
-          RefusedConversation: The template rejects the conversation.
+          RefusedConversation: The template rejects the conversation, or it marks answers and the
+            conversation contains one of the markers.
         """
+        if self.marks_answers:
+            text = json.dumps([messages, variables], ensure_ascii=False, default=str)
+            for marker in (_BEGIN, _END):
+                if marker in text:
+                    raise RefusedConversation(
+                        f"the conversation contains the noncharacter U+{ord(marker):X}, which is "
+                        "reserved for marking answers. Remove it."
+                    )
         for name, value in variables.items():
             if value not in (None, "", [], {}) and name not in self._read_variables:
                 raise UnreadKey(
@@ -185,14 +199,14 @@ class ChatTemplate:
     @functools.cached_property
     def _read_variables(self) -> frozenset[str]:
         nodes = optional_module("jinja2.nodes", "A chat template")
-        names = self._compiled("parse").find_all(nodes.Name)
+        names = self._tree.find_all(nodes.Name)
         return frozenset(node.name for node in names if node.ctx == "load")
 
     @functools.cached_property
     def _mentioned(self) -> frozenset[str]:
         """The attribute names and string constants in the template's source."""
         nodes = optional_module("jinja2.nodes", "A chat template")
-        found = self._compiled("parse").find_all((nodes.Getattr, nodes.Const))
+        found = self._tree.find_all((nodes.Getattr, nodes.Const))
         names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
         return frozenset(name for name in names if isinstance(name, str))
 
@@ -215,13 +229,14 @@ class ChatTemplate:
         return self._parts_read_of[role]
 
     @functools.cached_property
-    def _parts_read_of(self) -> dict[str, bool]:
-        return {}
-
-    @property
     def marks_answers(self) -> bool:
         """Whether the template marks answers with `{% generation %}`."""
-        return "generation" in self.source and self._marks
+        nodes = optional_module("jinja2.nodes", "A chat template")
+        return "generation" in self.source and any(
+            isinstance(block.call, nodes.Call)
+            and getattr(block.call.node, "name", "") == _marked_name
+            for block in self._tree.find_all(nodes.CallBlock)
+        )
 
     def render_data(
         self,
@@ -275,6 +290,10 @@ class ChatTemplate:
     def _template(self) -> Any:
         return self._compiled("from_string")
 
+    @functools.cached_property
+    def _tree(self) -> Any:
+        return self._compiled("parse")
+
     def _compiled(self, method: str) -> Any:
         """Compiles the source with a method of the Jinja environment, "parse" or "from_string"."""
         jinja2 = optional_module("jinja2", "A chat template")
@@ -285,16 +304,6 @@ class ChatTemplate:
                 f"The chat template is not a valid Jinja template: {shortened(str(error), 300)}. "
                 "Correct it, or use a different template."
             ) from error
-
-    @functools.cached_property
-    def _marks(self) -> bool:
-        nodes = optional_module("jinja2.nodes", "A chat template")
-        tree = self._compiled("parse")
-        return any(
-            isinstance(block.call, nodes.Call)
-            and getattr(block.call.node, "name", "") == _marked_name
-            for block in tree.find_all(nodes.CallBlock)
-        )
 
 
 _marked_name = "_marked"

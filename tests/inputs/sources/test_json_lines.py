@@ -24,6 +24,7 @@ from praxis_lite.inputs.sources.faults import BadExample
     (b"{", "not_json", r"JSON.*\(char 2\)"),
     (b"[7]", "not_json", r"\[7\];"),
     (b"null", "not_json", "null;"),
+    (b'{"n": 1, "m": [{"k": 1, "k": 2}]}', "not_json", "'k'"),
     (b"[" * 100_000, "not_json", "JSON.*(recursion|Stack)"),
     (b'{"text": "\xe9"}', "not_utf8", "UTF-8: .*iconv"),
 ])  # fmt: skip

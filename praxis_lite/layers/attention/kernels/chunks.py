@@ -37,8 +37,7 @@ def chunked_attention(
     queries get the same outputs as with `einsum_attention`.
 
     In addition to arguments and results, the kernel needs memory for two numbers per query and
-    head, and for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for
-    the formula.
+    head, and for one chunk of logits and their derivatives.
 
     Args:
       q_BTNK: See `einsum_attention`.
