@@ -57,7 +57,7 @@ _FREE = frozenset(
 class Efficiencies:
     """Fractions of a chip's peak rates that programs reach, fitted to published runs.
 
-    docs/plan.md describes the runs and the fit.
+    docs/plan_accuracy.md describes the runs and the fit.
 
     Attributes:
       cycles: Ratio of the compiler's estimated cycles to measured cycles; above 1 means that the
