@@ -84,6 +84,19 @@ class AttentionMask:
             return None
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
+    def segments(
+        self, num_rows: int, num_queries: int, num_keys: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns int32 segments of queries [B, T] and of keys [B, S]; -1 for masked keys."""
+        q_segments_BT, kv_segments_BS = self.q_segments_BT, self.kv_segments_BS
+        if q_segments_BT is None:
+            q_segments_BT = jnp.zeros((num_rows, num_queries), jnp.int32)
+            kv_segments_BS = jnp.zeros((num_rows, num_keys), jnp.int32)
+        assert kv_segments_BS is not None, "Queries and keys both have segments, or neither."
+        if self.kv_visible_BS is not None:
+            kv_segments_BS = jnp.where(self.kv_visible_BS, kv_segments_BS, -1)
+        return q_segments_BT.astype(jnp.int32), kv_segments_BS.astype(jnp.int32)
+
     def zero_fully_masked(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
         """Replaces the outputs of fully masked queries with zeros.
 

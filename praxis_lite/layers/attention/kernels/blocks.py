@@ -38,14 +38,11 @@ def blocked_attention(
     The residuals are the unnormalized probabilities for the computed blocks, in the queries' dtype.
     With remat, the residuals exist only during the backward pass of a layer.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
-      options: See `einsum_attention`.
       block_size: C, the number of queries per block.
-      sinks_N: See `einsum_attention`.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]

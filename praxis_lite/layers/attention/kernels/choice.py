@@ -233,21 +233,13 @@ def attend(
     kernels assign the name themselves, so that the kernel runs only once if the policy saves
     "context". If "context" is offloaded to the host, the name is assigned here.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
       setting: A name in KERNELS, or "auto".
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
-      mask: See `einsum_attention`.
-      options: See `einsum_attention`.
       has_cache: Whether keys and values come from a cache.
-      bias: See `einsum_attention`.
-      atten_mask: See `einsum_attention`.
-      dropout: See `einsum_attention`.
-      key: See `einsum_attention`.
       chunk_size: Chunk size of the chunked kernel, or block size of the blocked kernel.
       split: Sharding of queries and outputs, [B, T, N, K].
-      sinks_N: See `einsum_attention`.
       context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is sharded.
       dtype: Dtype of the outputs. If None, the dtype of the queries.
       value_dims: Number of value dims without padding. If None, values are not padded.

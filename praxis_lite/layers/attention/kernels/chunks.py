@@ -40,14 +40,10 @@ def chunked_attention(
     head, and for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for
     the formula.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
-      mask: See `einsum_attention`.
-      options: See `einsum_attention`.
       chunk_size: Number of queries and keys in a chunk.
-      sinks_N: See `einsum_attention`.
       residual_name: Checkpoint name of the residuals, or None.
     """
     B, T, N, K = q_BTNK.shape

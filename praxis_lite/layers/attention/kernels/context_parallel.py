@@ -166,19 +166,16 @@ def context_parallel_attention(
     both rearrangements are undone. Sinks and means of values are applied outside the
     `jax.shard_map`, to the complete outputs and their logsumexp.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
       method: A name in CONTEXT_PARALLEL.
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
-      options: See `einsum_attention`.
       kernel: Attention on one device; takes (q, k, v, mask, options, sinks_N=) for complete
         sequences.
       atten_kernel: The layer's setting.
       chunk_size: Number of queries and keys per chunk, for chunked attention.
       split: Sharding of q.
-      sinks_N: See `einsum_attention`.
       residual_name: Checkpoint name of the residuals, or None.
 
     Raises:
