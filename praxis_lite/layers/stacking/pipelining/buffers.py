@@ -147,24 +147,24 @@ class Handover:
     """
 
     def __init__(self, schedule: Schedule, layout: Any, stream_io: bool):
-        self._num_stages, self._layout = schedule.num_stages, layout
+        self.schedule, self.layout = schedule, layout
         self._buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (x_S, stored) before the first tick, where `stored` contains the buffers."""
         # Until its first microbatch arrives, a stage processes rows of the batch as dummy inputs.
-        x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
-        return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
+        x_S = jnp.broadcast_to(x_M[:1], (self.schedule.num_stages, *x_M.shape[1:]))
+        return self.layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
 
     def enter(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the stages' inputs at tick t, [S, rows, ...], and the buffers."""
-        is_first = (jnp.arange(self._num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
+        is_first = (jnp.arange(self.schedule.num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
         entering, stored = self._buffer.take(stored, x_S, t)
-        return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
+        return self.layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
 
     def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
         """Moves the stages' outputs to the next stages; returns the moved outputs and buffers."""
-        arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
+        arrived_S = self.layout.constrain(shift(x_S, 1), row_dim=1)
         return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
 
     def outputs(self, stored: Any) -> jax.Array:

@@ -23,8 +23,8 @@ from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at,
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
-    accumulate_values,
     pick,
+    scan_ticks,
 )
 
 # R repeats, S stages, P layers per stage and repeat, M microbatches, T ticks. Name suffixes give
@@ -96,25 +96,16 @@ class _Ticks:
             picked = self.work.picked(arrays, microbatch, repeat)
             return self.work.work(picked, key, stage, microbatch, repeat, x)
 
-        def tick(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
-            # The carry contains the stages' next inputs, the handover's buffers, and the assigned
-            # values.
-            x_S, stored, values = carry
-            microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
-            x_S, stored = self.handover.enter(x_S, stored, t)
-            y_S, new_values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
-                arrays, self.work.stages, microbatch, repeat, x_S
-            )
-            y_S = self.work.layout.constrain(y_S, row_dim=1)
-            values = accumulate_values(
-                values, old_values, new_values, repeat, is_valid, self.schedule, self.work.layout
-            )
-            arrived_S, stored = self.handover.leave(y_S, stored, t)
-            return (arrived_S, stored, values), x_S
+        work_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))
 
-        carry = varying_alike((*self.handover.start(x_M), old_values), leaves)
-        (_, stored, values), x_TS = jax.lax.scan(tick, carry, jnp.arange(self.schedule.num_ticks))
-        return (self.handover.outputs(stored), values), x_TS
+        def run_stages(x_S: Any, cache: None, microbatch: Any, repeat: Any, _: Any) -> tuple:
+            y_S, values = work_S(arrays, self.work.stages, microbatch, repeat, x_S)
+            return y_S, cache, values
+
+        x_M, _, values, x_TS = scan_ticks(
+            run_stages, self.handover, x_M, None, old_values, varying_like=leaves, saves_inputs=True
+        )
+        return (x_M, values), x_TS
 
     def backward(self, saved: tuple, gradients: tuple) -> tuple:
         """Runs the ticks of `forward` in reverse order.
