@@ -223,17 +223,11 @@ class TransformerEncoderDecoder(BaseLayer):
         """Returns the softmax's inputs [B, T, D] and the decoder's cache.
 
         If a cache is passed, the targets are written to the cache at `target_segment_pos`, and only
-        the first call needs `encoded`.
+        the first call needs `encoded`. Arguments that are not listed are those of `compute_loss`.
 
         Args:
           targets: Int [B, T].
           encoded: Outputs of the encoder, [B, S, D].
-          input_paddings: See `compute_loss`.
-          input_segment_ids: See `compute_loss`.
-          input_segment_pos: See `compute_loss`.
-          target_paddings: See `compute_loss`.
-          target_segment_ids: See `compute_loss`.
-          target_segment_pos: See `compute_loss`.
           key: Random key for dropout. If None, nothing is dropped.
           cache: Cache from `init_cache`, or None.
 
