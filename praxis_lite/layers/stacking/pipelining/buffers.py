@@ -1,6 +1,7 @@
 """Buffers for microbatches waiting in a pipeline, and transfers between the pipeline's stages."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -172,40 +173,15 @@ class Handover:
         return self._buffer.outputs(stored)
 
 
-class HandoverGradient:
-    """The transpose of a Handover: maps gradients of results to gradients of arguments.
+def transpose(function: Callable[..., Any], like: tuple, grads: Any) -> Any:
+    """Maps gradients of the results of a linear function to gradients of its arguments.
 
     Args:
-      handover: The forward transfer.
-      grad_outputs: Gradient with respect to `Handover.outputs`, [M, rows, ...].
+      function: A linear function, such as the methods of a Handover.
+      like: The shapes of its arguments.
+      grads: Gradients of its results.
     """
-
-    def __init__(self, handover: Handover, grad_outputs: jax.Array):
-        self._handover, self._grad_outputs = handover, grad_outputs
-
-    def _vjp(self, function: Any, grad_results: Any) -> Any:
-        # The function is linear, so any point gives the same gradient.
-        started = jax.eval_shape(self._handover.start, self._grad_outputs)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
-        return jax.vjp(function, *zeros)[1](grad_results)
-
-    def start(self) -> tuple[jax.Array, Any]:
-        """Returns the gradients with respect to (x_S, stored) after the last tick."""
-        return self._vjp(lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs)
-
-    def leave(self, grad_arrived_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the stages' outputs, [S, rows, ...], and of the buffers."""
-        return self._vjp(
-            lambda x_S, stored: self._handover.leave(x_S, stored, t), (grad_arrived_S, grad_stored)
-        )
-
-    def enter(self, grad_x_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the arrays that arrived at the stages, and of the buffers."""
-        return self._vjp(
-            lambda x_S, stored: self._handover.enter(x_S, stored, t), (grad_x_S, grad_stored)
-        )
-
-    def inputs(self, grad_x_S: jax.Array, grad_stored: Any) -> jax.Array:
-        """Returns the gradient of x_M before the first tick."""
-        _, vjp_fn = jax.vjp(self._handover.start, jnp.zeros_like(self._grad_outputs))
-        return vjp_fn((grad_x_S, grad_stored))[0]
+    # The function is linear, so any point gives the same gradient. `jax.linear_transpose` does not
+    # support the custom gradient of `shift`.
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return jax.vjp(function, *zeros)[1](grads)
