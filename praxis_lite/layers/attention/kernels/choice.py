@@ -318,50 +318,34 @@ def attend(
             sinks_N=sinks_N,
         )
         return finish(encoded_BTNK)
-    kernel = functools.partial(
-        _run_kernel,
-        name,
-        options,
-        chunk_size=chunk_size,
-        split=split,
-        interpret=work.platform != "tpu",
-        residual_name=residual_name,
-    )
-    # JAX cannot infer the types of kernels or their gradients over Explicit axes.
-    encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
-    return finish(encoded_BTNK, is_named=name in _NAMING)
 
-
-def _run_kernel(
-    name: str,
-    options: LogitOptions,
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    bias: jax.Array | None,
-    sinks_N: jax.Array | None,
-    *,
-    chunk_size: int,
-    split: SplitDims,
-    interpret: bool,
-    residual_name: str | None,
-) -> jax.Array:
-    """Computes attention outputs with any kernel except the einsum; see `attend`."""
-    args = q_BTNK, k_BSGK, v_BSGK, mask, options
-    if name == "blocked":
-        return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
-    if name == "chunked":
-        return chunked_attention(
-            *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
+    def run_kernel(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: AttentionMask,
+        bias: jax.Array | None,
+        sinks_N: jax.Array | None,
+    ) -> jax.Array:
+        args = q, k, v, mask, options
+        if name == "blocked":
+            return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
+        if name == "chunked":
+            return chunked_attention(
+                *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
+            )
+        if name == "dot_product":
+            return dot_product_attention(*args, bias=bias)
+        if name == "cudnn":
+            return cudnn_attention(*args, split=split)
+        interpret = work.platform != "tpu"
+        return splash_attention(
+            *args, name=name, split=split, interpret=interpret, residual_name=residual_name
         )
-    if name == "dot_product":
-        return dot_product_attention(*args, bias=bias)
-    if name == "cudnn":
-        return cudnn_attention(*args, split=split)
-    return splash_attention(
-        *args, name=name, split=split, interpret=interpret, residual_name=residual_name
-    )
+
+    # JAX cannot infer the types of kernels or their gradients over Explicit axes.
+    encoded_BTNK = untyped(run_kernel, *args, bias, sinks_N, out=type_spec)
+    return finish(encoded_BTNK, is_named=name in _NAMING)
 
 
 @functools.cache
