@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,22 @@ class AttentionMask:
         if not conditions:
             return None
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
+
+    def mapped(
+        self,
+        of_queries: Callable[[jax.Array], jax.Array],
+        of_keys: Callable[[jax.Array], jax.Array],
+    ) -> "AttentionMask":
+        """Applies functions to all arrays of queries, [..., T], and of keys, [..., S]."""
+        # `jax.tree.map` returns None for None.
+        return dataclasses.replace(
+            self,
+            q_index_BT=jax.tree.map(of_queries, self.q_index_BT),
+            q_segments_BT=jax.tree.map(of_queries, self.q_segments_BT),
+            kv_segments_BS=jax.tree.map(of_keys, self.kv_segments_BS),
+            kv_visible_BS=jax.tree.map(of_keys, self.kv_visible_BS),
+            kv_index_BS=jax.tree.map(of_keys, self.kv_index_BS),
+        )
 
     def segments(
         self, num_rows: int, num_queries: int, num_keys: int

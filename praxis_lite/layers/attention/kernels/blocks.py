@@ -5,7 +5,6 @@ even fewer. The blocks are unrolled into plain matmuls, so the compiler can sche
 estimate them like any other matmul. The gradient is custom.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -75,19 +74,9 @@ class _Block(NamedTuple):
         logits = jnp.einsum(
             "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
         )
-
-        def slice_if_set(x: jax.Array | None, to_block: Any) -> jax.Array | None:
-            return None if x is None else to_block(x)
-
-        local = dataclasses.replace(
-            mask,
-            q_segments_BT=slice_if_set(mask.q_segments_BT, self.queries),
-            kv_segments_BS=slice_if_set(mask.kv_segments_BS, self.keys),
-            kv_visible_BS=slice_if_set(mask.kv_visible_BS, self.keys),
-        )
         index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
         index_S = jnp.arange(self.first, self.end, dtype=jnp.int32)[None]
-        visible = local.visible_at(index_T, index_S)
+        visible = mask.mapped(self.queries, self.keys).visible_at(index_T, index_S)
         return options.apply(logits), None if visible is None else visible[:, None, None]
 
 
