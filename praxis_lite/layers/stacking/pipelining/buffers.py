@@ -18,16 +18,11 @@ def shift(x_S: jax.Array, by: int) -> jax.Array:
     return jnp.roll(x_S, by, axis=0)
 
 
-def _shift_fwd(x_S: jax.Array, by: int) -> tuple[jax.Array, None]:
-    return jnp.roll(x_S, by, axis=0), None
-
-
-def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
-    return (jnp.roll(gradient_S, -by, axis=0),)
-
-
 # JAX differentiates a roll into pads and an addition, which would need two collective-permutes.
-shift.defvjp(_shift_fwd, _shift_bwd)
+shift.defvjp(
+    lambda x_S, by: (shift(x_S, by), None),
+    lambda by, _, grad_S: (jnp.roll(grad_S, -by, axis=0),),
+)
 
 
 class Buffer:
