@@ -172,11 +172,11 @@ def transpose(function: Callable[..., Any], like: tuple, grads: Any) -> Any:
     """Maps gradients of the results of a linear function to gradients of its arguments.
 
     Args:
-      function: A linear function, such as the methods of a Handover.
-      like: The shapes of its arguments.
+      function: A linear function, such as a method of Handover.
+      like: Arrays, or their shapes, like the arguments of the function.
       grads: Gradients of its results.
     """
     # The function is linear, so any point gives the same gradient. `jax.linear_transpose` does not
     # support the custom gradient of `shift`.
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    zeros = jax.tree.map(jnp.zeros_like, like)
     return jax.vjp(function, *zeros)[1](grads)

@@ -34,7 +34,7 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, ticks, ...], from the last S ticks or from this tick only.
     grad_floats: list[jax.Array]  # [X, S, ...], float32.
     grad_ends: PyTree
-    values: Values  # Values assigned by the blocks, [M, R, S, P, ...], stored until the loss.
+    values: Values  # Assigned by the blocks, [M, R, S, P, ...]; read when the loss is computed.
     grad_values: Values
     reported_M: PyTree
     weight_M: jax.Array
