@@ -27,7 +27,7 @@ __all__ = (
 RECOMPUTED = "rematted_computation"
 # Name scope of the extra all-to-all rounds of a mixture of experts, which run only when expert
 # loads are uneven. The number of rounds is not known at compile time.
-EXTRA_ROUNDS = "further_turns_of_experts"
+EXTRA_ROUNDS = "extra_rounds_of_experts"
 
 
 def open_jaxpr(jaxpr: Any) -> core.Jaxpr:

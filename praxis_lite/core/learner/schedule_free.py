@@ -5,17 +5,9 @@ update z, and average z over steps into x: y = (1 - b1) z + b1 x. optax stores y
 and z as a slot; this module computes x from these two. A model must be evaluated at x, because the
 metrics at y are worse.
 
-    optimizer=fdl.Partial(optax.contrib.schedule_free_adamw, b1=0.95, weight_decay=0.1),
-    learning_rate=fdl.Config(optax.warmup_constant_schedule, init_value=0.0, peak_value=2.5e-3,
-                             warmup_steps=100),
-
-The slots are z and the second moment. Both have the shape of the weight, so the two slots need as
-much memory as Adam's. The defaults in optax are b1=0.9 (as in the paper), b2=0.999, eps=1e-8 and
-weight_decay=0. Each z is weighted by the square of the largest learning rate up to and including
-the next update. Set the warmup in the schedule, or with `warmup_steps` if the rate is a number.
-Store the parameters in float32: optax sums the squared rates in the dtype of the parameters, and a
-bfloat16 sum stops growing after about 256 steps. z starts as a copy of the
-weights, so slots must be reinitialized if the weights are replaced later.
+Store the weights in float32: optax sums the squares of learning rates in the weights' dtype, and a
+bfloat16 sum stops growing after about 256 steps. z starts as a copy of the weights, so slots must
+be reinitialized if the weights are replaced later.
 """
 
 from typing import Any

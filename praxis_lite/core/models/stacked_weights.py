@@ -1,7 +1,6 @@
 """Alternative forms of stacked weights that models accept: unstacked, or in host memory."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.padding import unpad_tree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnstackedLayers:
     """A stacked weight as one array per layer, without the stacked dims.
@@ -51,9 +50,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
     return [layer(index) for index in range(num_layers)]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["shape", "spec"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostWeight:
     """A stacked weight in host memory, or one layer of it.
@@ -65,8 +62,8 @@ class HostWeight:
     """
 
     stored: Any
-    shape: tuple[int, ...]
-    spec: PartitionSpec
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    spec: PartitionSpec = dataclasses.field(metadata={"static": True})
 
     def to_device(self) -> jax.Array:
         """Returns the unpadded weight in device memory."""

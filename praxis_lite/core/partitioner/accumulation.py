@@ -33,8 +33,6 @@ LossFn = Callable[
 ]
 # The type of `value_and_grad` below and of functions that replace it.
 ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
-# ((sums of gradients, non_trainable), metrics) after one more microbatch.
-_Added = tuple[tuple[PyTree, PyTree], WeightedScalars]
 
 
 def value_and_grad(
@@ -81,64 +79,58 @@ def value_and_grad(
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
-    # Over Explicit axes, sum over devices once, after all microbatches. If JAX cannot type this,
-    # the loop below sums in every microbatch.
-    if axes := _row_axes(inputs):
-        try:
-            return _value_and_grad_reduced_once(
-                loss_fn,
+    def over_microbatches(
+        grad_fn: Callable[..., Any],
+        params: PyTree,
+        zeros: PyTree,
+        add: Callable[[PyTree, PyTree, jax.Array], PyTree],
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        """Sums gradients in a scan; `add` takes (sums, gradients, weight of a microbatch)."""
+
+        def step(
+            carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]
+        ) -> tuple[tuple[PyTree, PyTree], WeightedScalars]:
+            grad_sums, old = carry
+            microbatch, index = x
+            (_, (metrics, new)), grads = grad_fn(
                 fixed,
                 params,
-                non_trainable,
-                inputs,
-                key,
-                axes,
-                accumulation_steps=accumulation_steps,
-                inputs_split_mapping=inputs_split_mapping,
+                old,
+                constrain_rows(microbatch, inputs_split_mapping),
+                jax.random.fold_in(key, index),
             )
+            weight = metrics["loss"][1]
+            new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
+            return (add(grad_sums, grads, weight), new), metrics
+
+        xs = cut(inputs, accumulation_steps), jnp.arange(accumulation_steps)
+        (grad_sums, new), metrics = jax.lax.scan(step, (zeros, non_trainable), xs)
+        metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
+        total = metrics["loss"][1]
+        divisor = jnp.where(total == 0, 1.0, total)
+        return metrics, new, jax.tree.map(lambda g: reduce_partial(g) / divisor, grad_sums)
+
+    # Over Explicit axes, sum over devices once, after all microbatches. If JAX cannot type this,
+    # sum in every microbatch, as over Auto axes.
+    if axes := _row_axes(inputs):
+        try:
+            return over_microbatches(*_reduced_once(loss_fn, params, axes))
         except Exception as error:
             if not is_type_error(error):
                 raise
             reason = str(error).strip().splitlines()[0]
             note_untyped("summing gradients over devices once for all microbatches", reason)
 
-    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
-        grad_sums, non_trainable = carry
-        microbatch, index = x
-        (_, (metrics, new)), grads = grad_fn(
-            fixed,
-            params,
-            non_trainable,
-            constrain_rows(microbatch, inputs_split_mapping),
-            jax.random.fold_in(key, index),
-        )
-        weight = metrics["loss"][1]
-        has_weight = weight != 0
+    def add(grad_sums: PyTree, grads: PyTree, weight: jax.Array) -> PyTree:
         # A select, because a product with a weight of 0 would keep NaN.
-        grad_sums = jax.tree.map(
-            lambda total, g: total + jnp.where(has_weight, g.astype(jnp.float32) * weight, 0.0),
+        return jax.tree.map(
+            lambda total, g: total + jnp.where(weight != 0, g.astype(jnp.float32) * weight, 0.0),
             grad_sums,
             lay_out(to_device(grads)),
         )
-        new = jax.tree.map(lambda n, o: jnp.where(has_weight, n, o), new, non_trainable)
-        return (grad_sums, new), metrics
 
     zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(to_device(w), jnp.float32), params))
-    microbatches = cut(inputs, accumulation_steps)
-    (grad_sums, non_trainable), metrics = jax.lax.scan(
-        add, (zeros, non_trainable), (microbatches, jnp.arange(accumulation_steps))
-    )
-    return _means(metrics, non_trainable, grad_sums)
-
-
-def _means(
-    metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree
-) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Computes the results of `value_and_grad` from stacked metrics [N] and summed gradients."""
-    metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
-    total = metrics["loss"][1]
-    divisor = jnp.where(total == 0, 1.0, total)
-    return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
+    return over_microbatches(grad_fn, params, zeros, add)
 
 
 def _row_axes(inputs: Batch) -> tuple[str, ...]:
@@ -149,21 +141,12 @@ def _row_axes(inputs: Batch) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for entry in rows for axis in axes_of(entry)))
 
 
-def _value_and_grad_reduced_once(
-    loss_fn: LossFn,
-    fixed: PyTree,
-    params: PyTree,
-    non_trainable: PyTree,
-    inputs: Batch,
-    key: jax.Array,
-    axes: tuple[str, ...],
-    *,
-    accumulation_steps: int,
-    inputs_split_mapping: InputsSplitMapping,
-) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Implements `value_and_grad` over Explicit axes, reducing gradients over devices only once.
+def _reduced_once(
+    loss_fn: LossFn, params: PyTree, axes: tuple[str, ...]
+) -> tuple[Callable[..., Any], PyTree, PyTree, Callable[..., PyTree]]:
+    """Returns (grad_fn, params, zeros, add) for gradients that are reduced over `axes` only once.
 
-    Each device accumulates partial sums, which are reduced over `axes` once, after the loop.
+    Each device accumulates partial sums, which are reduced after the loop over microbatches.
     """
     # The gradients of these weights are partial sums on each device ("unreduced"), unless a weight
     # is split over one of `axes`.
@@ -177,34 +160,16 @@ def _value_and_grad_reduced_once(
         weight = jax.lax.stop_gradient(metrics["loss"][1])
         return loss * weight.astype(loss.dtype), (metrics, new)
 
-    grad_fn = jax.value_and_grad(weighted, argnums=1, has_aux=True)
-
-    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
-        grad_sums, old = carry
-        microbatch, index = x
-        (_, (metrics, new)), grads = grad_fn(
-            fixed,
-            params,
-            old,
-            constrain_rows(microbatch, inputs_split_mapping),
-            jax.random.fold_in(key, index),
-        )
-        has_weight = metrics["loss"][1] != 0
-        grad_sums = jax.lax.cond(
-            has_weight,
+    def add(grad_sums: PyTree, grads: PyTree, weight: jax.Array) -> PyTree:
+        return jax.lax.cond(
+            weight != 0,
             lambda: jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grad_sums, grads),
             lambda: grad_sums,
         )
-        new = jax.tree.map(lambda n, o: jnp.where(has_weight, n, o), new, old)
-        return (grad_sums, new), metrics
 
+    grad_fn = jax.value_and_grad(weighted, argnums=1, has_aux=True)
     zeros = jax.tree.map(lambda w: zeros_unreduced(w, jnp.float32), params)
-    (grad_sums, new), metrics = jax.lax.scan(
-        add,
-        (zeros, non_trainable),
-        (cut(inputs, accumulation_steps), jnp.arange(accumulation_steps)),
-    )
-    return _means(metrics, new, jax.tree.map(reduce_partial, grad_sums))
+    return grad_fn, params, zeros, add
 
 
 def _as_float32(g: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
 """Histograms of weights and gradients, computed where the arrays are stored."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.memory_spaces import to_device
 
 NUM_BINS = 64
@@ -26,7 +27,10 @@ def histograms(trees: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
       largest value; "counts" [NUM_BINS]; and the scalars "mean", "std" and "num_not_finite". A bin
       includes its left edge, and the last bin also its right edge.
     """
-    leaves = {path: jnp.atleast_1d(to_device(x)).astype(jnp.float32) for path, x in _by_path(trees)}
+    leaves = {
+        path: jnp.atleast_1d(to_device(x)).astype(jnp.float32)
+        for path, x in leaves_with_path(trees)
+    }
     statistics = {path: _statistics(x) for path, x in leaves.items()}
 
     # Loop over the edges, because an array with a dim of bins would use too much memory. All leaves
@@ -39,15 +43,6 @@ def histograms(trees: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
         path: {**x, "counts": above[path] - jnp.append(above[path][1:], 0.0)}
         for path, x in statistics.items()
     }
-
-
-def _by_path(tree: Mapping[str, Any]) -> Iterator[tuple[str, jax.Array]]:
-    for name, child in tree.items():
-        if isinstance(child, Mapping):
-            for path, leaf in _by_path(child):
-                yield f"{name}/{path}", leaf
-        else:
-            yield name, child
 
 
 def _statistics(x: jax.Array) -> dict[str, jax.Array]:

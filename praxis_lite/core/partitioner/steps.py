@@ -93,26 +93,16 @@ def train_step(
 
 
 def histogram_step(
-    task: Task,
-    state: TrainState,
-    inputs: Batch,
-    key: jax.Array,
-    *,
-    bound_learner: BoundLearner | None = None,
-    value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
-    wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
+    task: Task, state: TrainState, inputs: Batch, key: jax.Array, **settings: Any
 ) -> dict[str, dict[str, jax.Array]]:
     """Returns the histograms of the weights, and of their gradients on a batch.
 
-    The arguments are those of `train_step`. Gradients are not clipped.
+    The arguments are those of `train_step`, all of which are required. Gradients are not clipped.
 
     Returns:
       The results of `histograms`, by "weights/PATH" and "gradients/PATH".
     """
-    bound_learner = bound_learner or _bind_learner(task)
-    _, _, grads = _gradients(
-        task, state, inputs, key, bound_learner, value_and_grad, wrap_host_weights
-    )
+    _, _, grads = _gradients(task, state, inputs, key, **settings)
     return histograms({"weights": state.mdl_vars["params"], "gradients": grads})
 
 

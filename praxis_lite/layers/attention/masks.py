@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,35 @@ class AttentionMask:
         if not conditions:
             return None
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
+
+    def mapped(
+        self,
+        of_queries: Callable[[jax.Array], jax.Array],
+        of_keys: Callable[[jax.Array], jax.Array],
+    ) -> "AttentionMask":
+        """Applies functions to all arrays of queries, [..., T], and of keys, [..., S]."""
+        # `jax.tree.map` returns None for None.
+        return dataclasses.replace(
+            self,
+            q_index_BT=jax.tree.map(of_queries, self.q_index_BT),
+            q_segments_BT=jax.tree.map(of_queries, self.q_segments_BT),
+            kv_segments_BS=jax.tree.map(of_keys, self.kv_segments_BS),
+            kv_visible_BS=jax.tree.map(of_keys, self.kv_visible_BS),
+            kv_index_BS=jax.tree.map(of_keys, self.kv_index_BS),
+        )
+
+    def segments(
+        self, num_rows: int, num_queries: int, num_keys: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns int32 segments of queries [B, T] and of keys [B, S]; -1 for masked keys."""
+        q_segments_BT, kv_segments_BS = self.q_segments_BT, self.kv_segments_BS
+        if q_segments_BT is None:
+            q_segments_BT = jnp.zeros((num_rows, num_queries), jnp.int32)
+            kv_segments_BS = jnp.zeros((num_rows, num_keys), jnp.int32)
+        assert kv_segments_BS is not None, "Queries and keys both have segments, or neither."
+        if self.kv_visible_BS is not None:
+            kv_segments_BS = jnp.where(self.kv_visible_BS, kv_segments_BS, -1)
+        return q_segments_BT.astype(jnp.int32), kv_segments_BS.astype(jnp.int32)
 
     def zero_fully_masked(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
         """Replaces the outputs of fully masked queries with zeros.

@@ -47,11 +47,11 @@ class Product:
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Implements `Linear.factors`."""
-        return [(inputs, layer.w[...].astype(layer.w.dtype))]
+        return [(inputs, self.kernel(layer))]
 
     def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
         """Implements `Linear.column_factors`."""
-        return [(layer.w[...].astype(layer.w.dtype).T, None)]
+        return [(self.kernel(layer).T, None)]
 
     def is_sum_of_shards(self) -> bool:
         """Returns whether the product is the sum of the products of shards of contracted dims."""

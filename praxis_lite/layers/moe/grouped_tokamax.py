@@ -25,17 +25,8 @@ def gmm(
 ) -> jax.Array:
     """Multiplies each row by its expert's matrix, [R, N], like JAX's gmm."""
     dims = w_LKN.shape[:0:-1] if transpose_rhs else w_LKN.shape[1:]
-    return _run(
-        "gmm",
-        x_RK,
-        w_LKN,
-        rows_of_expert_L,
-        dtype,
-        tile,
-        dims,
-        interpret,
-        transpose_rhs=transpose_rhs,
-    )
+    operands = x_RK, w_LKN, rows_of_expert_L
+    return _run("gmm", operands, dtype, tile, dims, interpret, transpose_rhs=transpose_rhs)
 
 
 def tgmm(
@@ -49,14 +40,12 @@ def tgmm(
 ) -> jax.Array:
     """Returns the gradients of the experts' matrices, [L, K, N], like JAX's tgmm."""
     dims = x_KR.shape[0], grad_RN.shape[1]
-    return _run("tgmm", x_KR, grad_RN, rows_of_expert_L, dtype, tile, dims, interpret)
+    return _run("tgmm", (x_KR, grad_RN, rows_of_expert_L), dtype, tile, dims, interpret)
 
 
 def _run(
     kernel: str,
-    left: jax.Array,
-    right: jax.Array,
-    rows_of_expert_L: jax.Array,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
     dtype: Any,
     tile: _Tile,
     dims: tuple[int, ...],
@@ -68,9 +57,7 @@ def _run(
     tiling = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
         return getattr(grouped_matmul_kernels(), kernel)(
-            left,
-            right,
-            rows_of_expert_L,
+            *operands,
             precision=None,
             out_dtype=dtype,
             tiling=tiling,

@@ -308,10 +308,11 @@ class Pipeline(BaseLayer):
         )
 
     def off_stages(self, tree: PyTree) -> PyTree:
-        """Reshapes the blocks or a cache from [R, S, P, ...] to the stored shape."""
+        """Reshapes the blocks or a cache from [R, S, P, ...] to the stored shape, unpadded."""
         if len(self._stack_shape) == 3:
             return tree
-        return unpad_stages(tree, self.num_layers // self.circular_repeat)
+        num_layers = self.num_layers // self.circular_repeat
+        return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree)
 
     @property
     def _stack_shape(self) -> tuple[int, ...]:
@@ -369,8 +370,3 @@ def pad_stages(tree: PyTree, num_stages: int) -> PyTree:
         return a.reshape(a.shape[0], num_stages, layers_per_stage, *a.shape[2:])
 
     return jax.tree.map(pad, tree)
-
-
-def unpad_stages(tree: PyTree, num_layers: int) -> PyTree:
-    """Reshapes [R, S, P, ...] to [R, num_layers, ...], and removes the padding of `pad_stages`."""
-    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree)

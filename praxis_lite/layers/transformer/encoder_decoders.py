@@ -1,5 +1,6 @@
 """A sequence-to-sequence transformer, with Pax's names and structure."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_floating, require_positive
+from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.stacking.residual_branches import split_keys
-from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecoder
 from praxis_lite.layers.transformer.model_parts import (
     embed,
     position_embedding,
@@ -222,17 +223,11 @@ class TransformerEncoderDecoder(BaseLayer):
         """Returns the softmax's inputs [B, T, D] and the decoder's cache.
 
         If a cache is passed, the targets are written to the cache at `target_segment_pos`, and only
-        the first call needs `encoded`.
+        the first call needs `encoded`. Arguments that are not listed are those of `compute_loss`.
 
         Args:
           targets: Int [B, T].
           encoded: Outputs of the encoder, [B, S, D].
-          input_paddings: See `compute_loss`.
-          input_segment_ids: See `compute_loss`.
-          input_segment_pos: See `compute_loss`.
-          target_paddings: See `compute_loss`.
-          target_segment_ids: See `compute_loss`.
-          target_segment_pos: See `compute_loss`.
           key: Random key for dropout. If None, nothing is dropped.
           cache: Cache from `init_cache`, or None.
 
@@ -280,7 +275,7 @@ class TransformerEncoderDecoder(BaseLayer):
 
     def given(
         self, inputs: jax.Array, *, input_paddings: jax.Array | None = None
-    ) -> ConditionedDecoder:
+    ) -> "ConditionedDecoder":
         """Returns a language model of targets that is conditioned on `inputs` [B, S]."""
         encoded = self.encode(inputs, input_paddings=input_paddings)
         return ConditionedDecoder(self, encoded, input_paddings)
@@ -305,3 +300,52 @@ def _segments(segment_ids: jax.Array | None, paddings: jax.Array | None) -> jax.
     if segment_ids is None and paddings is not None:
         return (1.0 - paddings).astype(jnp.int32)
     return segment_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedDecoder:
+    """A language model of target tokens, conditioned on a batch of inputs, for `decode`.
+
+    Attributes:
+      model: The encoder-decoder.
+      encoded: The outputs [B, S, D] of the model's encoder.
+      input_paddings: Float [B, S], 1.0 for padding.
+    """
+
+    model: TransformerEncoderDecoder
+    encoded: jax.Array
+    input_paddings: jax.Array | None
+
+    def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
+        """Returns a cache that contains the inputs, or an empty cache if batch sizes differ."""
+        length = self.encoded.shape[1]
+        cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
+        if batch_size != self.encoded.shape[0]:
+            return cache  # Only the shapes of such a cache are used.
+        # A call with one padding token stores the inputs; the first real token overwrites the
+        # padding token.
+        padding = jnp.zeros((batch_size, 1), jnp.int32)
+        _, cache = self.model.decode(
+            padding,
+            encoded=self.encoded,
+            input_paddings=self.input_paddings,
+            target_paddings=jnp.ones(padding.shape, jnp.float32),
+            target_segment_pos=padding,
+            cache=cache,
+        )
+        return cache
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        paddings: jax.Array | None = None,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Returns float32 logits [B, T, V] and the cache, updated with these targets."""
+        model = rebuilt(self.model)
+        x, cache = model.decode(
+            ids, target_paddings=paddings, target_segment_pos=positions, cache=cache
+        )
+        return model.softmax(x), cache

@@ -191,15 +191,11 @@ class TransformerLm(BaseLayer):
     ) -> dict[str, jax.Array]:
         """Returns the loss for predicting `labels`, and its components, with Pax's names.
 
+        Arguments that are not listed are those of `__call__`.
+
         Args:
-          ids: See `__call__`.
           labels: Int [B, T], the token that follows each id.
           weights: Float [B, T], the weight of each label in the loss.
-          positions: See `__call__`.
-          segment_ids: See `__call__`.
-          paddings: See `__call__`.
-          inputs_indicator: See `__call__`.
-          key: See `__call__`.
 
         Returns:
           The outputs of the softmax's `compute_loss`, per_token_xent [B, T], per_sequence_xent [B],

@@ -204,18 +204,15 @@ class Transformer(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns outputs [B, T, D] and the cache, updated with these tokens.
 
+        Arguments that are not listed are those of DotProductAttention.
+
         Args:
           inputs: Float [B, T, D].
-          positions: See DotProductAttention.
-          segment_ids: See DotProductAttention.
-          paddings: See DotProductAttention; also passed to the feed-forward layer.
+          paddings: [B, T]; 1.0 for padding. Also passed to the feed-forward layer.
           atten_mask: Float [B or 1, 1 or N, 1 or T, T] for self-attention, LARGE_NEGATIVE for
             masked tokens. As in Pax, self-attention then ignores paddings, segment_ids and the
             order of tokens.
           encoded: The encoder's outputs [B, S, D].
-          encoded_paddings: See DotProductAttention.
-          encoded_segment_ids: See DotProductAttention.
-          encoded_positions: See DotProductAttention.
           key: Random key for dropout. If None, nothing is dropped.
           cache: Cache from `init_cache`, or None.
 

@@ -1,7 +1,6 @@
 """Formats of dense weights for decoding: int8 with a scale per output channel, or transposed."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,7 @@ import numpy as np
 from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(StoredWeight):
     """A weight stored as integers from -127 to 127, times a scale.
@@ -59,9 +56,7 @@ def to_int8(weight: jax.Array, contracted_dims: Sequence[int]) -> Int8Weight:
     return Int8Weight(jnp.clip(values, -127, 127).astype(jnp.int8), scale)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["contracted_dims"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TransposedWeight(StoredWeight):
     """A weight stored transposed, [out, in], for faster decoding on CPU.
@@ -75,7 +70,7 @@ class TransposedWeight(StoredWeight):
     """
 
     values: Any
-    contracted_dims: tuple[int, ...]
+    contracted_dims: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @staticmethod
     def supports(equation: str) -> bool:

@@ -43,11 +43,7 @@ NF4 = (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale"],
-    meta_fields=["qtype", "dim", "size", "block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FourBitWeight(StoredWeight):
     """A weight whose elements are 4-bit numbers, times a scale per block.
@@ -63,10 +59,10 @@ class FourBitWeight(StoredWeight):
 
     codes: Any
     scale: Any
-    qtype: str
-    dim: int
-    size: int
-    block_size: int
+    qtype: str = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
+    block_size: int = dataclasses.field(metadata={"static": True})
 
     @property
     def dtype(self) -> Any:

@@ -329,12 +329,6 @@ class RoundedWeight(Product):
         ).astype(w.dtype)
         return rounded + (w - jax.lax.stop_gradient(w))
 
-    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        return [(inputs, self.kernel(layer))]
-
-    def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
-        return [(self.kernel(layer).T, None)]
-
     def is_sum_of_shards(self) -> bool:
         return False
 

@@ -199,11 +199,7 @@ def bubble_share(model: Any, rows: int) -> float | None:
 
 
 def _bubble_share(pipeline: Pipeline, rows: int) -> float:
-    if pipeline.num_microbatches:
-        num_microbatches = pipeline.num_microbatches
-    else:
-        assert pipeline.microbatch_size is not None  # A pipeline requires one of the settings.
-        num_microbatches = -(-rows // pipeline.microbatch_size)
+    num_microbatches = pipeline.num_microbatches_of(rows)
     schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
     if pipeline.split_backward:
         # The backward pass recomputes the forward pass, so there are two forward ticks for each

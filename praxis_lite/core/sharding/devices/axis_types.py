@@ -29,7 +29,7 @@ PyTree = Any
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 # Name scope of our reshards, so that a traced step shows where arrays move.
-RESHARD_SCOPE = "stated"
+RESHARD_SCOPE = "constrain_type"
 
 
 class UnevenType(ConfigError):

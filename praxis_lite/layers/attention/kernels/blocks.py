@@ -5,7 +5,6 @@ even fewer. The blocks are unrolled into plain matmuls, so the compiler can sche
 estimate them like any other matmul. The gradient is custom.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,14 +37,11 @@ def blocked_attention(
     The residuals are the unnormalized probabilities for the computed blocks, in the queries' dtype.
     With remat, the residuals exist only during the backward pass of a layer.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
-      options: See `einsum_attention`.
       block_size: C, the number of queries per block.
-      sinks_N: See `einsum_attention`.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
@@ -78,19 +74,9 @@ class _Block(NamedTuple):
         logits = jnp.einsum(
             "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
         )
-
-        def slice_if_set(x: jax.Array | None, to_block: Any) -> jax.Array | None:
-            return None if x is None else to_block(x)
-
-        local = dataclasses.replace(
-            mask,
-            q_segments_BT=slice_if_set(mask.q_segments_BT, self.queries),
-            kv_segments_BS=slice_if_set(mask.kv_segments_BS, self.keys),
-            kv_visible_BS=slice_if_set(mask.kv_visible_BS, self.keys),
-        )
         index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
         index_S = jnp.arange(self.first, self.end, dtype=jnp.int32)[None]
-        visible = local.visible_at(index_T, index_S)
+        visible = mask.mapped(self.queries, self.keys).visible_at(index_T, index_S)
         return options.apply(logits), None if visible is None else visible[:, None, None]
 
 

@@ -233,21 +233,13 @@ def attend(
     kernels assign the name themselves, so that the kernel runs only once if the policy saves
     "context". If "context" is offloaded to the host, the name is assigned here.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
       setting: A name in KERNELS, or "auto".
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
-      mask: See `einsum_attention`.
-      options: See `einsum_attention`.
       has_cache: Whether keys and values come from a cache.
-      bias: See `einsum_attention`.
-      atten_mask: See `einsum_attention`.
-      dropout: See `einsum_attention`.
-      key: See `einsum_attention`.
       chunk_size: Chunk size of the chunked kernel, or block size of the blocked kernel.
       split: Sharding of queries and outputs, [B, T, N, K].
-      sinks_N: See `einsum_attention`.
       context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is sharded.
       dtype: Dtype of the outputs. If None, the dtype of the queries.
       value_dims: Number of value dims without padding. If None, values are not padded.
@@ -326,50 +318,34 @@ def attend(
             sinks_N=sinks_N,
         )
         return finish(encoded_BTNK)
-    kernel = functools.partial(
-        _run_kernel,
-        name,
-        options,
-        chunk_size=chunk_size,
-        split=split,
-        interpret=work.platform != "tpu",
-        residual_name=residual_name,
-    )
-    # JAX cannot infer the types of kernels or their gradients over Explicit axes.
-    encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
-    return finish(encoded_BTNK, is_named=name in _NAMING)
 
-
-def _run_kernel(
-    name: str,
-    options: LogitOptions,
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    bias: jax.Array | None,
-    sinks_N: jax.Array | None,
-    *,
-    chunk_size: int,
-    split: SplitDims,
-    interpret: bool,
-    residual_name: str | None,
-) -> jax.Array:
-    """Computes attention outputs with any kernel except the einsum; see `attend`."""
-    args = q_BTNK, k_BSGK, v_BSGK, mask, options
-    if name == "blocked":
-        return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
-    if name == "chunked":
-        return chunked_attention(
-            *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
+    def run_kernel(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: AttentionMask,
+        bias: jax.Array | None,
+        sinks_N: jax.Array | None,
+    ) -> jax.Array:
+        args = q, k, v, mask, options
+        if name == "blocked":
+            return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
+        if name == "chunked":
+            return chunked_attention(
+                *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
+            )
+        if name == "dot_product":
+            return dot_product_attention(*args, bias=bias)
+        if name == "cudnn":
+            return cudnn_attention(*args, split=split)
+        interpret = work.platform != "tpu"
+        return splash_attention(
+            *args, name=name, split=split, interpret=interpret, residual_name=residual_name
         )
-    if name == "dot_product":
-        return dot_product_attention(*args, bias=bias)
-    if name == "cudnn":
-        return cudnn_attention(*args, split=split)
-    return splash_attention(
-        *args, name=name, split=split, interpret=interpret, residual_name=residual_name
-    )
+
+    # JAX cannot infer the types of kernels or their gradients over Explicit axes.
+    encoded_BTNK = untyped(run_kernel, *args, bias, sinks_N, out=type_spec)
+    return finish(encoded_BTNK, is_named=name in _NAMING)
 
 
 @functools.cache

@@ -39,14 +39,10 @@ def chunked_attention(
     In addition to arguments and results, the kernel needs memory for two numbers per query and
     head, and for one chunk of logits and their derivatives.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
-      mask: See `einsum_attention`.
-      options: See `einsum_attention`.
       chunk_size: Number of queries and keys in a chunk.
-      sinks_N: See `einsum_attention`.
       residual_name: Checkpoint name of the residuals, or None.
     """
     B, T, N, K = q_BTNK.shape
@@ -117,33 +113,24 @@ class _Chunks:
         rows, columns = self.padded_rows, self.padded_columns
         self.q, self.k, self.v = rows(q), columns(k), columns(v)
         self.q_index = rows(mask.q_index(T), mode="edge")
-        self.mask = dataclasses.replace(
-            mask,
-            q_index_BT=None,
-            kv_index_BS=columns(mask.kv_index_BS),
-            q_segments_BT=rows(mask.q_segments_BT),
-            kv_segments_BS=columns(mask.kv_segments_BS),
-            kv_visible_BS=columns(mask.kv_visible_BS),
-        )
+        self.mask = dataclasses.replace(mask, q_index_BT=None).mapped(rows, columns)
 
     @property
     def arrays(self) -> tuple:
         """The arrays from which a chunk's logits and values are computed."""
-        mask = self.mask
-        masks = mask.kv_index_BS, mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
-        return self.q, self.k, self.v, self.q_index, masks
+        return self.q, self.k, self.v, self.q_index, self.mask
 
-    def padded_rows(self, x: Any, mode: str = "constant") -> Any:
-        return None if x is None else pad_to(x, self.num_q * self.q_size, 1, mode=mode)
+    def padded_rows(self, x: jax.Array, mode: str = "constant") -> jax.Array:
+        return pad_to(x, self.num_q * self.q_size, 1, mode=mode)
 
-    def padded_columns(self, x: Any) -> Any:
-        return None if x is None else pad_to(x, self.num_kv * self.kv_size, 1)
+    def padded_columns(self, x: jax.Array) -> jax.Array:
+        return pad_to(x, self.num_kv * self.kv_size, 1)
 
-    def rows(self, x: Any, i: jax.Array, dim: int = 1) -> Any:
-        return _part(x, i, self.q_size, dim)
+    def rows(self, x: jax.Array, i: jax.Array, dim: int = 1) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, i * self.q_size, self.q_size, axis=dim)
 
-    def columns(self, x: Any, j: jax.Array) -> Any:
-        return _part(x, j, self.kv_size, 1)
+    def columns(self, x: jax.Array, j: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, j * self.kv_size, self.kv_size, axis=1)
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the range [first, end) of key chunks to which queries in chunk i may attend."""
@@ -163,25 +150,14 @@ class _Chunks:
         """Returns the capped logits [B, G, R, C, C] and their mask [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
         index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
-        index_BS = self.columns(self.mask.kv_index_BS, j)
-        mask = dataclasses.replace(
-            self.mask,
-            q_segments_BT=self.rows(self.mask.q_segments_BT, i),
-            kv_segments_BS=self.columns(self.mask.kv_segments_BS, j),
-            kv_visible_BS=self.columns(self.mask.kv_visible_BS, j),
-        )
+        mask = self.mask.mapped(lambda x: self.rows(x, i), lambda x: self.columns(x, j))
         # Keys from S on are padding.
         visible = (index_S < self.S)[None, None, :]
-        allowed = mask.visible_at(
-            self.rows(self.q_index, i), index_S[None] if index_BS is None else index_BS
-        )
+        index_BS = index_S[None] if mask.kv_index_BS is None else mask.kv_index_BS
+        allowed = mask.visible_at(self.rows(self.q_index, i), index_BS)
         if allowed is not None:
             visible = allowed & jnp.broadcast_to(visible, allowed.shape)
         return options.apply(logits), visible[:, None, None]
-
-
-def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
-    return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=dim)
 
 
 def attend_in_chunks(

@@ -166,19 +166,16 @@ def context_parallel_attention(
     both rearrangements are undone. Sinks and means of values are applied outside the
     `jax.shard_map`, to the complete outputs and their logsumexp.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
       method: A name in CONTEXT_PARALLEL.
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
-      options: See `einsum_attention`.
       kernel: Attention on one device; takes (q, k, v, mask, options, sinks_N=) for complete
         sequences.
       atten_kernel: The layer's setting.
       chunk_size: Number of queries and keys per chunk, for chunked attention.
       split: Sharding of q.
-      sinks_N: See `einsum_attention`.
       residual_name: Checkpoint name of the residuals, or None.
 
     Raises:
@@ -218,16 +215,14 @@ def context_parallel_attention(
         return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_row_shards, dim=0)
 
     q, k, v = map(pad, pad_heads(q_BTNK, k_BSGK, v_BSGK, num_head_shards * ring.group_size))
-    arrays = {name: pad(x) for name, x in _mask_arrays(mask, B, S, k.shape[1]).items()}
+    if k.shape[1] > S and mask.right_context != 0 and mask.kv_visible_BS is None:
+        # Hide the padding keys. A causal mask hides them anyway, because they come last.
+        mask = dataclasses.replace(mask, kv_visible_BS=jnp.ones((B, S), bool))
+    mask_arrays, mask_structure = jax.tree.flatten(mask.mapped(pad, pad))
     sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
     def on_one_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        local_mask = AttentionMask(
-            mask.left_context,
-            mask.right_context,
-            is_to_itself=mask.is_to_itself,
-            **dict(zip(arrays, rest[len(sinks) :], strict=True)),
-        )
+        local_mask = jax.tree.unflatten(mask_structure, rest[len(sinks) :])
         q, k, v = map(ring.by_heads, (q, k, v))
         # With one group, q, k and v are now complete sequences.
         if not is_by_time:
@@ -235,7 +230,7 @@ def context_parallel_attention(
                 q[:, :T],
                 k[:, :S],
                 v[:, :S],
-                _without_padding(local_mask, T, S),
+                local_mask.mapped(lambda x: x[:, :T], lambda x: x[:, :S]),
                 options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
@@ -262,10 +257,10 @@ def context_parallel_attention(
     outputs = without_vma(
         on_one_device,
         (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
-        (PartitionSpec(rows),) * len(arrays),
+        (PartitionSpec(rows),) * len(mask_arrays),
         (spec, PartitionSpec(rows, time, heads))[: 1 + returns_log_sums],
         set(mesh.axis_names) - set(mesh.manual_axes),
-    )(q, k, v, *sinks, *arrays.values())
+    )(q, k, v, *sinks, *mask_arrays)
     # Remove the padding of rows, time and heads.
     encoded = outputs[0][:B, :T, :N]
     if not returns_log_sums:
@@ -283,35 +278,3 @@ def _ring_of(
     size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(method, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
-
-
-def _mask_arrays(
-    mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
-) -> dict[str, jax.Array]:
-    """Returns a mask's arrays, keyed by name, and adds a mask of padding keys if necessary.
-
-    A causal mask does not need the addition, because padding keys come last and no query attends
-    to them.
-    """
-    arrays = {
-        "q_segments_BT": mask.q_segments_BT,
-        "kv_segments_BS": mask.kv_segments_BS,
-        "kv_visible_BS": mask.kv_visible_BS,
-    }
-    if padded_length > num_keys and mask.right_context != 0 and mask.kv_visible_BS is None:
-        arrays["kv_visible_BS"] = jnp.ones((num_rows, num_keys), bool)
-    return {name: x for name, x in arrays.items() if x is not None}
-
-
-def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Removes the entries for padding at the ends of sequences from a mask."""
-
-    def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
-        return None if x is None else x[:, :length]
-
-    return dataclasses.replace(
-        mask,
-        q_segments_BT=truncate(mask.q_segments_BT, num_queries),
-        kv_segments_BS=truncate(mask.kv_segments_BS, num_keys),
-        kv_visible_BS=truncate(mask.kv_visible_BS, num_keys),
-    )

@@ -174,12 +174,8 @@ def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> Attent
     """Returns the mask of this group's queries, with their positions as indices."""
     pieces = ring.starts(ring.group_index(), num_queries)
     index = [start + jnp.arange(length, dtype=jnp.int32) for start, length in pieces]
-    segments = mask.q_segments_BT
-    if segments is not None:
-        segments = ring.part_of(segments, ring.group_index(), num_queries)
-    return dataclasses.replace(
-        mask, q_index_BT=jnp.concatenate(index)[None], q_segments_BT=segments
-    )
+    local = mask.mapped(lambda x: ring.part_of(x, ring.group_index(), num_queries), lambda x: x)
+    return dataclasses.replace(local, q_index_BT=jnp.concatenate(index)[None])
 
 
 def _pieces(
@@ -190,15 +186,13 @@ def _pieces(
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
     for start, length in ring.starts(group, kv[0].shape[1]):
-        key_arrays: dict[str, Any] = {
-            name: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
-            for name in ("kv_segments_BS", "kv_visible_BS")
-            if (x := getattr(mask, name)) is not None
-        }
+        of_piece = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1
+        )
+        key_mask = query_mask.mapped(lambda x: x, of_piece)
         # Make indices relative to the piece's first key, so that fully masked chunks are skipped.
         assert query_mask.q_index_BT is not None
-        index_BT = query_mask.q_index_BT - start
-        piece_mask = dataclasses.replace(query_mask, q_index_BT=index_BT, **key_arrays)
+        piece_mask = dataclasses.replace(key_mask, q_index_BT=query_mask.q_index_BT - start)
         pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))
         first += length
     return pieces

@@ -37,7 +37,7 @@ class SplashBlocks(NamedTuple):
     splash: type[RowSplash]
 
     def attend(self, q, k, v, mask, ring, step):
-        segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
+        segments = _segments(mask, ring, step, q, k)
         # Length of a zig-zag piece. `_by_order` explains which pieces attend to each other.
         half = k.shape[1] // 2
 
@@ -61,7 +61,7 @@ class SplashBlocks(NamedTuple):
         return _by_order(mask, ring, step, to_all_keys, to_earlier_group, to_later_group)
 
     def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
-        segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
+        segments = _segments(mask, ring, step, q, k)
         half = k.shape[1] // 2
         query_arrays = log_sums, inner, d_encoded
 
@@ -163,25 +163,19 @@ def _by_order(
 
 
 def _segments(
-    mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
+    mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, k: jax.Array
 ) -> Segments:
-    """Returns the segments of this group's queries and of the keys; -1 for masked keys."""
+    """Returns the segments of this group's queries q and of the keys k; -1 for masked keys."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
     group = ring.group_index()
     key_group = (group - step) % ring.num_groups
-    q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
-    if q_segments is None:
-        assert mask.kv_visible_BS is not None
-        kv_segments = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
-        q_segments = jnp.zeros((kv_segments.shape[0], num_queries), jnp.int32)
-    else:
-        q_segments = ring.part_of(q_segments, group, num_queries)
-    assert kv_segments is not None, "Queries and keys both have segments, or neither."
-    if mask.kv_visible_BS is not None:
-        kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
-    kv_segments = ring.part_of(kv_segments, key_group, num_keys)
-    return q_segments.astype(jnp.int32), kv_segments.astype(jnp.int32)
+    lengths = (n * ring.num_groups for n in (q.shape[1], k.shape[1]))
+    q_segments, kv_segments = mask.segments(q.shape[0], *lengths)
+    return (
+        ring.part_of(q_segments, group, q.shape[1]),
+        ring.part_of(kv_segments, key_group, k.shape[1]),
+    )
 
 
 def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:

@@ -67,12 +67,9 @@ def splash_attention(
     its shard of the batch and heads. The kernels have been compiled for a TPU v5e without the
     hardware, and tested in interpret mode, which is slow but works on any platform.
 
+    Arguments that are not listed are those of `einsum_attention`.
+
     Args:
-      q_BTNK: See `einsum_attention`.
-      k_BSGK: See `einsum_attention`.
-      v_BSGK: See `einsum_attention`.
-      mask: See `einsum_attention`.
-      options: See `einsum_attention`.
       name: A name in SPLASHES; see `splash_of`.
       split: Sharding of q.
       interpret: Whether to run in interpret mode.
@@ -89,15 +86,10 @@ def splash_attention(
     )
     segments: tuple[jax.Array, ...] = ()
     if needs_segments:
-        q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
-        if q_segments is None:
-            q_segments, kv_segments = (jnp.zeros((q.shape[0], n), jnp.int32) for n in (T, S))
-        assert kv_segments is not None, "Queries and keys both have segments, or neither."
-        if mask.kv_visible_BS is not None:
-            kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
+        q_segments, kv_segments = mask.segments(q.shape[0], T, S)
         segments = (
-            pad_to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
-            pad_to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, constant_values=-1),
+            pad_to_multiple(q_segments, LANES, dim=1),
+            pad_to_multiple(kv_segments, LANES, dim=1, constant_values=-1),
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:

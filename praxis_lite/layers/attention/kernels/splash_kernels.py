@@ -120,23 +120,12 @@ class RowSplash(abc.ABC):
 class JaxSplash(RowSplash):
     """JAX's kernels: one forward (2 matmuls), one for dq (3), and one for dk and dv (4)."""
 
-    def with_log_sums(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
-    ) -> tuple[jax.Array, jax.Array]:
+    def with_log_sums(self, q, k, v, ids):
         with self.annotated():
             encoded, (log_sums,) = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, log_sums
 
-    def gradients(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        ids: Ids,
-        log_sums: jax.Array,
-        inner: jax.Array,
-        d_encoded: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(self, q, k, v, ids, log_sums, inner, d_encoded):
         # The kernel's own gradient assumes a softmax over k. These private functions accept the
         # logsumexp over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -221,23 +210,12 @@ class TokamaxSplash(RowSplash):
     queries once more, is disabled. With 16-bit queries, dq is rounded for each key block.
     """
 
-    def with_log_sums(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
-    ) -> tuple[jax.Array, jax.Array]:
+    def with_log_sums(self, q, k, v, ids):
         with self.annotated():
             encoded, sums = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, sums["logsumexp"]
 
-    def gradients(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        ids: Ids,
-        log_sums: jax.Array,
-        inner: jax.Array,
-        d_encoded: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(self, q, k, v, ids, log_sums, inner, d_encoded):
         kernel = self.kernel()
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")

@@ -1,6 +1,7 @@
 """Buffers for microbatches waiting in a pipeline, and transfers between the pipeline's stages."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,16 +18,11 @@ def shift(x_S: jax.Array, by: int) -> jax.Array:
     return jnp.roll(x_S, by, axis=0)
 
 
-def _shift_fwd(x_S: jax.Array, by: int) -> tuple[jax.Array, None]:
-    return jnp.roll(x_S, by, axis=0), None
-
-
-def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
-    return (jnp.roll(gradient_S, -by, axis=0),)
-
-
 # JAX differentiates a roll into pads and an addition, which would need two collective-permutes.
-shift.defvjp(_shift_fwd, _shift_bwd)
+shift.defvjp(
+    lambda x_S, by: (shift(x_S, by), None),
+    lambda by, _, grad_S: (jnp.roll(grad_S, -by, axis=0),),
+)
 
 
 class Buffer:
@@ -147,24 +143,24 @@ class Handover:
     """
 
     def __init__(self, schedule: Schedule, layout: Any, stream_io: bool):
-        self._num_stages, self._layout = schedule.num_stages, layout
+        self.schedule, self.layout = schedule, layout
         self._buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (x_S, stored) before the first tick, where `stored` contains the buffers."""
         # Until its first microbatch arrives, a stage processes rows of the batch as dummy inputs.
-        x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
-        return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
+        x_S = jnp.broadcast_to(x_M[:1], (self.schedule.num_stages, *x_M.shape[1:]))
+        return self.layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
 
     def enter(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the stages' inputs at tick t, [S, rows, ...], and the buffers."""
-        is_first = (jnp.arange(self._num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
+        is_first = (jnp.arange(self.schedule.num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
         entering, stored = self._buffer.take(stored, x_S, t)
-        return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
+        return self.layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
 
     def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
         """Moves the stages' outputs to the next stages; returns the moved outputs and buffers."""
-        arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
+        arrived_S = self.layout.constrain(shift(x_S, 1), row_dim=1)
         return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
 
     def outputs(self, stored: Any) -> jax.Array:
@@ -172,40 +168,15 @@ class Handover:
         return self._buffer.outputs(stored)
 
 
-class HandoverGradient:
-    """The transpose of a Handover: maps gradients of results to gradients of arguments.
+def transpose(function: Callable[..., Any], like: tuple, grads: Any) -> Any:
+    """Maps gradients of the results of a linear function to gradients of its arguments.
 
     Args:
-      handover: The forward transfer.
-      grad_outputs: Gradient with respect to `Handover.outputs`, [M, rows, ...].
+      function: A linear function, such as a method of Handover.
+      like: Arrays, or their shapes, like the arguments of the function.
+      grads: Gradients of its results.
     """
-
-    def __init__(self, handover: Handover, grad_outputs: jax.Array):
-        self._handover, self._grad_outputs = handover, grad_outputs
-
-    def _vjp(self, function: Any, grad_results: Any) -> Any:
-        # The function is linear, so any point gives the same gradient.
-        started = jax.eval_shape(self._handover.start, self._grad_outputs)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
-        return jax.vjp(function, *zeros)[1](grad_results)
-
-    def start(self) -> tuple[jax.Array, Any]:
-        """Returns the gradients with respect to (x_S, stored) after the last tick."""
-        return self._vjp(lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs)
-
-    def leave(self, grad_arrived_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the stages' outputs, [S, rows, ...], and of the buffers."""
-        return self._vjp(
-            lambda x_S, stored: self._handover.leave(x_S, stored, t), (grad_arrived_S, grad_stored)
-        )
-
-    def enter(self, grad_x_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the arrays that arrived at the stages, and of the buffers."""
-        return self._vjp(
-            lambda x_S, stored: self._handover.enter(x_S, stored, t), (grad_x_S, grad_stored)
-        )
-
-    def inputs(self, grad_x_S: jax.Array, grad_stored: Any) -> jax.Array:
-        """Returns the gradient of x_M before the first tick."""
-        _, vjp_fn = jax.vjp(self._handover.start, jnp.zeros_like(self._grad_outputs))
-        return vjp_fn((grad_x_S, grad_stored))[0]
+    # The function is linear, so any point gives the same gradient. `jax.linear_transpose` does not
+    # support the custom gradient of `shift`.
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    return jax.vjp(function, *zeros)[1](grads)

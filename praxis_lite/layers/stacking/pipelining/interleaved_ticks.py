@@ -34,7 +34,7 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, ticks, ...], from the last S ticks or from this tick only.
     grad_floats: list[jax.Array]  # [X, S, ...], float32.
     grad_ends: PyTree
-    values: Values  # Values assigned by the blocks, [S, M, R, P, ...].
+    values: Values  # Assigned by the blocks, [M, R, S, P, ...]; read when the loss is computed.
     grad_values: Values
     reported_M: PyTree
     weight_M: jax.Array
@@ -105,8 +105,9 @@ class InterleavedTicks:
         reported, _, _, grad_ends, grad_values = jax.eval_shape(
             self.ends.leave, jnp.array(0), x, assigned
         )
-        values, grad_values = (
-            zeros_for_values(a, num_microbatches) for a in (assigned, grad_values)
+        values, grad_values, reported_M = jax.tree.map(
+            lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype),
+            (assigned, grad_values, reported),
         )
         stages = self.work.stages
         _, residuals = jax.eval_shape(self.input_grads, stages, stages, x_S, x_S, grad_values)
@@ -128,7 +129,7 @@ class InterleavedTicks:
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), grad_ends),
             values,
             grad_values,
-            jax.tree.map(lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype), reported),
+            reported_M,
             jnp.zeros(num_microbatches, jnp.float32),
         )
 
@@ -179,9 +180,14 @@ class InterleavedTicks:
             x: Any,
         ) -> tuple[jax.Array, Values]:
             y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
-            return y, with_stage_values(values, new, microbatch, repeat, is_valid)
+            at = microbatch, repeat
+            values = {
+                path: a.at[at].set(jnp.where(is_valid, new[path], a[at]))
+                for path, a in values.items()
+            }
+            return y, values
 
-        y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+        y_S, values = self.work.vmap(work, in_axes=(1, 2, 0, 0, 0, 0, 0), out_axes=(0, 2))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
         )
         return carry._replace(saved_SK=saved_SK, values=values), self.constrain_activations(y_S)
@@ -191,7 +197,7 @@ class InterleavedTicks:
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        values = values_of_microbatch(carry.values, microbatch)
+        values = jax.tree.map(lambda a: a[microbatch], carry.values)
         # Only a microbatch that leaves the last stage has a loss. Its gradient enters the backward
         # pass in the same tick.
         reported, weight, grad_y, grad_ends, grad_values = self.if_any(
@@ -206,9 +212,7 @@ class InterleavedTicks:
         return carry._replace(
             grad_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), grad_y, carry.grad_x_S),
             grad_ends=_add_if(carry.grad_ends, grad_ends, weight != 0),
-            grad_values=with_values_of_microbatch(
-                carry.grad_values, grad_values, microbatch, is_leaving
-            ),
+            grad_values=jax.tree.map(record, carry.grad_values, grad_values),
             reported_M=jax.tree.map(record, carry.reported_M, reported),
             weight_M=record(carry.weight_M, weight),
         )
@@ -263,7 +267,7 @@ class InterleavedTicks:
             grad_values = {path: a[m, r] for path, a in grad_values.items()}
             return self.split.first(*self.picked(arrays, stage, m, r), x, grad_y, grad_values)
 
-        return self.work.vmap(stage_input_grads, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+        return self.work.vmap(stage_input_grads, self.split, in_axes=(1, 0, 0, 0, 0, 0, 2))(
             self.arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
         )
 
@@ -354,42 +358,3 @@ def _zero_unless(has_weight: jax.Array, gradient: jax.Array) -> jax.Array:
 
 def _add_if(total: PyTree, gradients: PyTree, has_weight: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _zero_unless(has_weight, g), total, gradients)
-
-
-# Values that the stages assign are stored per microbatch until its loss is computed. `values` has
-# the model's layout [R, S, P, ...]; `stored` has the layout [S, M, R, P, ...].
-
-
-def zeros_for_values(values: Values, num_microbatches: int) -> Values:
-    """Returns zeros for the values of all microbatches, [S, M, R, P, ...]."""
-    return {
-        path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
-        for path, a in values.items()
-    }
-
-
-def with_stage_values(
-    stored: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
-) -> Values:
-    """Writes a tick's values [P, ...] into a stage's stored values [M, R, P, ...] if `is_valid`."""
-    return {
-        path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
-        for path, a in stored.items()
-    }
-
-
-def values_of_microbatch(stored: Values, microbatch: jax.Array) -> Values:
-    """Returns the stored values of one microbatch, [R, S, P, ...]."""
-    return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in stored.items()}
-
-
-def with_values_of_microbatch(
-    stored: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
-) -> Values:
-    """Overwrites the stored values of one microbatch if `is_valid`."""
-    return {
-        path: a.at[:, microbatch].set(
-            jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])
-        )
-        for path, a in stored.items()
-    }

@@ -114,19 +114,13 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, accumulation_steps: in
 
 
 def _value_and_grad(
-    pipeline: Pipeline,
-    loss_fn: accumulation.LossFn,
-    fixed: PyTree,
-    params: PyTree,
-    non_trainable: PyTree,
-    inputs: accumulation.Batch,
-    key: jax.Array,
-    **settings: Any,
+    pipeline: Pipeline, loss_fn: accumulation.LossFn, *args: Any, **settings: Any
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `accumulation.value_and_grad` over all microbatches.
 
     The ticks run with Auto axes, because JAX cannot infer the types of a stage over Explicit axes.
     """
+    _, params, non_trainable, *_ = args
 
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: PartitionSpec(), results[0])
@@ -134,7 +128,7 @@ def _value_and_grad(
 
     note_untyped("the Pipeline and its ends", "JAX cannot infer the types of 1F1B ticks")
     in_ticks = functools.partial(_grads_in_ticks, pipeline, loss_fn, **settings)
-    return untyped(in_ticks, fixed, params, non_trainable, inputs, key, out=types)
+    return untyped(in_ticks, *args, out=types)
 
 
 def _grads_in_ticks(

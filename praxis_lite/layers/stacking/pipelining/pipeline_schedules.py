@@ -90,7 +90,9 @@ class InterleavedSchedule:
 
     A tick has up to three parts: the forward pass of one microbatch, the input gradients of a
     second, and the weight gradients of a third. All stages run the same parts in a tick. With
-    several repeats, microbatches circulate in groups of S.
+    several repeats, microbatches circulate in groups of S. Stages are idle for a fraction of
+    (S - 1) / (R M + S - 1) of the time if M is divisible by S. With split_backward, no stage is
+    idle while weight gradients are computed.
 
     Forward passes on a stage are numbered by slots; a slot is one repeat of one microbatch.
     Backward passes start with the last repeat.
@@ -150,26 +152,6 @@ class InterleavedSchedule:
             (range(a, b), a < self.num_ticks, a >= begins, a >= self.first_weights)
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
-
-    def bubble_share(
-        self, forward: float = 1.0, input_grads: float = 2.0, weight_grads: float = 1.0
-    ) -> float:
-        """Returns the fraction of a step's time in which a stage is idle.
-
-        It is (S - 1) / (R M + S - 1) if M is divisible by S. With split_backward, weight gradients
-        have no bubbles.
-
-        Args:
-          forward: The time of a stage's forward tick.
-          input_grads: The time of its input gradients, including the recomputed forward pass.
-          weight_grads: The time of its weight gradients.
-        """
-        times = forward, input_grads, weight_grads
-        time = sum(
-            len(ticks) * sum(t for t, is_done in zip(times, parts, strict=True) if is_done)
-            for ticks, *parts in self.phases
-        )
-        return 1.0 - self.circular_repeat * self.num_microbatches * sum(times) / time
 
     def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) for a stage's forward pass; see Schedule.work."""

@@ -10,6 +10,7 @@ weight gradients, the second runs the remaining ticks with them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,14 +18,14 @@ import jax.numpy as jnp
 
 from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.pipelining.buffers import Handover, HandoverGradient
+from praxis_lite.layers.stacking.pipelining.buffers import Handover, transpose
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
-    accumulate_values,
     pick,
+    scan_ticks,
 )
 
 # R repeats, S stages, P layers per stage and repeat, M microbatches, T ticks. Name suffixes give
@@ -96,25 +97,16 @@ class _Ticks:
             picked = self.work.picked(arrays, microbatch, repeat)
             return self.work.work(picked, key, stage, microbatch, repeat, x)
 
-        def tick(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
-            # The carry contains the stages' next inputs, the handover's buffers, and the assigned
-            # values.
-            x_S, stored, values = carry
-            microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
-            x_S, stored = self.handover.enter(x_S, stored, t)
-            y_S, new_values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
-                arrays, self.work.stages, microbatch, repeat, x_S
-            )
-            y_S = self.work.layout.constrain(y_S, row_dim=1)
-            values = accumulate_values(
-                values, old_values, new_values, repeat, is_valid, self.schedule, self.work.layout
-            )
-            arrived_S, stored = self.handover.leave(y_S, stored, t)
-            return (arrived_S, stored, values), x_S
+        work_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))
 
-        carry = varying_alike((*self.handover.start(x_M), old_values), leaves)
-        (_, stored, values), x_TS = jax.lax.scan(tick, carry, jnp.arange(self.schedule.num_ticks))
-        return (self.handover.outputs(stored), values), x_TS
+        def run_stages(x_S: Any, cache: None, microbatch: Any, repeat: Any, _: Any) -> tuple:
+            y_S, values = work_S(arrays, self.work.stages, microbatch, repeat, x_S)
+            return y_S, cache, values
+
+        x_M, _, values, x_TS = scan_ticks(
+            run_stages, self.handover, x_M, None, old_values, varying_like=leaves, saves_inputs=True
+        )
+        return (x_M, values), x_TS
 
     def backward(self, saved: tuple, gradients: tuple) -> tuple:
         """Runs the ticks of `forward` in reverse order.
@@ -134,7 +126,7 @@ class _Ticks:
         # `split.first` computes input gradients and residuals; `split.second` computes weight
         # gradients from the residuals.
         split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
-        transposed = HandoverGradient(self.handover, grad_outputs)
+        handover, started = self.handover, jax.eval_shape(self.handover.start, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
         def input_grads(
@@ -158,7 +150,8 @@ class _Ticks:
             grad_arrived_S, grad_stored, residuals = carry
             t, x_S = tick
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
-            grad_y_S, grad_stored = transposed.leave(grad_arrived_S, grad_stored, t)
+            leave, enter = (functools.partial(f, t=t) for f in (handover.leave, handover.enter))
+            grad_y_S, grad_stored = transpose(leave, started, (grad_arrived_S, grad_stored))
             grad_x_S, new_residuals = input_grads_S(
                 arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
             )
@@ -171,7 +164,7 @@ class _Ticks:
                 )
                 for old, new in zip(residuals, new_residuals, strict=True)
             ]
-            return (*transposed.enter(grad_x_S, grad_stored, t), residuals), None
+            return (*transpose(enter, started, (grad_x_S, grad_stored)), residuals), None
 
         def weight_grads(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
             # The microbatch that stage 0 has at tick t was on stage s at tick t + s.
@@ -205,9 +198,8 @@ class _Ticks:
         )
         empty = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
         totals = [self.work.unstack_layers(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
-        carry, grad_floats = varying_alike(
-            ((*transposed.start(), empty), totals), (leaves, grad_outputs)
-        )
+        after_last = transpose(lambda _, stored: handover.outputs(stored), started, grad_outputs)
+        carry, grad_floats = varying_alike(((*after_last, empty), totals), (leaves, grad_outputs))
         # Backward ticks run in reverse order. The first S - 1 compute no weight gradients.
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (
@@ -226,4 +218,5 @@ class _Ticks:
         grad_leaves = [grad_arrays.get(i) for i in range(self.work.num_leaves)]
         grad_inputs = [grad_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
         grad_inputs = [None if a is None else jnp.sum(a, axis=1) for a in grad_inputs]
-        return grad_leaves, grad_inputs, transposed.inputs(*carry[:2]), None
+        (grad_x_M,) = transpose(handover.start, (grad_outputs,), carry[:2])
+        return grad_leaves, grad_inputs, grad_x_M, None

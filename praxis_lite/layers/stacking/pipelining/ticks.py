@@ -6,7 +6,6 @@ collective-permute.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -206,27 +205,6 @@ def run_ticks(
         return x, cache_RP, values_P
 
     inputs_SM = copy_to_stages(inputs_M, num_stages, layout)
-    handover = Handover(schedule, layout, stream_io)
-    old_values = assigned_values(blocks)
-
-    def tick(work_S: Callable[..., Any], carry: tuple, t: jax.Array) -> tuple[tuple, None]:
-        # The carry contains the stages' next inputs, the handover's buffers, the cache, and the
-        # values that layers have assigned.
-        x_S, stored, cache, values = carry
-        microbatch, repeat, is_valid = schedule.work(t, stages)
-        x_S, stored = handover.enter(x_S, stored, t)
-        x_S, cache, new_values = work_S(
-            x_S, blocks, cache, inputs_SM, stages, microbatch, repeat, is_valid
-        )
-        x_S = layout.constrain(x_S, row_dim=1)
-        values = accumulate_values(
-            values, old_values, new_values, repeat, is_valid, schedule, layout
-        )
-        arrived_S, stored = handover.leave(x_S, stored, t)
-        return (arrived_S, stored, cache, values), None
-
-    carry = varying_alike((*handover.start(x_M), cache, old_values), blocks)
-    ticks = jnp.arange(schedule.num_ticks)
     # The stage dim is the second dim of blocks and cache, [R, S, P, ...], and the first of other
     # arrays.
     with rematerialized(work) as work:
@@ -236,8 +214,62 @@ def run_ticks(
             in_axes=(0, 1, 1, 0, 0, 0, 0, 0),
             out_axes=(0, 1, 0),
         )
-        (_, stored, cache, values), _ = jax.lax.scan(functools.partial(tick, work_S), carry, ticks)
-    return handover.outputs(stored), cache, values
+        x_M, cache, values, _ = scan_ticks(
+            lambda x_S, cache, *at: work_S(x_S, blocks, cache, inputs_SM, stages, *at),
+            Handover(schedule, layout, stream_io),
+            x_M,
+            cache,
+            assigned_values(blocks),
+            varying_like=blocks,
+        )
+    return x_M, cache, values
+
+
+def scan_ticks(
+    work_S: Callable[..., tuple[jax.Array, PyTree, Values]],
+    handover: Handover,
+    x_M: jax.Array,
+    cache: PyTree,
+    old_values: Values,
+    *,
+    varying_like: PyTree,
+    saves_inputs: bool = False,
+) -> tuple[jax.Array, PyTree, Values, jax.Array | None]:
+    """Scans over the ticks of a forward pass.
+
+    Args:
+      work_S: Runs all stages; takes (x_S, cache, microbatch, repeat, is_valid), the last three with
+        an entry per stage, and returns (x_S, cache, values assigned in the tick [S, P, ...]).
+      handover: The transfer of activations between stages.
+      x_M: See `run_ticks`.
+      cache: See `run_ticks`.
+      old_values: Values of the assigned variables before the pass, [R, S, P, ...].
+      varying_like: Arrays that vary over the same manual mesh axes as the results.
+      saves_inputs: Whether to also return the stages' inputs in each tick.
+    """
+    schedule, layout = handover.schedule, handover.layout
+    stages, repeats = jnp.arange(schedule.num_stages), jnp.arange(schedule.circular_repeat)[:, None]
+
+    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array | None]:
+        # The carry contains the stages' next inputs, the handover's buffers, the cache, and the
+        # values that layers have assigned.
+        x_S, stored, cache, values = carry
+        microbatch, repeat, is_valid = schedule.work(t, stages)
+        x_S, stored = handover.enter(x_S, stored, t)
+        y_S, cache, new_values = work_S(x_S, cache, microbatch, repeat, is_valid)
+        y_S = layout.constrain(y_S, row_dim=1)
+        is_updated_RS = (repeats == repeat[None]) & is_valid[None]
+        for path, new in new_values.items():
+            value = _accumulate(
+                values[path], old_values[path], new, is_updated_RS, schedule.num_microbatches
+            )
+            values = {**values, path: layout.constrain(value, dim=1)}
+        arrived_S, stored = handover.leave(y_S, stored, t)
+        return (arrived_S, stored, cache, values), x_S if saves_inputs else None
+
+    carry = varying_alike((*handover.start(x_M), cache, old_values), varying_like)
+    (_, stored, cache, values), x_TS = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
+    return handover.outputs(stored), cache, values, x_TS
 
 
 def apply_layer_at(
@@ -295,36 +327,6 @@ def copy_to_stages(
         return layout.constrain(copies, dim=dim, row_dim=2 if has_rows else None, rank=1)
 
     return jax.tree.map(copied, inputs_M)
-
-
-def accumulate_values(
-    values: Values,
-    old_values: Values,
-    new_values: Values,
-    repeat: jax.Array,
-    is_valid: jax.Array,
-    schedule: Schedule,
-    layout: StageLayout,
-) -> Values:
-    """Adds a tick's values to the running means of the assigned variables, [R, S, P, ...].
-
-    Args:
-      values: The running means before the tick; see `mean_update`.
-      old_values: Values before the pass.
-      new_values: Values assigned in the tick, [S, P, ...].
-      repeat: The repeat that each stage processed, [S].
-      is_valid: False for stages that were idle, [S].
-      schedule: The tick schedule.
-      layout: The sharding of arrays with a stage dim.
-    """
-    repeats = jnp.arange(schedule.circular_repeat)[:, None]
-    is_updated_RS = (repeats == repeat[None]) & is_valid[None]
-    for path, new in new_values.items():
-        value = _accumulate(
-            values[path], old_values[path], new, is_updated_RS, schedule.num_microbatches
-        )
-        values = {**values, path: layout.constrain(value, dim=1)}
-    return values
 
 
 def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:

@@ -105,6 +105,12 @@ def _of_other_rows(split, *_):
     return dataclasses.replace(split, second=second)
 
 
+def _rolled(function, grads):
+    """Rolls the gradients that arrive at stages; other functions get their gradients unchanged."""
+    is_leave = getattr(function, "func", function).__name__ == "leave"
+    return (jnp.roll(grads[0], 1, 0), grads[1]) if is_leave else grads
+
+
 IN_1F1B = {
     "the last tick is dropped": _phases(_without_its_last),
     "inputs that are kept are overwritten": replaced(
@@ -164,8 +170,8 @@ IN_THE_LAYER = {
         f"{PIPELINING}.stage_work:StageWork.split", _of_other_rows
     ),
     "a gradient's way between stages is that of x": replaced(
-        f"{PIPELINING}.buffers:HandoverGradient.leave",
-        lambda old: lambda self, of_x, of_stored, t: old(self, jnp.roll(of_x, 1, 0), of_stored, t),
+        f"{PIPELINING}.split_ticks:transpose",
+        lambda old: lambda function, like, grads: old(function, like, _rolled(function, grads)),
     ),
     "weights' gradients of a tick replace those before": after(
         f"{PIPELINING}.split_ticks:add_at", lambda total, old, part, index: total - old
@@ -174,8 +180,8 @@ IN_THE_LAYER = {
         f"{SCHEDULE}.num_ticks", lambda old: property(lambda self: old.fget(self) - 1)
     ),
     "microbatches are in another order backward": replaced(
-        f"{PIPELINING}.buffers:HandoverGradient.start",
-        lambda old: lambda self: jax.tree.map(lambda a: jnp.flip(a, 1), old(self)),
+        f"{PIPELINING}.split_ticks:_Ticks.backward",
+        lambda old: lambda self, saved, grads: old(self, saved, (jnp.flip(grads[0], 0), grads[1])),
     ),
 }
 DEFECTS = (
