@@ -1,6 +1,5 @@
 """Tests that jobs in an object store are bitwise equal to jobs on disk."""
 
-import os
 import shutil
 import subprocess
 import sys
