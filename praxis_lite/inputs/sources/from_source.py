@@ -87,8 +87,10 @@ class FromSource(ExamplePipeline):
         if (source := self._bounded_source) is None:
             return
         assert source.cache_bytes is not None
-        setting = "shuffle_window" if self.shuffle else "batch_size"
-        size = self.shuffle_window or self.num_examples if self.shuffle else self.batch_size
+        setting, unit, size = "batch_size", "batches", self.batch_size
+        if self.shuffle:
+            size = self.shuffle_window or self.num_examples
+            setting, unit = "shuffle_window", "windows"
 
         def needed(num_rows: int) -> int:
             return source.max_bytes_of_rows(self._first_of_files, 2 * num_rows)
@@ -97,7 +99,7 @@ class FromSource(ExamplePipeline):
             largest = bisect.bisect_right(range(size), source.cache_bytes, key=needed) - 1
             fix = f"Set {setting} to at most {largest:,}" if largest > 0 else "Write smaller files"
             raise ConfigError(
-                f"FromSource: the files of two windows of {size:,} examples have up to "
+                f"FromSource: the files of two {unit} of {size:,} examples have up to "
                 f"{needed(size):,} bytes, but cache_bytes is {source.cache_bytes:,}. {fix}, or "
                 "increase cache_bytes."
             )

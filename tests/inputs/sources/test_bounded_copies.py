@@ -215,8 +215,12 @@ def test_a_file_that_changes_after_the_start_is_reported(store, tmp_path, change
     [
         (lambda: pipeline(100_000), r"cache_bytes is 100,000, but .*03.npy has 148,128"),
         (lambda: pipeline(0), "cache_bytes is 0, "),
-        (lambda: pipeline(500_000, window=100), r"100 examples.*at most \d\d,"),
-        (lambda: pipeline(500_000, window=None), r"130 examples.*at most \d\d,"),
+        (lambda: pipeline(500_000, window=100), r"two windows of 100 .*at most \d\d,"),
+        (lambda: pipeline(500_000, window=None), r"two windows of 130 .*at most \d\d,"),
+        (
+            lambda: pipeline(200_000, window=None, batch_size=40, shuffle=False),
+            r"two batches of 40 .*batch_size to at most \d+,",
+        ),
         (lambda: pipeline(500_000, window=3), "shuffle_window is 3; .*at least 5"),
         (lambda: pipeline(shuffle=False), "shuffle is False"),
         (lambda: pipeline(written_before="2026-11-30"), "2026-11-30.*offset"),
