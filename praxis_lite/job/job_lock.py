@@ -120,7 +120,7 @@ class _Lease(contextlib.AbstractContextManager):
     def __init__(self, folder: StorePath):
         self._folder = folder
         # Other requests are retried for minutes, which is longer than the lease.
-        self._object = dataclasses.replace(folder / _NAME, is_quick=True)
+        self._object = dataclasses.replace(folder / _NAME, is_quick=True, guard=None)
         self._renewed = -math.inf  # Time at which the last successful renewal was sent.
         self.token = secrets.token_hex(8)
 
