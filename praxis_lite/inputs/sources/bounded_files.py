@@ -102,9 +102,7 @@ class BoundedFiles:
         file of the same size in which only both ends are filled. If this file cannot be read (.npz,
         because its checksums are wrong), the complete file is downloaded.
 
-        Args:
-          open_file: See `OpenedFiles`.
-          num_rows: See `OpenedFiles`.
+        `open_file` and `num_rows` are those of `OpenedFiles`.
         """
         name = f"counts.{xxhash.xxh3_128_hexdigest(repr(self.stored).encode())}"
 
@@ -174,7 +172,7 @@ def _listed(owner: str, globs: str, written_before: str | None) -> list[StoredFi
         if not found:
             raise nothing_matches(pattern, owner)
         files.update(found)
-    max_mtime_ns = _max_mtime_ns(owner, written_before)
+    max_mtime_ns = math.inf if written_before is None else _nanoseconds(owner, written_before)
     used = [file for file in files if file.mtime_ns < max_mtime_ns]
     if not used:
         raise ConfigError(
@@ -192,10 +190,7 @@ def _listed(owner: str, globs: str, written_before: str | None) -> list[StoredFi
     return sorted(used, key=lambda file: str(file.path))
 
 
-def _max_mtime_ns(owner: str, written_before: str | None) -> float:
-    """Returns the modification time from which on files are not used, in nanoseconds."""
-    if written_before is None:
-        return math.inf
+def _nanoseconds(owner: str, written_before: str) -> float:
     with contextlib.suppress(ValueError):
         time = datetime.datetime.fromisoformat(written_before)
         if time.tzinfo is not None:

@@ -79,10 +79,12 @@ class OpenedFiles(RowsOfFiles):
     def counts(self) -> list[int]:
         if self.bounded is not None:
             return self.bounded.counts(self.open_file, self.num_rows)
+
+        def count(path: str) -> int:
+            return self.num_rows(self.open_file(path), path)
+
         with ThreadPoolExecutor(self.num_counting_threads) as pool:
-            return list(
-                pool.map(lambda path: self.num_rows(self.open_file(path), path), self.paths)
-            )
+            return list(pool.map(count, self.paths))
 
     # Lists of files in a store come from `bounded`, lists of local files from the base class.
 
