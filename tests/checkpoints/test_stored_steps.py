@@ -113,8 +113,8 @@ def test_a_job_without_its_lease_does_not_replace_a_step(folder):
     before, guarded = folder.files(), dataclasses.replace(folder, guard=lost)
     with pytest.raises(FailedSave, match="step 5.*the lease is lost"):
         save_small(guarded, 5)
-    writing = tensorstore_write.TensorStoreWrite(guarded / "5", lambda: None)
-    writing.begin(small_state(mesh(), 5))
+    writing = tensorstore_write.TensorStoreWrite(guarded / "6", lambda: None)
+    writing.begin(small_state(mesh(), 6))
     with pytest.raises(ConfigError, match="the lease is lost"):
         writing.wait()
     assert folder.files() == before
