@@ -218,7 +218,7 @@ def test_a_file_that_changes_after_the_start_is_reported(store, tmp_path, change
         (lambda: pipeline(500_000, window=100), r"two windows of 100 .*at most \d\d,"),
         (lambda: pipeline(500_000, window=None), r"two windows of 130 .*at most \d\d,"),
         (
-            lambda: pipeline(200_000, window=None, batch_size=40, shuffle=False),
+            lambda: pipeline(300_000, window=None, batch_size=40, shuffle=False),
             r"two batches of 40 .*batch_size to at most \d+,",
         ),
         (lambda: pipeline(500_000, window=3), "shuffle_window is 3; .*at least 5"),
