@@ -119,8 +119,7 @@ class _Lease(contextlib.AbstractContextManager):
 
     def __init__(self, folder: StorePath):
         self._folder = folder
-        # Other requests are retried for minutes, which is longer than the lease.
-        self._object = dataclasses.replace(folder / _NAME, is_quick=True, guard=None)
+        self._object = dataclasses.replace(folder / _NAME, guard=None)
         self._renewed = -math.inf  # Time at which the last successful renewal was sent.
         self.token = secrets.token_hex(8)
 
@@ -167,6 +166,8 @@ class Lease(_Lease):
 
     def __init__(self, folder: StorePath):
         super().__init__(folder)
+        # Other requests are retried for minutes, which is longer than the lease.
+        self._object = dataclasses.replace(self._object, is_quick=True)
         self._number = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_stopped, daemon=True, name="lease")
