@@ -142,16 +142,16 @@ class BoundedFiles:
         num_between = int(np.searchsorted(np.cumsum(counts), num_rows - 2, side="right"))
         return int(sizes[: num_between + 2].sum())
 
-    def prefetch(self, first_numbers: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+    def prefetch(self, first_numbers: np.ndarray, examples: Sequence[np.ndarray]) -> None:
         """Starts to download the files of the examples that are read next; closes all other files.
 
         Args:
           first_numbers: int64[files + 1], the index of each file's first example, then the number
             of examples.
-          rows: Arrays of indices of examples; those of the first array are read first.
+          examples: Arrays of indices of examples; those of the first array are read first.
         """
         numbers: dict[int, None] = {}
-        for indices in rows:
+        for indices in examples:
             files = np.searchsorted(first_numbers, indices, side="right") - 1
             numbers.update(dict.fromkeys(np.unique(files).tolist()))
         self._copies.prefetch([self.stored[number] for number in numbers])

@@ -144,8 +144,8 @@ class FromSource(ExamplePipeline):
             self._prefetched_windows = windows
             now = np.concatenate([self._order.examples_of_window(number) for number in windows])
             later = self._order.examples_of_window(windows.stop)
-        rows = [self._source_indices(now), self._source_indices(later)]
-        files.prefetch(self.source.first_of_files(), rows)
+        examples = [self._source_indices(now), self._source_indices(later)]
+        files.prefetch(self.source.first_of_files(), examples)
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
