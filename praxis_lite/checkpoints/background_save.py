@@ -17,7 +17,7 @@ from praxis_lite.checkpoints.orbax_write import OPEN_FILES, CancelledWrite, Open
 from praxis_lite.checkpoints.steps.step_store import StepStore
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.tensorstore_write import TensorStoreWrite
-from praxis_lite.core.errors import Error
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
@@ -148,7 +148,7 @@ class BackgroundSave:
         if processes.is_first():
             try:
                 self._steps.discard(self.step)
-            except OSError as second:
+            except (OSError, ConfigError) as second:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     @property

@@ -128,7 +128,7 @@ class TensorStoreWrite:
             if self._cancelled.is_set():
                 raise CancelledWrite
             write.copy.result()
-        transaction.commit_async().result()
+        self._commit(transaction)
 
     def _merge(self, item: str) -> None:
         """Merges the databases of all processes into the item's database."""
@@ -138,6 +138,11 @@ class TensorStoreWrite:
         for process in range(processes.count()):
             part = ts.KvStore.open(self._database(item, process), context=self._context).result()
             part.experimental_copy_range_to(merged).result()
+        self._commit(transaction)
+
+    def _commit(self, transaction: ts.Transaction) -> None:
+        if self._folder.guard is not None:
+            self._folder.guard()  # TensorStore's requests do not call it.
         transaction.commit_async().result()
 
 

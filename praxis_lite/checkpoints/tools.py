@@ -71,7 +71,7 @@ def steps_directory(path: str) -> AnyPath:
         )
     for directory in (given / "checkpoints", given):
         steps = steps_in(directory)
-        if steps.numbered() or steps.set_aside(*_SET_ASIDE):
+        if steps.numbered() or steps.folders_of_kind(*_SET_ASIDE):
             return directory
     if given.name.isdigit() and (given / MANIFEST_JSON).exists():
         raise ConfigError(
@@ -120,7 +120,7 @@ def list_steps(directory: AnyPath) -> list[ListedStep]:
         # Skip a step that a running job deleted while the step was being verified.
         if not errors or (directory / name).exists():
             listed.append(_listed_step(directory / name, first_few(errors, 2, "; ") or "good"))
-    for name in steps.set_aside(*_SET_ASIDE):
+    for name in steps.folders_of_kind(*_SET_ASIDE):
         kind = name.partition(".")[2].partition("-")[0].partition(".")[0]
         listed.append(_listed_step(directory / name, _SET_ASIDE.get(kind, kind)))
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))

@@ -70,6 +70,8 @@ class _Limits(NamedTuple):
 
 _RETRY_SECONDS = 180.0
 _PATIENT = _Limits(300, 10, 100, _RETRY_SECONDS, _RETRY_SECONDS)
+# Retries inside obstore do not call `StorePath.guard`.
+_GUARDED = _Limits(300, 10, 0, 0.0, _RETRY_SECONDS)
 _QUICK = _Limits(4, 3, 3, 8.0, 2.0)
 # Maximum time for the first access to a store.
 _FIRST_SECONDS = 9.0
@@ -136,12 +138,16 @@ class StorePath:
       bucket: Name of the bucket.
       key: The path in the bucket, without leading and trailing slashes.
       is_quick: Whether requests fail within 15 seconds, instead of being retried for minutes.
+      guard: Called before each attempt to write or delete an object, to check that this process may
+        still do so, for example because it holds a lease. If it raises, nothing is changed. Paths
+        below this path have the same guard.
     """
 
     scheme: str
     bucket: str
     key: str
     is_quick: bool = dataclasses.field(default=False, compare=False, repr=False)
+    guard: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
     def opened(
@@ -340,10 +346,14 @@ class StorePath:
 
         obstore itself does not retry deletions, conditional writes and truncated listings.
         """
-        limits = _QUICK if self.is_quick else _PATIENT
+        limits, guard = _QUICK if self.is_quick else _PATIENT, None
+        if self.guard is not None and action in ("write", "delete"):
+            limits, guard = _GUARDED, self.guard
         store, pause = _bucket(self.scheme, self.bucket, limits), 0.1
         deadline = time.monotonic() + limits.seconds
         while True:
+            if guard is not None:
+                guard()
             try:
                 with _store_errors(self, action):
                     return request(store)
@@ -489,7 +499,7 @@ def _store_errors(path: StorePath, action: str) -> Iterator[None]:
         fix = _CREDENTIALS[path.scheme].format(action=action)
         raise ConfigError(f"{path}: {bucket} refuses permission to {action} it. {fix}.") from None
     unreachable = _unreachable(path, shortened(" ".join(text.split()), 300))
-    if re.search(r" 4\d\d ", text):  # The same request would fail again.
+    if re.search(r" 4(?!08|29)\d\d ", text):  # The same request would fail again.
         raise ConfigError(str(unreachable)) from None
     raise unreachable from None
 

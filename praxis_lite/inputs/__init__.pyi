@@ -19,13 +19,13 @@ from praxis_lite.inputs.sources.faults import BadExample as BadExample
 from praxis_lite.inputs.sources.folders import ImageFiles as ImageFiles
 from praxis_lite.inputs.sources.folders import TextFiles as TextFiles
 from praxis_lite.inputs.sources.from_grain import FromGrain as FromGrain
+from praxis_lite.inputs.sources.from_grain import FromGrainIter as FromGrainIter
 from praxis_lite.inputs.sources.from_source import FromSource as FromSource
 from praxis_lite.inputs.sources.hub import HuggingFaceDataset as HuggingFaceDataset
 from praxis_lite.inputs.sources.hub import Tfds as Tfds
 from praxis_lite.inputs.sources.json_lines import JsonLines as JsonLines
 from praxis_lite.inputs.sources.records import ArrayRecords as ArrayRecords
 from praxis_lite.inputs.sources.records import TfRecords as TfRecords
-from praxis_lite.inputs.sources.streams import FromGrainIter as FromGrainIter
 from praxis_lite.inputs.sources.streams import FromIterableDataset as FromIterableDataset
 from praxis_lite.inputs.text.corpus import TextCorpus as TextCorpus
 from praxis_lite.inputs.text.corpus import language_reference as language_reference

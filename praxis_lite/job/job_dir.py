@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +15,8 @@ from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.hub import is_hub_url
 from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 from praxis_lite.host.places import local_folder
-from praxis_lite.job.job_lock import JobLock, Lease, is_leased, is_locked
+from praxis_lite.job import processes
+from praxis_lite.job.job_lock import JobLock, Lease, LeaseOfFirst, is_leased, is_locked
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes.exits import temporary_folder
@@ -136,9 +137,17 @@ class JobDir:
         """Returns a context manager that uploads changed files; see `Mirror.uploading`."""
         return contextlib.nullcontext()
 
-    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> JobLock | Lease:
-        """Returns a context manager that locks the directory for training; see `JobLock`."""
-        return JobLock(self.path, note, is_shared=is_shared)
+    def locked(
+        self, note: Callable[[str], None], *, is_shared: bool = False
+    ) -> contextlib.AbstractContextManager[object]:
+        """Returns a context manager that locks the directory for training; see `JobLock`.
+
+        In an object store, the lock is a `Lease`, and this process changes no file of the job while
+        another job may hold it. If there are several processes, the first one holds the lock.
+        """
+        if processes.is_first():
+            return JobLock(self.path, note, is_shared=is_shared)
+        return contextlib.nullcontext()
 
     def is_training(self) -> bool:
         """Returns whether a process is training in the directory."""
@@ -187,10 +196,14 @@ class StoredJobDir(JobDir):
     def uploading(self) -> contextlib.AbstractContextManager[None]:
         return self.mirror.uploading()
 
-    def lock(self, note: Callable[[str], None], *, is_shared: bool = False) -> Lease:
-        lease = Lease(self.mirror.store)
-        self.mirror.before_upload = lease.check
-        return lease
+    @contextlib.contextmanager
+    def locked(self, note: Callable[[str], None], *, is_shared: bool = False) -> Iterator[None]:
+        store = self.mirror.store
+        with Lease(store) if processes.is_first() else LeaseOfFirst(store) as lease:
+            lease.token = processes.exchange("lease", lease.token)[0]
+            # The paths of all files, including checkpoints, are below this path.
+            self.mirror.store = dataclasses.replace(store, guard=lease.check)
+            yield
 
     def is_training(self) -> bool:
         return is_leased(self.mirror.store)

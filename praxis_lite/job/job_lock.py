@@ -3,10 +3,11 @@
 A local directory is locked with `flock`. In an object store, the lock is a lease: an object that
 its holder replaces every few seconds with a conditional write. Another process may take the lease
 after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared. The
-holder uploads the job's files and commits steps only if the last successful renewal was sent less
-than half of this time ago.
+holder writes and deletes the job's objects only if the last successful renewal was sent less than
+half of this time ago. It checks this before each request, because it may have been suspended.
 """
 
+import abc
 import contextlib
 import dataclasses
 import errno
@@ -18,6 +19,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +30,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.job.processes.exits import end_now
 
-__all__ = ("JobLock", "Lease", "is_leased", "is_locked")
+__all__ = ("JobLock", "Lease", "LeaseOfFirst", "is_leased", "is_locked")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
 # Retry, because `is_locked` in another process holds the lock for a moment.
@@ -90,9 +92,6 @@ class JobLock(contextlib.AbstractContextManager):
         _entered_locks.discard(self)
         self._close()
 
-    def check(self) -> None:
-        """Does nothing, because a living process cannot lose this lock; see `Lease.check`."""
-
     def _lock(self) -> None:
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -108,7 +107,54 @@ class JobLock(contextlib.AbstractContextManager):
             self._file = -1
 
 
-class Lease(contextlib.AbstractContextManager):
+class _Lease(contextlib.AbstractContextManager):
+    """Base class of the lease in the first process of a job, and in its other processes.
+
+    Args:
+      folder: The job's folder.
+
+    Attributes:
+      token: Identifies the holder.
+    """
+
+    def __init__(self, folder: StorePath):
+        self._folder = folder
+        self._object = dataclasses.replace(folder / _NAME, guard=None)
+        self._renewed = -math.inf  # Time at which the last successful renewal was sent.
+        self.token = secrets.token_hex(8)
+
+    def check(self) -> None:
+        """Waits until the last renewal is recent, so that no other process can take the lease soon.
+
+        This is the `StorePath.guard` of the job's files.
+
+        Raises:
+          ConfigError: The lease could not be renewed within _CHECK_SECONDS.
+        """
+        deadline = time.monotonic() + _CHECK_SECONDS
+        while _seconds() > self._renewed + LEASE_SECONDS / 2:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"job_log_dir={self._folder}: the lease could not be renewed for "
+                    f"{_CHECK_SECONDS:.0f} s, and another process may train there. Check the "
+                    "network; the same command then resumes the job."
+                )
+            self._wait_for_renewal()
+
+    @abc.abstractmethod
+    def _wait_for_renewal(self) -> None:
+        """Waits for a moment. Sets `_renewed` if no other thread does."""
+
+    def _read(self) -> tuple[Mapping[str, Any], str]:
+        """Returns the holder, {} if there is none, and the version, "create" if there is none."""
+        try:
+            content, status = self._object.read_version()
+        except FileNotFoundError:
+            return {}, "create"
+        return json.loads(content), status.version
+
+
+class Lease(_Lease):
     """Context manager that holds a lease on a folder in an object store.
 
     A thread renews the lease. If another process has taken it, for example because this process was
@@ -116,18 +162,13 @@ class Lease(contextlib.AbstractContextManager):
     `check` blocks until the lease is renewed. A killed process leaves its lease behind. On the same
     host, the next launch takes this lease immediately; on another host, or in another container, it
     first waits for LEASE_SECONDS.
-
-    Args:
-      folder: The job's folder.
     """
 
     def __init__(self, folder: StorePath):
-        self._folder = folder
+        super().__init__(folder)
         # Other requests are retried for minutes, which is longer than the lease.
-        self._object = dataclasses.replace(folder / _NAME, is_quick=True)
-        self._renewed = -math.inf  # Time at which the last successful renewal was sent.
+        self._object = dataclasses.replace(self._object, is_quick=True)
         self._number = itertools.count()
-        self._token = secrets.token_hex(8)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_stopped, daemon=True, name="lease")
 
@@ -143,7 +184,7 @@ class Lease(contextlib.AbstractContextManager):
         try:
             # The object is not deleted, because a repeated request could delete the next lease.
             holder, version = self._read()
-            if holder.get("token") == self._token:
+            if holder.get("token") == self.token:
                 with contextlib.suppress(ObjectChanged):
                     self._object.write_bytes(_FREE, version)
         except ConfigError as error:
@@ -151,41 +192,18 @@ class Lease(contextlib.AbstractContextManager):
                 "the lease could not be released; it expires in %g s: %s", LEASE_SECONDS, error
             )
 
-    def check(self) -> None:
-        """Waits until the last renewal is recent, so that no other process can take the lease soon.
-
-        Call this before each upload of the job's files, and before each commit of a step.
-
-        Raises:
-          ConfigError: The lease could not be renewed within _CHECK_SECONDS.
-        """
-        deadline = time.monotonic() + _CHECK_SECONDS
-        while time.monotonic() > self._renewed + LEASE_SECONDS / 2:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"job_log_dir={self._folder}: the lease could not be renewed for "
-                    f"{_CHECK_SECONDS:.0f} s, and another process may train there. Check the "
-                    "network; the same command then resumes the job."
-                )
-            time.sleep(min(0.1, _RENEW_SECONDS))
-
-    def _read(self) -> tuple[Mapping[str, Any], str]:
-        """Returns the holder, {} if there is none, and the version, "create" if there is none."""
-        try:
-            content, status = self._object.read_version()
-        except FileNotFoundError:
-            return {}, "create"
-        return json.loads(content), status.version
+    def _wait_for_renewal(self) -> None:
+        time.sleep(min(0.1, _RENEW_SECONDS))
 
     def _write(self, version: str) -> None:
         """Replaces a version. Raises ObjectChanged if another process holds the lease."""
-        sent = time.monotonic()
+        sent = _seconds()
         # Make each version's content different, because S3 derives the version from the content.
         holder = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_namespace": _pid_namespace(),
-            "token": self._token,
+            "token": self.token,
             "renewal": next(self._number),
         }
         content = json.dumps(holder).encode()
@@ -194,7 +212,7 @@ class Lease(contextlib.AbstractContextManager):
         except ObjectChanged:
             # The answer to an earlier write, of this or another call, may have been lost.
             found, found_version = self._read()
-            if found.get("token") != self._token:
+            if found.get("token") != self.token:
                 raise
             return self._write(found_version)
         self._renewed = sent
@@ -238,6 +256,42 @@ class Lease(contextlib.AbstractContextManager):
                 end_now(1, "lost its lease on job_log_dir")
             except (ConfigError, OSError) as error:
                 _log.warning("the lease on job_log_dir could not be renewed; retrying: %s", error)
+
+
+class LeaseOfFirst(_Lease):
+    """The lease of a job's first process, in the job's other processes, which set its `token`.
+
+    `check` waits until it sees that the lease is renewed. Nothing is written.
+    """
+
+    def __init__(self, folder: StorePath):
+        super().__init__(folder)
+        self._last_read = "", -math.inf  # The version, and the time at which the read was sent.
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Does nothing, because the first process releases the lease."""
+
+    def _wait_for_renewal(self) -> None:
+        sent = _seconds()
+        holder, version = self._read()
+        if holder.get("token") != self.token:
+            raise ConfigError(
+                f"job_log_dir={self._folder} was taken over by another process, because the job's "
+                "first process did not renew its lease in time. This process writes no more files."
+            )
+        last_version, last_sent = self._last_read
+        self._last_read = version, sent
+        if version == last_version:
+            time.sleep(_RENEW_SECONDS / 5)
+        else:  # It was written after the previous read.
+            self._renewed = last_sent
+
+
+def _seconds() -> float:
+    """Returns the time of a clock that also runs while the system is suspended."""
+    # On Linux, CLOCK_MONOTONIC stops.
+    clock = time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC
+    return time.clock_gettime(clock)
 
 
 def _has_ended(holder: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -32,15 +32,11 @@ class Mirror:
     Args:
       store: The job's folder in the store.
       folder: An existing local folder.
-
-    Attributes:
-      before_upload: Called before each upload; see `Lease.check`.
     """
 
     def __init__(self, store: StorePath, folder: Path):
         self.store, self.folder = store, folder
         self._lock = threading.Lock()
-        self.before_upload: Callable[[], None] = lambda: None
         # For each file: its size and mtime at the last transfer, and the digests of its parts.
         self._seen: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, list[str]] = {}
@@ -92,7 +88,6 @@ class Mirror:
 
     def upload(self) -> None:
         """Uploads the file parts that have changed locally, and deletes removed files."""
-        self.before_upload()
         with self._lock:
             existing = set()
             for path in sorted(self.folder.rglob("*")):

@@ -40,6 +40,11 @@ class OtherJobDir(JobDir):
     def log_txt(self, process: int) -> Path:
         return self.shared.log_txt(process)
 
+    def locked(
+        self, note: Callable[[str], None], *, is_shared: bool = False
+    ) -> contextlib.AbstractContextManager[object]:
+        return self.shared.locked(note, is_shared=is_shared)
+
     def upload(self) -> None:
         self.shared.upload()
 

@@ -41,7 +41,7 @@ def new_job_dir(
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    with job_dir.lock(print), job_dir.uploading():
+    with job_dir.locked(print), job_dir.uploading():
         if job_dir.config_json.exists():
             raise ConfigError(f"{job_dir.location} already has a job. Use a new directory.")
         try:

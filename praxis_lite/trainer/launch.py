@@ -86,13 +86,7 @@ def launch_training(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         is_elastic = processes.membership() is not None
-        lock = files.lock(warn_once_per_job, is_shared=is_elastic)
-        stack.enter_context(lock)
-
-        def before_commit() -> None:
-            files.upload()  # The metrics of a step are stored before the step.
-            lock.check()
-
+        stack.enter_context(files.locked(warn_once_per_job, is_shared=is_elastic))
         stack.enter_context(files.uploading())
         config.write_if_new()
         open_job_log(files.log_txt(processes.index()))
@@ -107,7 +101,7 @@ def launch_training(
                 config_json=config.json,
                 evaluated=lambda: metrics_by_step(files),
                 saved=stop.saved,
-                before_commit=before_commit,
+                before_commit=files.upload,  # The metrics of a step are stored before the step.
             )
         )
         # This runs just before `checkpoints` waits for a save in progress, so that goodput counts

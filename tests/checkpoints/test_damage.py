@@ -130,7 +130,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert checkpoints.latest_step() == 3
     [line] = lines
     assert re.search(rf"step 7 is damaged \(.*{words}.*\): renamed to 7.damaged$", line)
-    assert DiskSteps(folder).set_aside("damaged") == ["7.damaged"]
+    assert DiskSteps(folder).folders_of_kind("damaged") == ["7.damaged"]
 
 
 def test_saving_goes_on_after_a_fallback(folder):
@@ -142,7 +142,7 @@ def test_saving_goes_on_after_a_fallback(folder):
             checkpoints.wait()
             assert_is_step(checkpoints, 7)
         assert DiskSteps(folder).verify("7") == []
-        actual = DiskSteps(folder).set_aside("damaged")
+        actual = DiskSteps(folder).folders_of_kind("damaged")
         assert actual == ["7.damaged", "7.damaged-2"][:number]
 
 

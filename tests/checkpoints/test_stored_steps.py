@@ -1,5 +1,7 @@
 """Tests steps in object stores, with local servers that implement the APIs of S3 and GCS."""
 
+import dataclasses
+
 import pytest
 
 from praxis_lite import ConfigError, StepLost
@@ -100,6 +102,31 @@ def test_a_failed_save_leaves_nothing_behind(folder, monkeypatch):
     with pytest.raises(FailedSave, match="step 5"):
         save_small(folder, 5)
     assert folder.folders() == ["3"]
+
+
+def lost():
+    raise ConfigError("the lease is lost")
+
+
+def test_a_job_without_its_lease_does_not_replace_a_step(folder):
+    save_small(folder, 3, 5)
+    before, guarded = folder.files(), dataclasses.replace(folder, guard=lost)
+    with pytest.raises(FailedSave, match="step 5.*the lease is lost"):
+        save_small(guarded, 5)
+    writing = tensorstore_write.TensorStoreWrite(guarded / "6", lambda: None)
+    writing.begin(small_state(mesh(), 6))
+    with pytest.raises(ConfigError, match="the lease is lost"):
+        writing.wait()
+    assert folder.files() == before
+
+
+def test_a_job_that_loses_its_lease_after_a_commit_deletes_no_old_step(folder):
+    save_small(folder, 3, 5)
+    is_lost, notes = [], []
+    guarded = dataclasses.replace(folder, guard=lambda: lost() if is_lost else None)
+    save_small(guarded, 7, max_to_keep=2, saved=is_lost.append, note=notes.append)
+    assert StoredSteps(folder).committed() == [3, 5, 7]
+    assert "could not be deleted: the lease is lost" in notes[0]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tests job directories in object stores: files are uploaded in parts, and a lease is the lock."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -10,11 +11,13 @@ import time
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.checkpoints.steps.step_store import StoredSteps
+from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
 from praxis_lite.host import object_stores
 from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import job_lock, mirror
-from praxis_lite.job.job_dir import open_for_reading, open_for_training
-from praxis_lite.job.job_lock import Lease, is_leased
+from praxis_lite.job.job_dir import job_dir_at, open_for_reading, open_for_training
+from praxis_lite.job.job_lock import Lease, LeaseOfFirst, is_leased
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from tests.support.fake_s3 import s3_bucket
@@ -148,6 +151,79 @@ def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
     assert b"thief" in (store / ".training").read_bytes()
 
 
+TAKEN = b'{"host": "other", "pid": 1, "token": "x"}'
+
+
+def repair(job):
+    VerifiedSteps(job.checkpoints, owned=True, note=print).repair()
+
+
+def delete_file(job):
+    job.config_json.unlink()
+    job.upload()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda job: StoredSteps(job.checkpoints).clear(5), id="clear"),
+        pytest.param(lambda job: StoredSteps(job.checkpoints).discard(7), id="failed save"),
+        pytest.param(
+            lambda job: VerifiedSteps(job.checkpoints, owned=True, note=print).delete([3]),
+            id="retention",
+        ),
+        pytest.param(repair, id="repair"),
+        pytest.param(lambda job: StoredSteps(job.checkpoints).quarantine(5), id="quarantine"),
+        pytest.param(lambda job: StoredSteps(job.checkpoints).abandon(5), id="roll-back"),
+        pytest.param(
+            lambda job: StoredSteps(job.checkpoints).commit("7", {"step": 7}), id="commit"
+        ),
+        pytest.param(delete_file, id="deleted file"),
+        pytest.param(lambda job: job.checkpoints.remove_folder(), id="failed creation"),
+    ],
+)
+def test_a_suspended_process_changes_nothing_after_its_lease_was_taken(store, monkeypatch, change):
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 1e6)  # The thread has not run yet.
+    monkeypatch.setattr(job_lock, "_CHECK_SECONDS", 0.0)
+    job = job_dir_at(str(store), writes=True)
+    with job.locked(print):
+        job.write_config("{}", [])
+        job.upload()
+        steps = StoredSteps(job.checkpoints)
+        for step in (3, 5):
+            steps.commit(str(step), {"step": step})
+        (job.checkpoints / "7" / "array").write_bytes(b"x")
+        wakes_at = job_lock._seconds() + job_lock.LEASE_SECONDS
+        monkeypatch.setattr(job_lock, "_seconds", lambda: wakes_at)
+        (store / ".training").write_bytes(TAKEN)
+        before = store.files()
+        with pytest.raises(ConfigError, match="jobs/one: the lease could not be renewed"):
+            change(job)
+        assert store.files() == before
+
+
+def test_other_processes_write_only_while_the_first_renews_its_lease(store, monkeypatch):
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(job_lock, "_CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(job_lock, "end_now", lambda status, why: None)
+    other = LeaseOfFirst(store)
+    with Lease(store) as lease:
+        other.token = lease.token
+        other.check()
+        wakes_at = job_lock._seconds() + job_lock.LEASE_SECONDS
+        monkeypatch.setattr(job_lock, "_seconds", lambda: wakes_at)
+        other.check()
+        lease._stopped.set()
+        lease._thread.join()
+        wakes_again_at = wakes_at + job_lock.LEASE_SECONDS
+        monkeypatch.setattr(job_lock, "_seconds", lambda: wakes_again_at)
+        with pytest.raises(ConfigError, match="jobs/one: the lease could not be renewed"):
+            other.check()
+        (store / ".training").write_bytes(TAKEN)
+        with pytest.raises(ConfigError, match="jobs/one was taken over"):
+            other.check()
+
+
 class SlowProxy(StoreProxy):
     """Delays renewals of the lease while `is_slow` is set, and carries them out later."""
 
@@ -176,15 +252,14 @@ def test_a_holder_whose_renewals_hang_writes_nothing_after_its_lease_was_taken(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         job = Mirror(StorePath.opened(f"{url}/job"), tmp_path)
         with Lease(job.store) as lease:
-            job.before_upload = lease.check
+            job.store = dataclasses.replace(job.store, guard=lease.check)
             uploads = job.uploading()
             uploads.__enter__()
             (tmp_path / "metrics.jsonl").write_text("1")
             job.upload()
             proxy.is_slow = True
             time.sleep(job_lock.LEASE_SECONDS)
-            taken = b'{"host": "other", "pid": 1, "token": "x"}'
-            direct.put("job/.training", taken)
+            direct.put("job/.training", TAKEN)
             (tmp_path / "metrics.jsonl").write_text("2")
             with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):
                 job.upload()
@@ -194,7 +269,7 @@ def test_a_holder_whose_renewals_hang_writes_nothing_after_its_lease_was_taken(
             with pytest.raises(ConfigError, match="/job: the lease could not be renewed"):
                 uploads.__exit__(None, None, None)
         assert bytes(direct.get("job/metrics.jsonl").bytes()) == b"1"
-        assert bytes(direct.get("job/.training").bytes()) == taken
+        assert bytes(direct.get("job/.training").bytes()) == TAKEN
         proxy.close()
 
 

@@ -38,7 +38,7 @@ def located(
     elif given.name.isdigit() and (given / MANIFEST_JSON).is_file():
         directory, step = given.parent, int(given.name)
     steps = steps_in(directory)
-    if not (steps.numbered() or steps.set_aside("damaged")):
+    if not (steps.numbered() or steps.folders_of_kind("damaged")):
         experiment = rules.experiment or "EXP"
         raise ConfigError(
             f"There is no checkpoint in {given} to start this job from. Train that job first: "

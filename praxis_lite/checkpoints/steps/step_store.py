@@ -104,7 +104,7 @@ class DiskSteps(_Steps):
         """Returns the steps that have a commit, in order, without reading their files."""
         return [step for step in self.numbered() if self.is_committed(str(step))]
 
-    def set_aside(self, *kinds: str) -> list[str]:
+    def folders_of_kind(self, *kinds: str) -> list[str]:
         """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
         pattern = rf"[0-9]+\.({'|'.join(kinds)})"
         return [name for name in self._names() if re.match(pattern, name)]
@@ -154,7 +154,7 @@ class DiskSteps(_Steps):
 
         In an object store, this also deletes an existing step with this number.
         """
-        for name in self.set_aside("saving"):
+        for name in self.folders_of_kind("saving"):
             if name.startswith(self.folder_to_write(step)):
                 self.remove_leftover(name)
 
@@ -257,7 +257,7 @@ class StoredSteps(_Steps):
             numbers.update(json.loads((self.directory / _STEPS_JSON).read_bytes()))
         return sorted(number for number in numbers if self.is_committed(str(number)))
 
-    def set_aside(self, *kinds: str) -> list[str]:
+    def folders_of_kind(self, *kinds: str) -> list[str]:
         def kind(name: str) -> str:
             if self.is_committed(name):
                 return ""

@@ -51,7 +51,7 @@ class VerifiedSteps:
     def repair(self) -> None:
         """Cleans up after killed saves and deletions, and completes interrupted renames."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in self.store.set_aside(*LEFTOVERS):
+        for name in self.store.folders_of_kind(*LEFTOVERS):
             number = name.removesuffix(".saving")
             if number.isdecimal() and self.store.is_committed(name) and not self.store.verify(name):
                 self.store.publish(int(number))
@@ -81,7 +81,7 @@ class VerifiedSteps:
         step = self._first_undamaged(candidates)
         if step is None:
             damaged = [str(step) for step in self.store.numbered() if step in self._skipped]
-            damaged += self.store.set_aside("damaged")
+            damaged += self.store.folders_of_kind("damaged")
             if damaged:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
@@ -188,7 +188,7 @@ class VerifiedSteps:
 
     def delete(self, steps: Collection[int]) -> None:
         """Deletes the given steps, and all abandoned steps."""
-        for name in self.store.set_aside("abandoned"):
+        for name in self.store.folders_of_kind("abandoned"):
             self._remove_leftover(name)
         for step in steps:
             try:

@@ -1,94 +1,17 @@
 """Reads batches from a Grain dataset that a user-defined function returns."""
 
-import abc
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.base import (
-    IndexedPipeline,
-    InputPipeline,
-    batches_sha256,
-    fingerprint_json,
-    spec_of_rows,
-    zero_rows,
-)
-from praxis_lite.inputs.batch_arrays import stack_examples
-
-if TYPE_CHECKING:
-    import jax
-
-_NUM_HASHED_BATCHES = 2  # The fingerprint contains a hash of this many batches.
-
-
-class DatasetPipeline(InputPipeline):
-    """Base class of pipelines over a dataset that a user-defined function returns."""
-
-    make_dataset: Callable[[], Any]
-    batch_size: int
-
-    @property
-    @abc.abstractmethod
-    def first_batch(self) -> dict[str, np.ndarray]:
-        """A batch with only the first example."""
-
-    def check(self) -> None:
-        super().check()
-        self.element_spec()
-
-    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        return spec_of_rows(self.first_batch, self.batch_size)
-
-    def first_of(self, examples: Iterator[Any]) -> Any:
-        """Returns the first example. Raises ConfigError if there is none."""
-        for example in examples:
-            return example
-        raise ConfigError(
-            f"{type(self).__name__}: {self.name} has 0 elements; expected at least one. Add data, "
-            "or relax its filters."
-        )
-
-    def stacked(self, examples: list[Any], num_rows: int) -> dict[str, np.ndarray]:
-        """Stacks examples into a batch with `num_rows` rows."""
-        return stack_examples(type(self).__name__, self.name, examples, num_rows)
-
-    def made_by_grain(self, class_name: str, alternatives: str) -> Any:
-        """Returns the user's dataset. Raises ConfigError unless it is a grain.<class_name>."""
-        dataset = self.make_dataset()
-        grain = optional_module("grain", type(self).__name__)
-        if not isinstance(dataset, getattr(grain, class_name)):
-            raise ConfigError(
-                f"{type(self).__name__}: {self.name} returns a {type(dataset).__name__}; expected "
-                f"a grain.{class_name}. {alternatives}"
-            )
-        return dataset
-
-    def fingerprint(self) -> dict[str, Any]:
-        return self.settings_fingerprint("batch_size", "num_batches") | {
-            "make_dataset": fingerprint_json(self.make_dataset),
-            "first_batches_sha256": self._digest,
-        }
-
-    @functools.cached_property
-    def _digest(self) -> str:
-        return batches_sha256(itertools.islice(self.batches(), _NUM_HASHED_BATCHES))
-
-    @property
-    def name(self) -> str:
-        """The name of the user-defined function."""
-        return function_name(self.make_dataset)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process builds the dataset again.
-        recomputed = ("dataset", "first_batch")
-        return {name: value for name, value in vars(self).items() if name not in recomputed}
+from praxis_lite.inputs.base import IndexedPipeline, zero_rows
+from praxis_lite.inputs.sources.dataset_pipeline import DatasetPipeline
+from praxis_lite.inputs.sources.streams import Stream
 
 
 class FromGrain(DatasetPipeline, IndexedPipeline):
@@ -118,7 +41,8 @@ class FromGrain(DatasetPipeline, IndexedPipeline):
     @functools.cached_property
     def dataset(self) -> Any:
         """The user's dataset."""
-        return self.made_by_grain(
+        return _made_by_grain(
+            self,
             "MapDataset",
             "Use FromGrainIter for an IterDataset, or FromDataset for a tf.data.Dataset.",
         )
@@ -151,3 +75,53 @@ class FromGrain(DatasetPipeline, IndexedPipeline):
         if elements:
             return self.stacked(elements, rows.stop - rows.start)
         return zero_rows(self.first_batch, rows.stop - rows.start)
+
+
+class FromGrainIter(Stream):
+    """Batches from a user-defined function that returns a grain.IterDataset of dicts of arrays.
+
+    An IterDataset has no random access: every process computes the complete global batch and keeps
+    only its own rows. Prefer `FromGrain`, which avoids this cost. Checkpoints contain the state of
+    the dataset's iterator, from which a job resumes. Leaves are converted and padded as in
+    `FromGrain`.
+
+    Args:
+        make_dataset: Importable function that returns the dataset. Configure it as
+            `fdl.Partial(make_dataset, split="train")`. Elements are examples, not batches.
+        batch_size: Number of rows in the global batch.
+        num_batches: Number of batches in one pass; the last may be incomplete. None if the dataset
+            is endless, for training.
+    """
+
+    def __init__(
+        self, make_dataset: "Callable[[], Any]", batch_size: int, num_batches: int | None = None
+    ):
+        self.make_dataset, self.batch_size = make_dataset, batch_size
+        self.num_batches = num_batches
+
+    @functools.cached_property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return _made_by_grain(
+            self,
+            "IterDataset",
+            "Use FromGrain for a MapDataset, or FromDataset for a tf.data.Dataset.",
+        )
+
+    def opened(self, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+        examples = iter(self.dataset)
+        if state is not None:
+            examples.set_state(state)
+        return examples, examples.get_state
+
+
+def _made_by_grain(pipeline: DatasetPipeline, class_name: str, alternatives: str) -> Any:
+    """Returns the user's dataset. Raises ConfigError unless it is a grain.<class_name>."""
+    dataset = pipeline.make_dataset()
+    grain = optional_module("grain", type(pipeline).__name__)
+    if not isinstance(dataset, getattr(grain, class_name)):
+        raise ConfigError(
+            f"{type(pipeline).__name__}: {pipeline.name} returns a {type(dataset).__name__}; "
+            f"expected a grain.{class_name}. {alternatives}"
+        )
+    return dataset

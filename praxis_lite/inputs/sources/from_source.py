@@ -16,6 +16,7 @@ from praxis_lite.inputs.base import ExamplePipeline, fingerprint_json, spec_of_r
 from praxis_lite.inputs.batch_arrays import stack_examples
 from praxis_lite.inputs.mixing.shuffle import WindowedOrder
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state
+from praxis_lite.inputs.sources.bounded_files import BoundedFiles
 from praxis_lite.inputs.sources.cache import Contents
 from praxis_lite.inputs.sources.derived import derive_parts, function_recipe, num_left_out
 from praxis_lite.inputs.sources.faults import apply_to_example
@@ -84,31 +85,29 @@ class FromSource(ExamplePipeline):
 
     def _check_cache(self) -> None:
         """Raises ConfigError if the files of two windows (or batches) exceed `cache_bytes`."""
-        if (source := self._bounded_source) is None:
+        if (files := self._bounded_files) is None:
             return
-        assert source.cache_bytes is not None
-        setting = "shuffle_window" if self.shuffle else "batch_size"
-        size = self.shuffle_window or self.num_examples if self.shuffle else self.batch_size
+        setting, unit, size = "batch_size", "batches", self.batch_size
+        if self.shuffle:
+            size = self.shuffle_window or self.num_examples
+            setting, unit = "shuffle_window", "windows"
 
         def needed(num_rows: int) -> int:
-            return source.max_bytes_of_rows(self._first_of_files, 2 * num_rows)
+            return files.max_bytes_of_rows(self._first_of_files, 2 * num_rows)
 
-        if needed(size) > source.cache_bytes:
-            largest = bisect.bisect_right(range(size), source.cache_bytes, key=needed) - 1
+        if needed(size) > files.cache_bytes:
+            largest = bisect.bisect_right(range(size), files.cache_bytes, key=needed) - 1
             fix = f"Set {setting} to at most {largest:,}" if largest > 0 else "Write smaller files"
             raise ConfigError(
-                f"FromSource: the files of two windows of {size:,} examples have up to "
-                f"{needed(size):,} bytes, but cache_bytes is {source.cache_bytes:,}. {fix}, or "
+                f"FromSource: the files of two {unit} of {size:,} examples have up to "
+                f"{needed(size):,} bytes, but cache_bytes is {files.cache_bytes:,}. {fix}, or "
                 "increase cache_bytes."
             )
 
     @property
-    def _bounded_source(self) -> OpenedFiles | None:
-        """The source if its `cache_bytes` is set, or None."""
-        source = self.source
-        if isinstance(source, OpenedFiles) and source.cache_bytes is not None:
-            return source
-        return None
+    def _bounded_files(self) -> BoundedFiles | None:
+        """The source's files if its `cache_bytes` is set, or None."""
+        return self.source.bounded if isinstance(self.source, OpenedFiles) else None
 
     @functools.cached_property
     def _first_of_files(self) -> np.ndarray:
@@ -132,8 +131,8 @@ class FromSource(ExamplePipeline):
 
     def _prefetch(self, index: int, rows: slice) -> None:
         """Prefetches the files of this and the next window (or batch, if there are no windows)."""
-        source = self._bounded_source
-        if source is None or (self.shuffle and self._order is None):
+        files = self._bounded_files
+        if files is None or (self.shuffle and self._order is None):
             return
         if self._order is None:
             now, later = (self.example_indices(k, rows) for k in (index, index + 1))
@@ -145,7 +144,8 @@ class FromSource(ExamplePipeline):
             self._prefetched_windows = windows
             now = np.concatenate([self._order.examples_of_window(number) for number in windows])
             later = self._order.examples_of_window(windows.stop)
-        source.prefetch(self._source_indices(now), self._source_indices(later))
+        examples = [self._source_indices(now), self._source_indices(later)]
+        files.prefetch(self.source.first_of_files(), examples)
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
@@ -171,8 +171,8 @@ class FromSource(ExamplePipeline):
         counts: collections.Counter[str] = collections.Counter()
         reasons = self.source.map_part(part, self._reason_to_leave_out, counts)
         rows = [index - part.start for index, _ in reasons]
-        if (source := self._bounded_source) is not None:
-            source.prefetch(np.empty(0, np.int64), np.empty(0, np.int64))  # Close the files.
+        if (files := self._bounded_files) is not None:
+            files.prefetch(self.source.first_of_files(), [])  # Close the files.
         return {"left_out": dict(counts)}, {"rows": np.array(rows, np.int32)}
 
     def _reason_to_leave_out(self, example: Example, index: int) -> str | None:

@@ -13,10 +13,10 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.base import SequentialPipeline, first_difference
 from praxis_lite.inputs.mixing.shuffle import window_order
-from praxis_lite.inputs.sources.from_grain import DatasetPipeline
+from praxis_lite.inputs.sources.dataset_pipeline import DatasetPipeline
 
 
-class _Stream(DatasetPipeline, SequentialPipeline):
+class Stream(DatasetPipeline, SequentialPipeline):
     """Base class of pipelines over an iterator that can return its state as JSON."""
 
     # A resumed job continues from the state in its checkpoint.
@@ -102,42 +102,6 @@ class _Stream(DatasetPipeline, SequentialPipeline):
             num_read += len(window)
 
 
-class FromGrainIter(_Stream):
-    """Batches from a user-defined function that returns a grain.IterDataset of dicts of arrays.
-
-    An IterDataset has no random access: every process computes the complete global batch and keeps
-    only its own rows. Prefer `FromGrain`, which avoids this cost. Checkpoints contain the state of
-    the dataset's iterator, from which a job resumes. Leaves are converted and padded as in
-    `FromGrain`.
-
-    Args:
-        make_dataset: Importable function that returns the dataset. Configure it as
-            `fdl.Partial(make_dataset, split="train")`. Elements are examples, not batches.
-        batch_size: Number of rows in the global batch.
-        num_batches: Number of batches in one pass; the last may be incomplete. None if the dataset
-            is endless, for training.
-    """
-
-    def __init__(
-        self, make_dataset: "Callable[[], Any]", batch_size: int, num_batches: int | None = None
-    ):
-        self.make_dataset, self.batch_size = make_dataset, batch_size
-        self.num_batches = num_batches
-
-    @functools.cached_property
-    def dataset(self) -> Any:
-        """The user's dataset."""
-        return self.made_by_grain(
-            "IterDataset", "Use FromGrain for a MapDataset, or FromDataset for a tf.data.Dataset."
-        )
-
-    def opened(self, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
-        examples = iter(self.dataset)
-        if state is not None:
-            examples.set_state(state)
-        return examples, examples.get_state
-
-
 @typing.runtime_checkable
 class _Stateful(Protocol):
     """An iterable whose position can be saved, such as datasets.IterableDataset."""
@@ -158,7 +122,7 @@ class _Sharded(Protocol):
     def num_shards(self) -> int: ...
 
 
-class FromIterableDataset(_Stream):
+class FromIterableDataset(Stream):
     """Batches from a user-defined function that returns an iterable with a state.
 
     The function returns a `datasets.IterableDataset` of dicts of numbers or arrays, such as

@@ -15,7 +15,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host import bounded_copies, object_stores
 from praxis_lite.host.object_stores import StorePath
 from praxis_lite.inputs import ArrayRecords, FromSource, NpyFiles
-from praxis_lite.inputs.sources import in_place_files
+from praxis_lite.inputs.sources import bounded_files, in_place_files
 
 pytest.importorskip("obstore")
 FOLDER = "memory://bucket/data"
@@ -144,8 +144,8 @@ def test_files_of_the_next_window_are_downloaded_in_advance(store, tmp_path):
 
 
 def test_only_the_ends_of_files_are_read_to_count_rows(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(in_place_files, "_HEAD", 4096)
-    monkeypatch.setattr(in_place_files, "_TAIL", 200_000)
+    monkeypatch.setattr(bounded_files, "_HEAD", 4096)
+    monkeypatch.setattr(bounded_files, "_TAIL", 200_000)
     path, random = tmp_path / "rows.array_record", np.random.default_rng(0)
     for number, count in enumerate((301, 257)):
         writer = ArrayRecordWriter(str(path), "group_size:1")
@@ -157,7 +157,7 @@ def test_only_the_ends_of_files_are_read_to_count_rows(store, tmp_path, monkeypa
     assert source.counts == [301, 257]
     assert not list((tmp_path / "cache").glob("**/*.array_record"))
     # A footer that is larger than the tail requires the complete file.
-    monkeypatch.setattr(in_place_files, "_TAIL", 100)
+    monkeypatch.setattr(bounded_files, "_TAIL", 100)
     other = ArrayRecords(f"{FOLDER}/1*.array_record", decode=bytes, cache_bytes=10**6)
     assert other.counts == [257]
     assert list((tmp_path / "cache").glob("**/*.array_record"))
@@ -215,8 +215,12 @@ def test_a_file_that_changes_after_the_start_is_reported(store, tmp_path, change
     [
         (lambda: pipeline(100_000), r"cache_bytes is 100,000, but .*03.npy has 148,128"),
         (lambda: pipeline(0), "cache_bytes is 0, "),
-        (lambda: pipeline(500_000, window=100), r"100 examples.*at most \d\d,"),
-        (lambda: pipeline(500_000, window=None), r"130 examples.*at most \d\d,"),
+        (lambda: pipeline(500_000, window=100), r"two windows of 100 .*at most \d\d,"),
+        (lambda: pipeline(500_000, window=None), r"two windows of 130 .*at most \d\d,"),
+        (
+            lambda: pipeline(300_000, window=None, batch_size=40, shuffle=False),
+            r"two batches of 40 .*batch_size to at most \d+,",
+        ),
         (lambda: pipeline(500_000, window=3), "shuffle_window is 3; .*at least 5"),
         (lambda: pipeline(shuffle=False), "shuffle is False"),
         (lambda: pipeline(written_before="2026-11-30"), "2026-11-30.*offset"),
@@ -261,7 +265,7 @@ def test_the_number_of_open_files_is_limited(store, tmp_path, monkeypatch):
     source = NpyFiles(f"{FOLDER}/*.npy", cache_bytes=10**6)
     for row in np.random.default_rng(0).permutation(SIZE).tolist():
         assert source[row]["x"][0] == row
-        assert len(source._copies._open) <= 2
+        assert len(source.bounded._copies._open) <= 2
 
 
 def test_a_download_that_was_interrupted_is_repeated(store, tmp_path):
@@ -270,7 +274,7 @@ def test_a_download_that_was_interrupted_is_repeated(store, tmp_path):
     copies = tmp_path / "copies"
     source.cache_dir = str(tmp_path)
     copies.mkdir()
-    (copies / f"{source.stored[0].name_of_copy}.partial").write_bytes(b"partial")
+    (copies / f"{source.bounded.stored[0].name_of_copy}.partial").write_bytes(b"partial")
     (copies / "0-150000-other.npy.partial").write_bytes(b"partial")
     assert source[0]["x"][0] == 0 and source[60]["x"][0] == 60
     assert not list(copies.glob("*.partial"))
