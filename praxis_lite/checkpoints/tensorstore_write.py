@@ -7,6 +7,7 @@ these databases without copying data.
 """
 
 import math
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from praxis_lite.checkpoints.orbax_write import CancelledWrite
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON
 from praxis_lite.checkpoints.stored_arrays import ITEMS
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
@@ -25,6 +27,8 @@ from praxis_lite.job import processes
 # Reads are of complete chunks, so large chunks would be slow to read on a different mesh.
 _MAX_CHUNK_BYTES = 1 << 26
 _DATA_FILE_BYTES = 1 << 28
+# The beginning of the names of files in a process's database, relative to the step's folder.
+_DATABASE = re.compile(r"[^/]+/ocdbt\.process_(\d+)/")
 
 
 class _Leaf(NamedTuple):
@@ -59,7 +63,8 @@ class TensorStoreWrite:
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, **kvstore_context()})
 
     def begin(self, state: TrainState) -> None:
-        """Copies the state to the host."""
+        """Deletes the files of an earlier save of this step, and copies the state to the host."""
+        self._delete_old_files()
         for leaf in jax.tree.leaves(state):
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
@@ -68,6 +73,22 @@ class TensorStoreWrite:
             item: [_leaf(path, leaf) for path, leaf in leaves_with_path(getattr(state, item))]
             for item in ITEMS
         }
+
+    def _delete_old_files(self) -> None:
+        """Deletes the old files of this process; the first process also deletes all other files.
+
+        The files of another process are left to that process, which may already be writing.
+        """
+        count, index = processes.count(), processes.index()
+
+        def is_removed(name: str) -> bool:
+            database = _DATABASE.match(name)
+            owner = int(database[1]) if database else 0
+            return index == (owner if owner < count else 0)
+
+        if processes.is_first():
+            (self._folder / COMMIT_JSON).unlink()  # From now on, the folder is not a step.
+        self._folder.remove_folder(is_removed)
 
     def wait(self) -> None:
         """Writes the arrays and returns when the folder is complete. Blocks: call it in a thread.

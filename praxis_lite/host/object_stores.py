@@ -310,9 +310,9 @@ class StorePath:
         """Returns the objects and folders directly in this folder whose names match a pattern."""
         return [path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern)]
 
-    def remove_folder(self) -> None:
-        """Deletes all objects below this folder."""
-        keys = [f"{self.key}/{name}" for name in self._newest_objects()]
+    def remove_folder(self, is_removed: Callable[[str], bool] = lambda name: True) -> None:
+        """Deletes all objects below this folder, or only those whose relative names qualify."""
+        keys = [f"{self.key}/{name}" for name in self._newest_objects() if is_removed(name)]
         for start in range(0, len(keys), 1000):
             batch = keys[start : start + 1000]
             try:

@@ -110,11 +110,14 @@ def lost():
 
 def test_a_job_without_its_lease_does_not_replace_a_step(folder):
     save_small(folder, 3, 5)
-    before, guarded = folder.files(), dataclasses.replace(folder, guard=lost)
+    before, is_lost = folder.files(), [True]
+    guarded = dataclasses.replace(folder, guard=lambda: lost() if is_lost else None)
     with pytest.raises(FailedSave, match="step 5.*the lease is lost"):
         save_small(guarded, 5)
+    is_lost.clear()
     writing = tensorstore_write.TensorStoreWrite(guarded / "6", lambda: None)
     writing.begin(small_state(mesh(), 6))
+    is_lost.append(True)
     with pytest.raises(ConfigError, match="the lease is lost"):
         writing.wait()
     assert folder.files() == before
@@ -127,6 +130,23 @@ def test_a_job_that_loses_its_lease_after_a_commit_deletes_no_old_step(folder):
     save_small(guarded, 7, max_to_keep=2, saved=is_lost.append, note=notes.append)
     assert StoredSteps(folder).committed() == [3, 5, 7]
     assert "could not be deleted: the lease is lost" in notes[0]
+
+
+def test_a_process_deletes_no_files_that_another_may_already_be_writing(folder, monkeypatch):
+    names = ["commit.json", "mdl_vars/manifest.ocdbt"]
+    names += [f"mdl_vars/ocdbt.process_{process}/d/data" for process in range(3)]
+    for name in names:
+        (folder / "6" / name).write_bytes(b"old")
+    # The step was saved by three processes, and is saved again by two.
+    for index, left in ((1, [*names[:3], names[4]]), (0, [])):
+        monkeypatch.setattr("praxis_lite.job.processes.count", lambda: 2)
+        monkeypatch.setattr("praxis_lite.job.processes.index", lambda index=index: index)
+        writing = tensorstore_write.TensorStoreWrite(folder / "6", lambda: None)
+        writing.begin(small_state(mesh(), 6))
+        assert sorted((folder / "6").files()) == sorted(left)
+    (folder / "6" / names[3]).write_bytes(b"new")
+    writing.begin(small_state(mesh(), 6))
+    assert [*(folder / "6").files()] == [names[3]]
 
 
 @pytest.mark.slow

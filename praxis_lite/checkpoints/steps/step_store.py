@@ -150,10 +150,7 @@ class DiskSteps(_Steps):
         return f"{step}.saving"
 
     def clear(self, step: int) -> None:
-        """Removes the files of an interrupted save of this step, so that it can be saved again.
-
-        In an object store, this also deletes an existing step with this number.
-        """
+        """Removes the files of an interrupted save of this step, so that it can be saved again."""
         for name in self.folders_of_kind("saving"):
             if name.startswith(self.folder_to_write(step)):
                 self.remove_leftover(name)
@@ -290,7 +287,7 @@ class StoredSteps(_Steps):
         return str(step)
 
     def clear(self, step: int) -> None:
-        self.remove(step)
+        pass  # `TensorStoreWrite` removes the files.
 
     def discard(self, step: int) -> None:
         if not self.is_committed(str(step)):
