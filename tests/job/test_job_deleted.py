@@ -35,7 +35,7 @@ PLACES = [
     (training_loop, "check_ids"),
     (starting_point, "compile_init"),
     (launching, "write_layout"),
-    (JobDir, "lock"),
+    (JobDir, "locked"),
     (launching, "unsound_end"),
 ]
 QUICK = [(deleted, PLACES[0])]
@@ -65,6 +65,6 @@ def test_a_job_whose_directory_is_gone_ends_with_a_paragraph(how, place, tmp_pat
     done = launch(LINE, f"--job_log_dir={path}", "--set", "run.num_train_steps=3")
     assert "Traceback" not in done.err
     if done.code == 0:  # An empty directory is a new job's; and at the end all was saved.
-        assert name in ("lock", "unsound_end")
+        assert name in ("locked", "unsound_end")
     else:
         assert done.code in (1, 2) and done.err.startswith("error: ") and str(path) in done.err
