@@ -185,7 +185,12 @@ def test_all_processes_select_examples_within_the_bound(s3, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "store"), [("Bounded", "s3"), ("Bounded", "gs"), ("Stream", "s3")]
+    ("name", "store"),
+    [
+        ("Bounded", "s3"),
+        pytest.param("Bounded", "gs", marks=pytest.mark.nightly),
+        ("Stream", "s3"),
+    ],
 )
 def test_a_killed_job_resumes_exactly(name, store, request, tmp_path):
     bucket = request.getfixturevalue(store)
@@ -212,7 +217,7 @@ def test_a_killed_job_resumes_exactly(name, store, request, tmp_path):
     assert digests and digests[0] in whole_proof.out
 
 
-@pytest.mark.parametrize("name", ["Bounded", "Stream"])
+@pytest.mark.parametrize("name", [pytest.param("Bounded", marks=pytest.mark.nightly), "Stream"])
 def test_another_number_of_processes_continues_with_the_next_rows(s3, tmp_path, name):
     job = JobDir(tmp_path / "job")
     flags = (f"--exp=streamzoo.{name}", "--packages=streamzoo", f"--job_log_dir={job.path}")

@@ -9,7 +9,7 @@ from tests.support import pipeline_runs
 from tests.support.on_tpu import needs_libtpu, printed_by
 from tests.support.pipeline_runs import DATA, DIMS, HIDDEN, LAYERS, LENGTH, ROWS, STAGES, VOCABULARY
 
-pytestmark = [pytest.mark.slow, needs_libtpu]
+pytestmark = [pytest.mark.nightly, needs_libtpu]
 programs = functools.cache(lambda: printed_by(pipeline_runs.__name__))
 
 # Four projections, two of the MLP with biases, and the scales of two norms.

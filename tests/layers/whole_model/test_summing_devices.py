@@ -77,7 +77,7 @@ def test_no_devices_sum_integers(preset):
     assert actual and not any("s32" in dtypes for _, dtypes, _ in actual)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_libtpu
 def test_a_tpu_sums_rounded_products_as_those_that_are_not_rounded():
     """Of int8 it summed int32, by all-reduces: four times the bytes."""

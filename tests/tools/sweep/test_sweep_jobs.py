@@ -15,7 +15,8 @@ from tests.support.process_pairs import ended, wait_until
 from tests.support.swept_jobs import SWEPT
 
 pytest.importorskip("optuna")
-pytestmark = pytest.mark.slow
+# `make test-all` kills a worker of a sweep (test_workers.py).
+pytestmark = pytest.mark.nightly
 RATES = ("1e-2", "1e-1")
 
 
