@@ -13,6 +13,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.steps.step_store import StoredSteps
 from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
+from praxis_lite.checkpoints.tensorstore_write import TensorStoreWrite
 from praxis_lite.host import object_stores
 from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job import job_lock, mirror
@@ -166,7 +167,10 @@ def delete_file(job):
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda job: StoredSteps(job.checkpoints).clear(5), id="clear"),
+        pytest.param(
+            lambda job: TensorStoreWrite(job.checkpoints / "5", print)._delete_old_files(),
+            id="saved again",
+        ),
         pytest.param(lambda job: StoredSteps(job.checkpoints).discard(7), id="failed save"),
         pytest.param(
             lambda job: VerifiedSteps(job.checkpoints, owned=True, note=print).delete([3]),
