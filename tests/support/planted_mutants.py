@@ -309,9 +309,13 @@ def _call_replacements(node: ast.Call, text) -> Iterator[tuple[str, _Place, str]
             yield "collective", itself, text(operand)
         case ast.Call(func=ast.Attribute(value=array), args=[_]) if name == "astype":
             yield "dtype", itself, text(array)
-        case ast.Call(args=[array, *_]) if name in ("swapaxes", "moveaxis", "transpose"):
+        case ast.Call(func=ast.Attribute(value=owner), args=[array, *_]) if name in (
+            "swapaxes",
+            "moveaxis",
+            "transpose",
+        ):
             is_method = not text(node.func).startswith(("jnp.", "np.", "jax."))
-            yield "axis", itself, text(node.func.value) if is_method else text(array)
+            yield "axis", itself, text(owner if is_method else array)
         case ast.Call(args=[ast.Constant(value=str(equation)) as place, *_]) if name == "einsum":
             swapped = re.sub(r"->(.*)(\w)(\w)$", r"->\1\3\2", equation)
             yield "axis", (place, place, False), repr(swapped)
