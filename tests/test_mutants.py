@@ -118,6 +118,7 @@ def test_faults_are_the_same_for_the_same_seed_all_different_and_of_every_kind(p
     ("y = jnp.einsum('btd,dh->bth', a, b)", "axis", "y = jnp.einsum('btd,dh->bht', a, b)"),
     ("y = a.swapaxes(0, 1)", "axis", "y = a"),
     ("y = f(a, b)", "arguments", "y = f(b, a)"),
+    ("y = transpose(a, b)", "arguments", "y = transpose(b, a)"),
     ("y = jax.lax.psum(a * b, axes)", "collective", "y = a * b"),
     ("y = jnp.zeros(n, jnp.float32)", "dtype", "y = jnp.zeros(n, jnp.bfloat16)"),
     ("y = a.astype(b.dtype)", "dtype", "y = a"),
