@@ -57,6 +57,13 @@ def test_the_example_of_a_row_is_the_one_that_is_in_it(kind, tmp_path):
                 assert actual == f"example {x}"
 
 
+def test_rows_far_into_a_file_are_selected(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {x}}}\n' for x in range(300)))
+    pipeline = FromSource(JsonLines(f"{tmp_path}/a.jsonl"), 7, keep=is_odd, shuffle=False)
+    assert pipeline.num_examples == 150
+    assert next(pipeline.batches(20))["x"].tolist() == [*range(281, 294, 2)]
+
+
 def test_nan_names_the_example_and_not_only_the_row_of_a_shuffled_batch():
     pipeline = in_memory()
     batch = dict(next(pipeline.batches(1)))

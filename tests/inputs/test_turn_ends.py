@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
@@ -62,6 +62,18 @@ def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends
     tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
     assert tokenizer.turn_end_ids == ends
     assert tokenizer.eos_ids == all_ends
+
+
+def test_a_tokenizer_adds_its_tokens_before_and_after_a_document(bare, tmp_path):
+    tokenizer = Tokenizer.from_file(f"{bare}/tokenizer.json")
+    names = {"<s>": 0, "</s>": 1, "<|im_end|>": 3}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|im_end|> </s>", special_tokens=[*names.items()]
+    )
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.begin_ids, loaded.end_ids) == ((0,), (3, 1))
+    assert (loaded.document_start, loaded.document_end) == ((0,), (3, 1))
 
 
 @pytest.mark.parametrize("marks", [True, False])

@@ -147,3 +147,11 @@ WRONG = {
 def test_a_wrong_setting_names_the_layer_and_the_setting(message):
     with pytest.raises(ConfigError, match=message):
         WRONG[message](nnx.Rngs(0))
+
+
+def test_a_cache_for_more_tokens_than_the_decoder_has_positions_is_refused():
+    learned = partial(layers.TrainablePositionalEmbedding, max_seq_length=6)
+    model = SMALL(position_emb_tpl=None, decoder_position_emb_tpl=learned, rngs=nnx.Rngs(0))
+    model.init_cache(2, 6, encoded_length=4)
+    with pytest.raises(ConfigError, match=r"max_seq_length is 6, but a sequence has up to 7"):
+        model.init_cache(2, 7, encoded_length=4)
