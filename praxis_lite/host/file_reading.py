@@ -18,6 +18,7 @@ __all__ = (
     "opened_to_append",
     "parse_json",
     "read_json",
+    "unique_keys",
 )
 
 # Deeper nesting would exceed the recursion limit in code that traverses the value. The limit of
@@ -35,7 +36,7 @@ def parse_json(text: str) -> Any:
     """
     try:
         return json.loads(
-            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+            text, object_pairs_hook=unique_keys, parse_constant=_constant, parse_float=_float
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -179,7 +180,8 @@ def read_json(path: AnyPath) -> Any:
         ) from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object, for `object_pairs_hook` of json. Raises ValueError if a key repeats."""
     by_key: dict[str, Any] = {}
     for key, value in pairs:
         if key in by_key:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
+from praxis_lite.inputs.tokenizers.chat_messages import as_messages
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -96,3 +98,11 @@ def test_data_of_a_template_that_asks_for_the_day_are_the_same_every_day(marks):
     text = bytes(ids.astype(np.uint8).tolist()).decode()
     assert text.startswith("26 Jul 2024\nuser:hi\nassistant:yes")
     assert bytes(ids[is_answer].astype(np.uint8).tolist()).decode().strip() == "yes"
+
+
+def test_a_repeated_key_in_the_arguments_of_a_call_is_refused():
+    function = {"name": "f", "arguments": '{"x": 1, "x": 2}'}
+    calls = [{"type": "function", "function": function}]
+    messages = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    with pytest.raises(ConfigError, match="the key 'x' occurs twice in an object"):
+        as_messages(messages)

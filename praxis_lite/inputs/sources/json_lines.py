@@ -6,10 +6,9 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shortened
-from praxis_lite.host.file_reading import MAX_NESTING, is_nested
+from praxis_lite.host.file_reading import MAX_NESTING, is_nested, unique_keys
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
@@ -95,7 +94,7 @@ def parsed(line: bytes, where: str) -> Example:
             )
     text = decode_utf8(line, where)  # Removes a byte order mark, as RFC 8259 permits.
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise BadExample(
             "not_json", where, f"is not valid JSON: {error}", "Fix the line."
@@ -112,13 +111,3 @@ def parsed(line: bytes, where: str) -> Example:
             'Use objects such as {"text": ...}.',
         )
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object; raises ValueError for a repeated key, whose first value would be lost."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {shortened(repr(repeated), 60)} occurs more than once")
-    return result

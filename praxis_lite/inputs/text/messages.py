@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import did_you_mean, shortened
+from praxis_lite.host.file_reading import unique_keys
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import to_json_value
 from praxis_lite.inputs.tokenizers.chat_messages import (
@@ -168,7 +169,7 @@ def _of_sharegpt(message: Any) -> Any:
         return {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
     # In LLaMA-Factory, the value is one call or a list of calls, encoded as a JSON string.
     try:
-        calls = json.loads(content)
+        calls = json.loads(content, object_pairs_hook=unique_keys)
     except (TypeError, ValueError, RecursionError):
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
@@ -284,7 +285,7 @@ def _parse_json(value: Any, name: str, row: Mapping[str, Any], where: str) -> An
     if not isinstance(value, str) or not value:
         return value or None
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
         raise _wrong_value(row, name, where, "JSON") from None
 

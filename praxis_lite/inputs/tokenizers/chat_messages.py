@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.file_reading import unique_keys
 
 __all__ = ("Message", "as_messages", "text_of")
 
@@ -173,7 +174,7 @@ def _of_json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise RefusedConversation(f"{name} is not valid JSON: {error}. Correct it.") from None
 
