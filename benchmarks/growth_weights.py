@@ -37,7 +37,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.trainer.layout_table import layout_json, layout_table
 
-GOAL = 2.1  # Largest acceptable cost ratio for twice the work.
+GOAL = 2.1  # With twice the work, the cost may grow at most by this factor.
 DIMS, ROWS = 4, 8
 XY = {name: jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32) for name in ("x", "y")}
 TOKENS = {

@@ -27,7 +27,7 @@ from praxis_lite.job import processes
 # Reads are of complete chunks, so large chunks would be slow to read on a different mesh.
 _MAX_CHUNK_BYTES = 1 << 26
 _DATA_FILE_BYTES = 1 << 28
-# The beginning of the names of files in a process's database, relative to the step's folder.
+# Matches the names of files in a process's database, relative to the step's folder.
 _DATABASE = re.compile(r"[^/]+/ocdbt\.process_(\d+)/")
 
 
@@ -75,9 +75,10 @@ class TensorStoreWrite:
         }
 
     def _delete_old_files(self) -> None:
-        """Deletes the old files of this process; the first process also deletes all other files.
+        """Deletes what an earlier save of this step left behind.
 
-        The files of another process are left to that process, which may already be writing.
+        Each process deletes only its own database, because the other processes may already be
+        writing theirs. The first process also deletes all files outside of these databases.
         """
         count, index = processes.count(), processes.index()
 

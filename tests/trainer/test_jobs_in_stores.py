@@ -71,7 +71,7 @@ def test_a_report_is_written_to_the_store_and_a_wrong_bucket_fails_before_anythi
     assert done.code == 2 and done.num_compiled == 0 and "s3://absent does not exist" in done.err
 
 
-# Replaces the Makefile's interpreter: installs nothing, and trains one layer for two steps.
+# A script in place of the Makefile's Python. It trains one layer for two steps.
 PYTHON = """#!/bin/sh
 case "$*" in
   "-m pip "*) exit 0;;

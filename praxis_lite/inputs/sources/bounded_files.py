@@ -95,7 +95,7 @@ class BoundedFiles:
     def counts(
         self, open_file: Callable[[str], Any], num_rows: Callable[[Any, str], int]
     ) -> list[int]:
-        """Returns the number of rows in each file, which is cached.
+        """Returns the number of rows in each file, and caches the numbers.
 
         Only both ends of a file are downloaded if possible. The number of rows is stored at the
         beginning (.npy) or at the end (ArrayRecord) of a file. It is therefore read from a local
