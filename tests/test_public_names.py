@@ -69,8 +69,8 @@ def check_page(page):
         assert set(commands) <= {*MODES, *PROGRAMS}
 
 
-def test_tools_import_public_names_and_names_for_tools_alone():
-    names = api_page.names_for_tools()
+def test_tools_import_only_public_names_and_those_in_all():
+    names = names_for_tools()
     homes = {(home, name) for package in PACKAGES for name, home in homes_of(package).items()}
     for path in sorted((ROOT / "praxis_tools").rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -91,6 +91,17 @@ def test_tools_import_public_names_and_names_for_tools_alone():
             if name not in names.get(module, ())
         }
         assert not unknown, path
+
+
+def names_for_tools():
+    names = {}
+    for path in sorted((ROOT / "praxis_lite").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            is_literal = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            if module not in PACKAGES and is_literal and ast.unparse(node.targets[0]) == "__all__":
+                names[module] = ast.literal_eval(node.value)
+    return names
 
 
 def is_module(package, name):

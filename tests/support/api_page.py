@@ -35,25 +35,6 @@ refer to the classes and pure functions on this page, but not to functions that 
 devices or change global state.
 """
 
-TOOLS_HEAD = """\
-## Names for tools
-
-These names, from `__all__` of each module, are meant for tools that work with jobs. praxis_tools
-imports nothing else from praxis_lite.
-"""
-
-
-def names_for_tools() -> dict[str, tuple[str, ...]]:
-    """Returns the names in `__all__` of each module of praxis_lite that is not listed above."""
-    names = {}
-    for path in sorted((ROOT / "praxis_lite").rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            is_literal = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-            if module not in PACKAGES and is_literal and ast.unparse(node.targets[0]) == "__all__":
-                names[module] = ast.literal_eval(node.value)
-    return names
-
 
 def page() -> str:
     """Returns the expected content of docs/api.md."""
@@ -64,10 +45,7 @@ def page() -> str:
             lines.append(f"- `{name}{signature(value)}`: {summary_of(package, name, value)}")
             lines += [f"  - `{shown}`: {first_line(member)}" for shown, member in methods_of(value)]
         lines.append("")
-    lines += [TOOLS_HEAD]
-    for module, names in sorted(names_for_tools().items()):
-        lines.append(f"- `{module}`: {', '.join(f'`{name}`' for name in names)}")
-    lines += ["", "## Commands", ""]
+    lines += ["## Commands", ""]
     for name, command in (MODES | PROGRAMS).items():
         lines.append(f"- `praxis {name}`: {command.summary}")
     return "\n".join(lines) + "\n"
