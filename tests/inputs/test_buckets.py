@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, WithWorkers
+from praxis_lite.inputs import (
+    Documents,
+    JsonLines,
+    Mixture,
+    PackedText,
+    PreferenceData,
+    WithWorkers,
+)
 from praxis_lite.inputs.base import batches_sha256
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.position import DataPosition
@@ -114,6 +121,42 @@ def test_one_pass_has_the_same_rows_as_padding_to_seq_len(folder, too_long):
         (batch["weights"].sum(axis=1) <= 5).sum() for batch in batches if batch["ids"].shape[1] > 5
     ]
     assert sum(short) < 16
+
+
+def pairs(tmp_path, **settings):
+    """Returns pairs whose longer side, chosen or rejected, has 3 to 29 labels."""
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(2, rng.choice([5, 11, 29], (97, 1)), (97, 2))
+    lines = [{"prompt": "?", "chosen": "y" * a, "rejected": "n" * b} for a, b in lengths.tolist()]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"bucket_lengths": (7, 13), "shuffle": False} | settings
+    return PreferenceData(f"{tmp_path}/p.jsonl", "train", 4, 31, heldout_percent=0, **settings)
+
+
+def test_one_pass_of_pairs_has_the_same_pairs_as_padding_to_seq_len(tmp_path):
+    def pairs_of(batches):
+        leaves, found, num_short = ("ids", "labels", "answers"), [], 0
+        for batch in batches:
+            length = batch["ids"].shape[-1]
+            is_short = length > 7 and ~batch["answers"][..., 7:].any(axis=(1, 2))
+            num_short += np.sum(is_short & (batch["weights"] > 0))
+            padding = ((0, 0), (0, 31 - length))
+            found += [
+                b"".join(np.pad(batch[name][k], padding).tobytes() for name in leaves)
+                for k in np.flatnonzero(batch["weights"])
+            ]
+        return sorted(found), num_short
+
+    ours, plain = pairs(tmp_path), pairs(tmp_path, bucket_lengths=())
+    assert ours.fingerprint() != plain.fingerprint()
+    batches, shapes = list(ours.batches()), [(4, 2, 31), (8, 2, 13), (16, 2, 7)]
+    assert [spec["ids"].shape for spec in ours.element_specs()] == shapes
+    assert {batch["labels"].shape for batch in batches} == set(shapes)
+    actual, num_moved = pairs_of(batches)
+    expected, num_short = pairs_of(plain.batches())
+    assert actual == expected and len(actual) == 97
+    # Only pairs that moved to a longer bucket at the end of the epoch are in one.
+    assert num_moved < 16 < num_short
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])

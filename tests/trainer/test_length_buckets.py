@@ -12,12 +12,13 @@ import optax
 import pytest
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.inputs import Documents, JsonLines, PackedText
+from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.layers import rotary_lm, set_sharding_params
+from praxis_lite.layers import rotary_lm, set_sharding_params, with_reference
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
+from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.evaluation import Evaluator
 from tests.decode.toy_models import num_compiled
@@ -167,6 +168,18 @@ def mean_of_tokens():
     return LossTask(FunctionModel(init), loss, Learner(optax.sgd, 0.1))
 
 
+def preferences():
+    """DPO, whose batches contain pairs of sides of different lengths."""
+    lm = rotary_lm(
+        vocab_size=257, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6, num_layers=1
+    )
+    model = fdl.build(fdl.Partial(with_reference, base_tpl=set_sharding_params(lm)))
+    batch = ("replica", "data")
+    splits = {"map_1d": (batch,), "map_3d": (batch, None, None)}
+    learner = Learner(optax.sgd, 0.1, bprop_variable_exclusion="reference/.*")
+    return DpoTask(model, learner, beta=1.0, inputs_split_mapping=splits)
+
+
 def partitioner_on(shape, task, accumulation_steps=1):
     task.learner.gradient_accumulation_steps = accumulation_steps
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
@@ -178,10 +191,27 @@ def rows(**settings):
     return PackedText(documents, "train", 8, 23, packing=False, **settings)
 
 
+def pairs():
+    """Returns pairs whose longer side has 3 to 22 labels."""
+    rng, path = np.random.default_rng(3), home() / "texts/pairs.jsonl"
+    lines = [
+        {"prompt": "?", "chosen": "y" * a, "rejected": "n" * b}
+        for a, b in rng.integers(2, 21, (97, 2)).tolist()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"heldout_percent": 0, "bucket_lengths": (7, 11), "shuffle": False}
+    return PreferenceData(str(path), "train", 8, 23, **settings)
+
+
 def padded(batch):
     """Returns a batch padded to 32 rows of 23 tokens."""
-    missing = 32 - batch["ids"].shape[0], 23 - batch["ids"].shape[1]
-    return {name: np.pad(x, [(0, missing[0]), (0, missing[1])]) for name, x in batch.items()}
+    rows, tokens = 32 - batch["ids"].shape[0], 23 - batch["ids"].shape[-1]
+
+    def pads(x):
+        between = [(0, 0)] * (x.ndim - 2)
+        return [(0, rows), *between, (0, tokens)] if x.ndim > 1 else [(0, rows)]
+
+    return {name: np.pad(x, pads(x)) for name, x in batch.items()}
 
 
 def train(partitioner, initial, batches):
@@ -196,17 +226,18 @@ def train(partitioner, initial, batches):
 
 
 @pytest.mark.parametrize(
-    ("task", "accumulation_steps"),
+    ("task", "data", "accumulation_steps"),
     [
-        (mean_of_tokens, 4),
-        pytest.param(mean_of_tokens, 1, marks=pytest.mark.slow),
-        pytest.param(language_model, 4, marks=pytest.mark.slow),
+        (mean_of_tokens, rows, 4),
+        pytest.param(mean_of_tokens, rows, 1, marks=pytest.mark.slow),
+        pytest.param(language_model, rows, 4, marks=pytest.mark.slow),
+        pytest.param(preferences, pairs, 4, marks=pytest.mark.slow),
     ],
 )
-def test_buckets_train_like_padded_rows_with_one_program_per_bucket(task, accumulation_steps):
+def test_buckets_train_like_padded_rows_with_one_program_per_bucket(task, data, accumulation_steps):
     """With rows of different lengths, microbatches have different weights."""
-    batches = list(rows().batches())
-    assert {batch["ids"].shape for batch in batches} == SHAPES
+    batches = list(data().batches())
+    assert len({batch["ids"].shape for batch in batches}) == len(SHAPES)
     # The reference is a single batch on one device.
     reference = partitioner_on((1, 1, 1), task())
     initial = on_host(reference.layout, reference.init(reference.key(0)))

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import ExamplePipeline
 from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state
 from praxis_lite.inputs.sources.cache import Contents
 from praxis_lite.inputs.sources.derived import (
@@ -311,15 +310,3 @@ def _concatenate(pair: Pair) -> Tokens:
         np.concatenate([side.ids for side in pair]),
         np.concatenate([side.is_answer for side in pair]),
     )
-
-
-class DocumentPipeline(ExamplePipeline):
-    """Base class of pipelines over tokenized documents."""
-
-    documents: Documents
-
-    def largest_id(self) -> int:
-        return self.documents.largest_id()[0]
-
-    def place_of_largest_id(self) -> str:
-        return self.documents.largest_id()[1]

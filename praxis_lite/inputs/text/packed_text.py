@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import cache
-from praxis_lite.inputs.text.buckets import Buckets
 from praxis_lite.inputs.text.corpus import SPLITS
-from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
+from praxis_lite.inputs.text.document_pipeline import DocumentPipeline
+from praxis_lite.inputs.text.documents import Documents
 from praxis_lite.inputs.text.packing import (
     WINDOW,
     Packing,
@@ -83,7 +83,7 @@ class PackedText(DocumentPipeline):
 
     def check(self) -> None:
         super().check()
-        self.require_at_least(1, "seq_len", "window")
+        self.require_at_least(1, "window")
         require_choice("PackedText.split", self.split, SPLITS)
         require_choice("PackedText.too_long", self.too_long, typing.get_args(TooLong))
         if self.split_documents and not self.packing:
@@ -91,7 +91,12 @@ class PackedText(DocumentPipeline):
                 "PackedText.split_documents=True cannot be combined with packing=False. Set "
                 "split_documents=False or packing=True."
             )
-        self._check_bucket_lengths()
+        if self.bucket_lengths and self.packing:
+            raise ConfigError(
+                f"PackedText.bucket_lengths={self.bucket_lengths} cannot be combined with "
+                "packing=True, which fills rows of seq_len with several documents. Set "
+                "packing=False or bucket_lengths=()."
+            )
         if self.documents.format == "preference":
             raise ConfigError(
                 "PackedText does not support documents in the format 'preference'. Use "
@@ -106,23 +111,7 @@ class PackedText(DocumentPipeline):
                 f"heldout_percent {self.documents.heldout_percent}, skipped: {left_out or 'none'}. "
                 "Add documents, or change heldout_percent, keep or too_long."
             )
-        _ = self._buckets
-
-    def _check_bucket_lengths(self) -> None:
-        lengths = self.bucket_lengths
-        is_list = isinstance(lengths, Sequence) and all(isinstance(x, int) for x in lengths)
-        require(
-            is_list and sorted({0, *lengths, self.seq_len}) == [0, *lengths, self.seq_len],
-            "PackedText.bucket_lengths",
-            lengths,
-            f"a list of increasing lengths above 0 and below seq_len={self.seq_len}",
-        )
-        if lengths and self.packing:
-            raise ConfigError(
-                f"PackedText.bucket_lengths={lengths} cannot be combined with packing=True, which "
-                "fills rows of seq_len with several documents. Set packing=False or "
-                "bucket_lengths=()."
-            )
+        _ = self.buckets
 
     @functools.cached_property
     def table(self) -> Packing:
@@ -180,72 +169,20 @@ class PackedText(DocumentPipeline):
             "or 'cut'."
         )
 
-    @functools.cached_property
-    def _buckets(self) -> Buckets | None:
-        """The assignment of rows to batches by length; None without `bucket_lengths`."""
-        if not self.bucket_lengths:
-            return None
-        lengths = (*self.bucket_lengths, self.seq_len)
-        batch_sizes = tuple(self.batch_size * (self.seq_len // length) for length in lengths)
-        # Without packing, a row is a single piece.
-        buckets = Buckets(lengths, batch_sizes, self.table.counts)
-        num_labels = int(self.table.counts.sum(dtype=np.int64))
-        shapes = ", ".join(
-            f"{number:,} of {batch_size:,} x {length:,}"
-            for number, batch_size, length in zip(
-                buckets.batches_per_bucket, batch_sizes, lengths, strict=True
-            )
-        )
-        _log.info(
-            "%s, %s: %s batches in each epoch (%s), %.1f%% full",
-            self.documents.source.location,
-            self.split,
-            f"{buckets.num_batches:,}",
-            shapes,
-            100 * num_labels / buckets.num_positions,
-        )
-        return buckets
-
-    def _bucket_and_rows(self, index: int) -> tuple[int, np.ndarray]:
-        assert self._buckets is not None, "bucket_lengths is not empty."
-        return self._buckets.batch(index, self.seed if self.shuffle else None)
+    def row_lengths(self) -> np.ndarray:
+        return self.table.counts  # With buckets, a row is a single piece.
 
     @property
     def num_examples(self) -> int:
         return self.table.num_rows
 
-    @property
-    def num_batches(self) -> int | None:
-        if self.shuffle or self._buckets is None:
-            return super().num_batches
-        return self._buckets.num_batches
-
-    def num_rows(self, index: int) -> int:
-        if self._buckets is None:
-            return self.batch_size
-        return self._buckets.batch_sizes[self._bucket_and_rows(index)[0]]
-
-    def example_indices(self, index: int, rows: slice) -> np.ndarray:
-        if self._buckets is None:
-            return super().example_indices(index, rows)
-        return self._bucket_and_rows(index)[1][rows]
-
-    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        return self._spec(self.seq_len)
-
-    def element_specs(self) -> "tuple[dict[str, jax.ShapeDtypeStruct], ...]":
-        return tuple(map(self._spec, (self.seq_len, *reversed(self.bucket_lengths))))
-
-    def _spec(self, length: int) -> "dict[str, jax.ShapeDtypeStruct]":
-        shape = (self.batch_size * (self.seq_len // length), length)
+    def spec_of_shape(self, num_rows: int, length: int) -> "dict[str, jax.ShapeDtypeStruct]":
+        shape = (num_rows, length)
         segments = spec_of(segment_ids=(shape, np.int32), segment_pos=(shape, np.int32))
         return {**lm_spec(*shape), **segments}
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        length = self.seq_len
-        if self._buckets is not None:
-            rows = self.rows_of_batch(index, rows)
-            length = self._buckets.lengths[self._bucket_and_rows(index)[0]]
+        rows, length = self.rows_of_batch(index, rows), self.length_of_batch(index)
         count = rows.stop - rows.start
         names = ("ids", "labels", "segment_ids", "segment_pos")
         batch = {name: np.zeros((count, length), np.int32) for name in names}

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from praxis_lite.inputs.base import spec_of
 from praxis_lite.inputs.sources.base import Source, picklable_state
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.corpus import SPLITS, language_reference
-from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
+from praxis_lite.inputs.text.document_pipeline import DocumentPipeline
+from praxis_lite.inputs.text.documents import Documents
 from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER
@@ -40,7 +41,8 @@ class PreferenceData(DocumentPipeline):
             file format. If None, uses questions about Python with answers from the Python language
             reference.
         split: Name of the split, 'train' or 'heldout'.
-        batch_size: Number of pairs in the global batch.
+        batch_size: Number of pairs in the global batch. With `bucket_lengths`, a batch of pairs of
+            length T has `batch_size * (seq_len // T)` pairs.
         seq_len: Maximum number of labels per side, T.
         tokenizer: A tokenizer or its directory. The tokenizer needs a chat template if examples
             contain messages.
@@ -51,6 +53,10 @@ class PreferenceData(DocumentPipeline):
         skip: If `files` are globs, names of faults (keys of FAULTS). Pairs with such a fault are
             skipped and counted. If `files` is a source, set the source's `skip` instead.
         ignored_keys: Keys of the examples to ignore, such as "score_chosen".
+        bucket_lengths: Lengths below seq_len, in increasing order, such as (128, 256). If not
+            empty, both sides of a pair are padded to the smallest length among these and seq_len
+            that is sufficient for the longer side, and a batch contains pairs of one length. Each
+            length is a shape for which the steps are compiled.
     """
 
     files: str | Source | None
@@ -65,13 +71,13 @@ class PreferenceData(DocumentPipeline):
     heldout_percent: int = 10
     skip: tuple[str, ...] = ()
     ignored_keys: tuple[str, ...] = ()
+    bucket_lengths: Sequence[int] = ()
 
     def __post_init__(self):
         self.tokenizer = as_tokenizer(self.tokenizer)
 
     def check(self) -> None:
         super().check()
-        self.require_at_least(1, "seq_len")
         self.require_at_least(0, "heldout_percent")
         require_choice("PreferenceData.split", self.split, SPLITS)
         require(
@@ -92,15 +98,14 @@ class PreferenceData(DocumentPipeline):
                 f"empty: {len(self.documents.lengths):,} pairs in all splits, skipped: "
                 f"{self.documents.left_out or 'none'}. Change heldout_percent, or add pairs."
             )
-        # A document contains the chosen answer, followed by the rejected one.
-        chosen = self.documents.chosen_lengths
-        longest = np.maximum(chosen, self.documents.lengths - chosen)[self._numbers]
+        longest = self.row_lengths() + 1
         if longest.max() > self.seq_len + 1:
             first = int(np.argmax(longest > self.seq_len + 1))
             raise ConfigError(
                 f"{self.documents.where(self._numbers[first])} has {longest[first]} tokens, more "
                 f"than seq_len + 1 = {self.seq_len + 1}. Raise seq_len, or remove the pair."
             )
+        _ = self.buckets
 
     @functools.cached_property
     def documents(self) -> Documents:  # type: ignore[override]  # Built from the settings.
@@ -135,18 +140,25 @@ class PreferenceData(DocumentPipeline):
     def num_examples(self) -> int:
         return len(self._numbers)
 
-    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        shape = (self.batch_size, 2, self.seq_len)
+    def row_lengths(self) -> np.ndarray:
+        """Returns the number of labels on the longer side of each pair."""
+        # A document contains the chosen answer, followed by the rejected one.
+        chosen = self.documents.chosen_lengths
+        return np.maximum(chosen, self.documents.lengths - chosen)[self._numbers] - 1
+
+    def spec_of_shape(self, num_rows: int, length: int) -> "dict[str, jax.ShapeDtypeStruct]":
+        shape = (num_rows, 2, length)
         return spec_of(
             ids=(shape, np.int32),
             labels=(shape, np.int32),
             answers=(shape, np.float32),
-            weights=((self.batch_size,), np.float32),
+            weights=((num_rows,), np.float32),
         )
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        rows = self.rows_of_batch(index, rows)
         count = rows.stop - rows.start
-        shape = (count, 2, self.seq_len)
+        shape = (count, 2, self.length_of_batch(index))
         batch = {
             "ids": np.zeros(shape, np.int32),
             "labels": np.zeros(shape, np.int32),
@@ -167,6 +179,8 @@ class PreferenceData(DocumentPipeline):
         settings = self.settings_fingerprint(
             "split", "batch_size", "seq_len", "tokenizer", "seed", "shuffle", "heldout_percent"
         )
+        if self.bucket_lengths:  # Jobs from before this setting have no such entry.
+            settings["bucket_lengths"] = self.bucket_lengths
         digest = hashlib.sha256()
         for pair in self.pairs:
             for ids, is_answer in pair:
