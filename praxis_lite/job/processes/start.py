@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, Error, PeerLost, require
 from praxis_lite.host.host_names import is_loopback
+from praxis_lite.host.object_stores import ObjectChanged, StorePath, is_store_url
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import detected_processes
 from praxis_lite.job.local_directory import local_directory
@@ -25,6 +27,8 @@ from praxis_lite.job.processes.standard_output import redirect_to_null
 __all__ = ("connect_member", "process_numbers")
 
 START_SECONDS = 45
+# Name of the hidden file or object with the job's key, in the job directory.
+_KEY_NAME = ".connecting.key"
 
 # The environment variables with the number of processes and the index of this process.
 _LAUNCHERS = {
@@ -67,8 +71,8 @@ def start(
     if found is None:
         return
     settings = _with_detected(found, start_seconds)
-    with _key_file(settings, job_log_dir) as file:
-        _connect(settings, start_seconds, file)
+    with _shared_key(settings, job_log_dir) as key:
+        _connect(settings, start_seconds, key)
         peers.watch(beats)
         processes.exchange_host_names(start_seconds)
     if processes.is_first():
@@ -276,11 +280,14 @@ def _with_detected(settings: Mapping[str, Any], seconds: int) -> Mapping[str, An
 
 
 @contextlib.contextmanager
-def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[Path | None]:
-    """Provides a file through which the processes share the job's key while they connect.
+def _shared_key(
+    settings: Mapping[str, Any], job_log_dir: str | None
+) -> Iterator[bytes | Path | None]:
+    """Provides the job's key while the processes connect, and deletes it afterwards.
 
     Yields:
-      The file, or None if there is no directory that all processes can read.
+      The key if the job directory is in an object store, otherwise the file through which the
+      processes share the key, or None if there is no directory that all processes can read.
     """
     host, port = addresses.parse_address(settings["coordinator_address"])
     if is_loopback(host):
@@ -291,8 +298,14 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     elif job_log_dir is None:
         yield None
         return
+    elif is_store_url(job_log_dir):
+        stored = StorePath.opened(job_log_dir, writes=True) / _KEY_NAME
+        yield _key_in_store(stored)
+        if settings["process_id"] == 0:
+            stored.unlink()
+        return
     else:
-        file = local_directory(job_log_dir) / ".connecting.key"
+        file = local_directory(job_log_dir) / _KEY_NAME
     had_folder = file.parent.exists()
     yield file
     if settings["process_id"] == 0:
@@ -300,6 +313,16 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
         if not had_folder:  # The job's settings may still turn out to be invalid.
             with contextlib.suppress(OSError):
                 file.parent.rmdir()
+
+
+def _key_in_store(stored: StorePath) -> bytes:
+    """Returns the key in an object, which the first process to call this function creates.
+
+    A launch that was killed may have left its key behind. All processes then use this key.
+    """
+    with contextlib.suppress(ObjectChanged):
+        stored.write_bytes(secrets.token_hex(32).encode(), "create")
+    return bytes.fromhex(stored.read_bytes().decode())
 
 
 def _connect(
@@ -328,8 +351,8 @@ def _connect(
                     f"error: not all processes of the job have connected within {seconds} s. "
                     f"Process {settings['process_id']} exits. Check which process did not start or "
                     "cannot reach the coordinator. All need the same --num_processes and "
-                    "--job_log_dir (on a shared file system), and a different --process_id. If "
-                    "they start minutes apart, add --start_seconds=600.\n"
+                    "--job_log_dir (on a shared file system or in a store), and a different "
+                    "--process_id. If they start minutes apart, add --start_seconds=600.\n"
                 ).encode(),
             )
             # With status 1, a cluster retries the job. This may help if a missing process starts
