@@ -9,7 +9,9 @@
 #   clusters/queued_resources.sh ssh 'sudo docker logs --tail=20 train'   # a command on all hosts
 #   clusters/queued_resources.sh delete
 #
-# SHARE is an NFS share that the hosts can mount, such as Filestore. It is /job in the container.
+# SHARE is the folder for jobs: an NFS share that the hosts can mount, such as Filestore, or
+# gs://BUCKET/PATH, which the service account of the hosts can read and write. The job is in the
+# folder NAME. For a bucket, build the image with --build-arg EXTRAS=plots,tpu,gcs.
 set -euo pipefail
 
 : "${NAME:?the name of the queued resource}" "${ZONE:?the zone}"
@@ -23,18 +25,25 @@ POLL_SECONDS="${POLL_SECONDS:-60}"
 # program is missing in the image). Docker forwards SIGTERM to the container. A host that is taken
 # away has 30 s to end.
 startup_script() {
+  local job="/job" mount="" volume=""
+  if [[ "${SHARE:?HOST:/PATH of an NFS share, or gs://BUCKET/PATH}" == gs://* ]]; then
+    job="${SHARE%/}/$NAME"
+  else
+    volume="--volume='/mnt/share/$NAME:/job'"
+    mount="mkdir -p /mnt/share
+mountpoint -q /mnt/share || mount -t nfs -o hard '$SHARE' /mnt/share
+mkdir -p '/mnt/share/$NAME'"
+  fi
   cat <<EOS
 #!/bin/bash
 set -eu
-mkdir -p /mnt/share
-mountpoint -q /mnt/share || mount -t nfs -o hard '${SHARE:?HOST:/PATH of an NFS share}' /mnt/share
-mkdir -p '/mnt/share/$NAME'
+$mount
 for try in {1..100}; do
   docker rm --force train 2>/dev/null || true
   status=0
   docker run --name=train --init --stop-timeout=25 \\
-    --user=root --privileged --network=host --ipc=host --volume='/mnt/share/$NAME:/job' \\
-    '${IMAGE:?the image of clusters/Dockerfile}' ${*@Q} --job_log_dir=/job --start_seconds=600 \\
+    --user=root --privileged --network=host --ipc=host $volume \\
+    '${IMAGE:?the image of clusters/Dockerfile}' ${*@Q} --job_log_dir='$job' --start_seconds=600 \\
     --health_dir=/health --grace_seconds=25 || status=\$?
   case "\$status" in 0 | 2 | 3 | 4 | 126 | 127) break ;; esac
   echo "the container ended with status \$status, try \$try of 100" >&2
@@ -125,7 +134,7 @@ case "${1:-}" in
     gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="${2:?a command}"
     ;;
   *)
-    sed -n '2,12p' "$0" >&2
+    sed -n '2,14p' "$0" >&2
     exit 2
     ;;
 esac

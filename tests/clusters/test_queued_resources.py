@@ -64,9 +64,7 @@ def run(folder, *argv, gcloud="exit 0", **env):
             NAME="train",
             ZONE="us-west4-a",
             IMAGE="eu/praxis_lite:1",
-            SHARE="10.0.0.2:/s",
-            POLL_SECONDS="0",
-            **env,
+            **{"SHARE": "10.0.0.2:/s", "POLL_SECONDS": "0"} | env,
         ),
     )
 
@@ -84,31 +82,36 @@ def test_shell():
     check_shell(SCRIPT)
 
 
-def test_create_asks_for_a_slice_whose_hosts_train(tmp_path):
+@pytest.mark.parametrize(
+    ("share", "job"), [("10.0.0.2:/s", "/job"), ("gs://bucket/jobs", "gs://bucket/jobs/train")]
+)
+def test_create_asks_for_a_slice_whose_hosts_train(tmp_path, share, job):
     folder = tmp_path / "bin"
     kept = tmp_path / "startup.sh"
     gcloud = f'for w in "$@"; do [[ $w == *startup-script=* ]] && cp "${{w##*=}}" {kept}; done'
-    done = run(folder, "create", "--exp=lm.PyDocs", "--set", "task.name=it's", gcloud=gcloud)
+    settings = ("--set", "task.name=it's")
+    done = run(folder, "create", "--exp=lm.PyDocs", *settings, gcloud=gcloud, SHARE=share)
     assert done.returncode == 0, done.stderr
     ((name, flags),) = [check_gcloud(call) for call in calls(folder, "gcloud")]
     assert name == "create"
     assert {"--node-id=train", "--spot", "--zone=us-west4-a"} <= set(flags)
     check_shell(kept)
-    # A host runs it: it mounts the share, and starts the image.
+    # A host runs it: it mounts the share, unless it is a bucket, and starts the image.
     for other in ("mkdir", "mountpoint", "mount"):
         program(folder, other, "exit 1" if other == "mountpoint" else "exit 0")
     program(folder, "docker", "exit 0")
     subprocess.run(["bash", kept], env=environment(folder), check=True, timeout=60)
-    assert calls(folder, "mount") == [["-t", "nfs", "-o", "hard", "10.0.0.2:/s", "/mnt/share"]]
+    mounts = [["-t", "nfs", "-o", "hard", "10.0.0.2:/s", "/mnt/share"]] if job == "/job" else []
+    assert calls(folder, "mount") == mounts
     removed, started = calls(folder, "docker")
     assert removed == ["rm", "--force", "train"]
     at = started.index("eu/praxis_lite:1")
     check_flags(started[1:at], DOCKER)
     command, options = our_options(started[at + 1 :])
     assert command.exp == "lm.PyDocs" and command.settings == ["task.name=it's"]
-    assert command.job_log_dir == "/job" and not command.elastic
+    assert command.job_log_dir == job and not command.elastic
     assert f"--stop-timeout={options['grace_seconds']}" in started
-    assert "--volume=/mnt/share/train:/job" in started
+    assert ("--volume=/mnt/share/train:/job" in started) == (job == "/job")
 
 
 @pytest.mark.parametrize(
