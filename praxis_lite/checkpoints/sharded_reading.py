@@ -16,10 +16,12 @@ from praxis_lite.host.object_stores import AnyPath
 
 __all__ = ("read_state",)
 
-# Maximum number of bytes to read at a time, so that the host never has two copies of a large state.
-_MAX_GROUP_BYTES = 4 * 10**9
-# Each thread needs memory for the shards of an array and for the decoded chunks.
-_NUM_THREADS = 4
+# Maximum number of bytes that a process reads at a time, unless a single array is larger. The host
+# needs this memory once for the arrays, and again for the decoded chunks.
+_MAX_GROUP_BYTES = 1 << 30
+# Number of arrays that are read at a time. In an object store, each read waits for an answer, so
+# this is the number of requests that TensorStore sends at a time.
+_NUM_THREADS = 32
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
@@ -86,7 +88,11 @@ def read_arrays(
       ConfigError: An array cannot be decoded, or does not fit into host memory.
     """
     by_path: dict[str, jax.Array] = {}
-    sizes = {path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()}
+    num_devices = len(mesh.local_devices)
+    sizes = {
+        path: leaf.bytes_per_device * min(leaf.num_shards, num_devices)
+        for path, leaf in leaves.items()
+    }
     for group in in_groups(sizes, _MAX_GROUP_BYTES):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), group)

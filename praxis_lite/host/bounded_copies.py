@@ -24,7 +24,7 @@ from praxis_lite.host.atomic_files import not_written
 from praxis_lite.host.object_stores import StorePath
 
 _PARTIAL = ".partial"
-_NUM_THREADS = 4  # Number of files that a process downloads in advance at the same time.
+_NUM_THREADS = 8  # Number of files that a process downloads in advance at the same time.
 # A process that reads nothing for this long closes its copies, so that other processes can delete
 # them. For example, it has only checked the data, or it waits for other processes of its job.
 _IDLE_SECONDS = 20.0

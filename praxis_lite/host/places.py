@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -25,6 +26,8 @@ from praxis_lite.host.hub import RepoType, is_hub_url
 from praxis_lite.host.object_stores import AnyPath, ObjectStatus, StorePath, is_store_url
 
 __all__ = ("is_url", "local_file", "local_files", "local_folder", "output_file", "uploaded")
+
+_NUM_THREADS = 16  # Number of files that are transferred at a time.
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -167,8 +170,15 @@ def uploaded(url: str | os.PathLike[str], last: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="praxis_lite_upload") as temporary:
         yield Path(temporary)
         files = [path for path in Path(temporary).rglob("*") if path.is_file()]
-        for file in sorted(files, key=lambda file: (file.name == last, file)):
+
+        def upload(file: Path) -> None:
             (target / str(file.relative_to(temporary))).upload(file)
+
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            list(pool.map(upload, (file for file in files if file.name != last)))
+        for file in files:
+            if file.name == last:
+                upload(file)
 
 
 def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
@@ -187,8 +197,10 @@ def _downloaded(folder: StorePath, tags: Mapping[str, str]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
         new = Path(temporary, "new")
-        # A file may have changed since it was listed.
-        target = _cached(folder, {name: (folder / name).download(new / name) for name in tags})
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            downloaded = pool.map(lambda name: (folder / name).download(new / name), tags)
+            # A file may have changed since it was listed.
+            target = _cached(folder, dict(zip(tags, downloaded, strict=True)))
         with contextlib.suppress(OSError):  # Another process may have downloaded the files.
             os.rename(new, target)
     return target
