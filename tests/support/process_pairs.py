@@ -36,16 +36,19 @@ def start_processes(
     *argv: str,
     cwd: Path,
     count: int = 2,
+    host: str = "127.0.0.1",
     env: Sequence[dict[str, str]] = (),
     more: Sequence[Sequence[str]] = (),
 ) -> list[subprocess.Popen]:
     """Starts `main` in `count` processes of one job.
 
     Args:
+      host: Host of the coordinator. Processes with the host 0.0.0.0 connect like those on several
+        hosts.
       env: Additional environment variables of each process, or () for none.
       more: Additional flags of each process, or () for none.
     """
-    coordinator = f"--coordinator=127.0.0.1:{free_port()}"
+    coordinator = f"--coordinator={host}:{free_port()}"
     return [
         start_process(
             *argv,

@@ -15,7 +15,14 @@ from praxis_lite.host.object_stores import StorePath
 from tests.support import process_pairs
 from tests.support.fake_gcs import gcs_bucket
 from tests.support.fake_s3 import s3_bucket
-from tests.support.job_runs import CHECKOUT, launch, lines_of, start_process, succeed
+from tests.support.job_runs import (
+    CHECKOUT,
+    home,
+    launch,
+    lines_of,
+    start_process,
+    succeed,
+)
 
 pytestmark = pytest.mark.slow
 TRAIN = ("--exp=jobzoo.experiments.Tiny", "--set", "run.checkpoints.every_steps=2")
@@ -98,16 +105,38 @@ def test_the_demo_runs_in_a_store_and_does_not_overwrite_a_job(bucket, tmp_path)
     assert (job / "decode" / "heldout" / "2.jsonl").is_file()
 
 
-def test_two_processes_save_and_one_resumes(bucket, tmp_path):
-    job = f"--job_log_dir={bucket}/jobs/two"
-    ended = process_pairs.run(*TRAIN, "run.num_train_steps=3", job, cwd=tmp_path)
-    assert [process.code for process in ended] == [0, 0], ended
-    names = StorePath.opened(f"{bucket}/jobs/two").files()
+def test_two_processes_without_a_shared_directory_save_and_resume(bucket, local, tmp_path):
+    """As on two hosts: they share only the store, which contains the job and its data."""
+    for file in (home() / "texts").glob("*.txt"):
+        StorePath.opened(f"{bucket}/texts/{file.name}").upload(file)
+    hosts = [tmp_path / name for name in ("a", "b")]
+    for folder in (folder / name for folder in hosts for name in ("home", "cache", "tmp")):
+        folder.mkdir(parents=True)
+    env = [
+        {"HOME": f"{a}/home", "XDG_CACHE_HOME": f"{a}/cache", "TMPDIR": f"{a}/tmp"} for a in hosts
+    ]
+    job = StorePath.opened(f"{bucket}/jobs/two")
+    (job / ".connecting.key").write_bytes(b"17")  # Of a launch that was killed.
+    for steps in (3, 5):
+        settings = (f"run.num_train_steps={steps}", f"corpus.files={bucket}/texts/*.txt")
+        argv = (*TRAIN, *settings, f"--job_log_dir={job}")
+        ended = process_pairs.run(*argv, cwd=tmp_path, host="0.0.0.0", env=env)
+        assert [process.code for process in ended] == [0, 0], ended
+        assert not (job / ".connecting.key").exists()
+    assert "restored the checkpoint of step 3" in ended[0].out
+    names = job.files()
     for part in ("mdl_vars/ocdbt.process_1/d/", "mdl_vars/ocdbt.process_0/d/"):
-        assert any(name.startswith(f"checkpoints/3/{part}") for name in names)
+        assert any(name.startswith(f"checkpoints/5/{part}") for name in names)
     assert {"log.txt", "log.1.txt", "examples/1.jsonl"} <= names.keys()
-    done = succeed(*TRAIN, "run.num_train_steps=5", job)
-    assert "restored the checkpoint of step 3" in done.out
+    (job / "metrics.jsonl").download(tmp_path / "metrics.jsonl")
+    actual, expected = (
+        [line["loss"] for line in lines_of(file)]
+        for file in (tmp_path / "metrics.jsonl", local / "metrics.jsonl")
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    # One process continues the job.
+    done = succeed(*TRAIN, "run.num_train_steps=6", f"--job_log_dir={job}")
+    assert "restored the checkpoint of step 5" in done.out
 
 
 def test_a_killed_job_resumes_at_once_on_the_same_host(bucket, tmp_path):
