@@ -54,7 +54,7 @@ def write_atomically(path: AnyPath, content: bytes) -> None:
         raise not_written(path, error) from error
 
 
-def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
+def write_picture(path: AnyPath, figure: Any, *, dpi: int) -> None:
     """Writes a matplotlib figure as a PNG atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)

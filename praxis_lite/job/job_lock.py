@@ -178,7 +178,23 @@ class Lease(_Lease):
         self._thread.start()
         return self
 
+    def take_if_free(self) -> bool:
+        """Takes the lease, like `__enter__`, and returns True, or False if a process holds it."""
+        holder, _ = self._read()
+        if holder and not _has_ended(holder) and is_leased(self._folder):
+            return False
+        try:
+            self.__enter__()
+        except ConfigError as error:
+            _log.debug("the lease was not taken: %s", error)
+            return False
+        return True
+
     def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases the lease."""
         self._stopped.set()
         self._thread.join()
         try:

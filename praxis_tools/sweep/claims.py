@@ -10,8 +10,8 @@ from pathlib import Path
 from praxis_lite.core.errors import ConfigError
 
 
-class Claims:
-    """The trials that this process has claimed.
+class Claims(contextlib.AbstractContextManager):
+    """The trials that this process has claimed, which are released at exit.
 
     Each claim is a POSIX lock on a byte of `sweep.claims`, which works across the hosts that mount
     a shared file system. The kernel releases the locks when the process ends, in any way, so the
@@ -28,6 +28,10 @@ class Claims:
         self._numbers: set[int] = set()
         # POSIX locks end when any descriptor of the file is closed, so it is opened only once.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666) if is_shared else -1
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_shared:
+            os.close(self._file)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

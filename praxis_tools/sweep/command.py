@@ -1,10 +1,10 @@
 """Implements `praxis sweep`: checks a sweep, runs or prints its trials, and prints a report."""
 
+import contextlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from praxis_lite.config.build import build
@@ -14,9 +14,9 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.launched_config import config_of_experiment
+from praxis_lite.host.object_stores import AnyPath, StorePath, is_store_url
 from praxis_lite.host.text_table import table_lines, unique_ends
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.modes.mode import CommandLine
@@ -28,6 +28,7 @@ from praxis_tools.sweep.running import (
     run_trials,
 )
 from praxis_tools.sweep.space import Space, describe, space_of
+from praxis_tools.sweep.stored_sweep import StoredClaims
 from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.sweep_settings import NUM_TRIALS, SweepSettings, metric_of
 from praxis_tools.sweep.trial_job import TrialJob
@@ -62,7 +63,11 @@ def sweep(
     Raises:
       ConfigError: A setting, a value to try or the directory is invalid, or a trial cannot be run.
     """
-    path = local_directory(directory)
+    path: AnyPath
+    if is_store_url(directory):
+        path = StorePath.opened(directory, writes=True)
+    else:
+        path = local_directory(directory)
     journal = path / "sweep.journal"
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
@@ -87,8 +92,7 @@ def sweep(
         trial_settings = settings.space.settings(dict(trial.values))
         return TrialJob(path, trial.number, settings, trial_settings)
 
-    with JobLock(path, note, is_shared=is_worker):
-        claims = Claims(path, is_shared=is_worker)
+    with _claims(path, note, is_worker=is_worker) as claims:
         with claims.exclusive():
             study = Study(journal, settings)
             # If a sweep or a worker was killed, trials may have ended without a recorded result.
@@ -113,8 +117,24 @@ def sweep(
         return _report(study, path)
 
 
-def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
-    if JobDir(path).config_json.exists():
+@contextlib.contextmanager
+def _claims(
+    path: AnyPath, note: Callable[[str], None], *, is_worker: bool
+) -> Iterator[Claims | StoredClaims]:
+    """Context manager with which the processes of a sweep divide the trials among themselves.
+
+    In an object store, several processes may run a sweep also without `is_worker`.
+    """
+    if isinstance(path, StorePath):
+        with StoredClaims(path) as stored_claims:
+            yield stored_claims
+        return
+    with JobLock(path, note, is_shared=is_worker), Claims(path, is_shared=is_worker) as claims:
+        yield claims
+
+
+def _check_directory(path: AnyPath, journal: AnyPath, *, is_new: bool) -> None:
+    if (path / "config.json").is_file():
         raise ConfigError(
             f"--job_log_dir={path} is a job directory, but a sweep requires a separate directory, "
             "with a job for each trial. Choose a different directory."
@@ -210,13 +230,13 @@ def _print_commands(
     for trial in trials:
         job = job_of(trial)
         if job.is_training():
-            _print_error(f"trial {trial.number} is already running: {job.files.path}")
+            _print_error(f"trial {trial.number} is already running: {job.files.location}")
         else:
             print(shlex.join(job.command()))
     return bool(trials)
 
 
-def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
+def _announce(settings: SweepSettings, path: AnyPath, parallel: int) -> None:
     better = "lower" if settings.better == "min" else "higher"
     pruning = "" if settings.pruner == "none" else f"; bad trials end early ({settings.pruner})"
     _log.info(
@@ -228,7 +248,7 @@ def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
         _log.info(f"  {describe(setting, distribution)}")
 
 
-def _report(study: Study, path: Path) -> int | None:
+def _report(study: Study, path: AnyPath) -> int | None:
     """Prints and plots the trials; returns 1 if no trial is complete."""
     print(_table(study, path))
     if study.best() is None:
@@ -241,7 +261,7 @@ def _report(study: Study, path: Path) -> int | None:
     return None
 
 
-def _table(study: Study, directory: Path) -> str:
+def _table(study: Study, directory: AnyPath) -> str:
     """Formats a table of the trials and the --set options of the best trial, marked with '*'.
 
     Below the table, the reasons why trials failed or were refused are listed.

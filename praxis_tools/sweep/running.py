@@ -12,6 +12,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.logs import write_now
 from praxis_tools.sweep.claims import Claims
+from praxis_tools.sweep.stored_sweep import StoredClaims
 from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
 
@@ -71,6 +72,8 @@ class RunningTrial:
 
     def record(self) -> str:
         """Records how the trial ended and returns a description."""
+        self.job.upload_output()
+        self.job.refresh()
         self.prune_if_bad()
         if self._pruned_at is not None:
             self.trial.pruned(self._pruned_at)
@@ -102,7 +105,7 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
 
 def run_trials(
     study: Study,
-    claims: Claims,
+    claims: Claims | StoredClaims,
     job_of: Callable[[OpenTrial], TrialJob],
     parallel: int,
     topology: str | None,
@@ -152,7 +155,7 @@ def run_trials(
     return request.reason
 
 
-def _take(study: Study, claims: Claims) -> OpenTrial | None:
+def _take(study: Study, claims: Claims | StoredClaims) -> OpenTrial | None:
     """Claims a trial whose sweep or worker ended before the trial, or else the next trial to start.
 
     Returns None if there are no such trials.
@@ -177,6 +180,7 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
             trial.end()
         for trial in running:
             trial.process.wait()
+            trial.job.upload_output()
 
 
 def is_refused_by_plan(
@@ -202,6 +206,7 @@ def is_refused_by_plan(
         status = process.wait()
     finally:
         process.terminate()
+        job.upload_output()
     if status == 0:
         return False
     reason = job.last_error()
@@ -221,7 +226,7 @@ def _start(
     while job.is_training() and request.reason is None:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{job.files.path}: another process is running this trial. Wait until that "
+                f"{job.files.location}: another process is running this trial. Wait until that "
                 "process has exited, or stop it with `kill PID`; it saves a checkpoint first. The "
                 "PID is in the file .training."
             )

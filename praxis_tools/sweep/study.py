@@ -13,9 +13,11 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.atomic_files import DISK_FULL, not_written, write_picture
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.text_table import unique_ends
 from praxis_tools.sweep.space import text_of
+from praxis_tools.sweep.stored_sweep import StoredJournal
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
 # Trials are never pruned in the first quarter of their steps, while the learning rate warms up.
@@ -55,15 +57,19 @@ class Study:
       ConfigError: Optuna is missing, or the journal is damaged or belongs to a different sweep.
     """
 
-    def __init__(self, journal: Path, settings: SweepSettings | None = None):
+    def __init__(self, journal: AnyPath, settings: SweepSettings | None = None):
         self._optuna = optuna = optional_module("optuna", "praxis sweep")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "praxis sweep")
         # Without settings, the sweep is only read.
-        if settings is not None:
+        if settings is not None and isinstance(journal, Path):
             _remove_incomplete_line(journal, backends.JournalFileSymlinkLock(str(journal)))
         try:
-            storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
+            storage = optuna.storages.JournalStorage(
+                backends.JournalFileBackend(str(journal))
+                if isinstance(journal, Path)
+                else StoredJournal(journal)
+            )
             if settings is None:
                 self._study = optuna.load_study(storage=storage, study_name="sweep")
             else:
@@ -110,7 +116,7 @@ class Study:
         except ValueError:
             return None
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: AnyPath) -> None:
         """Writes a PNG plot of the complete trials' metric, with a panel for each searched setting.
 
         Raises:

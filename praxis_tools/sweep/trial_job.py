@@ -1,10 +1,12 @@
 """The training job of a trial: its command, process, output and metric."""
 
 import contextlib
+import math
 import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import praxis_lite
 from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.host.object_stores import AnyPath, StorePath
+from praxis_lite.job.job_dir import JobDir, job_dir_at
 from praxis_lite.job.processes.logs import message_of
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
@@ -22,6 +25,7 @@ from praxis_tools.sweep.sweep_settings import SweepSettings
 
 # Maximum number of training losses of a trial that are reported to the pruner.
 _MAX_LOSSES = 50
+_REFRESH_SECONDS = 10.0
 _MAX_OUTPUT = 1 << 20  # Maximum number of bytes to read from the end of a launch's output.
 # Makes the kernel send SIGHUP to the process when its parent exits (PR_SET_PDEATHSIG), and executes
 # the command in the arguments. SIGTERM cannot be used, because the kernel sends the signal for each
@@ -39,21 +43,30 @@ class TrialJob:
 
     Attributes:
       files: Job directory.
-      output: File with the output of the job's processes, SWEEP/trials/NNNN.txt.
+      output: File with the output of the job's processes, SWEEP/trials/NNNN.txt. In an object
+        store, this is a local file, which `upload_output` uploads.
       metric: Name of the metric that ranks the trials.
     """
 
-    def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
-        self.files = JobDir(sweep_dir / "trials" / f"{number:04d}")
-        self.output = sweep_dir / "trials" / f"{number:04d}.txt"
+    def __init__(
+        self, sweep_dir: AnyPath, number: int, sweep: SweepSettings, settings: Sequence[str]
+    ):
+        folder, output = (sweep_dir / "trials" / f"{number:04d}{end}" for end in ("", ".txt"))
+        if isinstance(folder, Path):
+            self.files = JobDir(folder)
+        else:
+            self.files = job_dir_at(folder)
+        self._shared_output = output
+        self.output = output if isinstance(output, Path) else self.files.path.parent / output.name
         self.metric, self._sweep, self._settings = sweep.metric, sweep, settings
         self._metrics = MetricsColumns(self.files.metrics_jsonl)
         self._sizes: list[int] = []
+        self._refreshed_at = -math.inf
         self._values: Values = []
 
     def command(self) -> list[str]:
         """Returns the command that trains or resumes the job."""
-        return self._main("train", f"--job_log_dir={self.files.path}")
+        return self._main("train", f"--job_log_dir={self.files.location}")
 
     def _main(self, mode: str, option: str) -> list[str]:
         packages = self._sweep.packages
@@ -76,6 +89,9 @@ class TrialJob:
     def start(self, command: list[str]) -> subprocess.Popen:
         """Starts a command in a process that receives SIGHUP when this process exits (on Linux)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._shared_output, StorePath):
+            with contextlib.suppress(FileNotFoundError):  # Append to the output of other launches.
+                self._shared_output.download(self.output)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with self.output.open("ab") as output:
@@ -93,6 +109,16 @@ class TrialJob:
                 # only receives the signal that the sweep forwards.
                 start_new_session=True,
             )
+
+    def upload_output(self) -> None:
+        """Uploads `output`. Does nothing for a local directory."""
+        if isinstance(self._shared_output, StorePath):
+            self._shared_output.upload(self.output)
+
+    def refresh(self) -> None:
+        """Downloads the job's files that have changed. Does nothing for a local directory."""
+        self._refreshed_at = time.monotonic()
+        self.files.refresh()
 
     def is_training(self) -> bool:
         """Returns whether any process is training the job."""
@@ -119,8 +145,12 @@ class TrialJob:
         """Returns the current (step, metric) pairs, sorted by step.
 
         At most `_MAX_LOSSES` training losses are returned. The files are only read if their sizes
-        have changed. While a file is damaged, the previous values are returned.
+        have changed. While a file is damaged, the previous values are returned. From an object
+        store, the files are downloaded every ten seconds, because jobs upload them as often.
         """
+        if time.monotonic() - self._refreshed_at > _REFRESH_SECONDS:
+            with contextlib.suppress(ConfigError):
+                self.refresh()
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         if sizes != self._sizes:
