@@ -17,7 +17,7 @@ from praxis_lite.checkpoints.steps.step_store import steps_in
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.host.object_stores import AnyPath, StorePath
-from praxis_lite.job.job_dir import JobDir, job_dir_at
+from praxis_lite.job.job_dir import job_dir_at
 from praxis_lite.job.processes.logs import message_of
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
@@ -52,10 +52,7 @@ class TrialJob:
         self, sweep_dir: AnyPath, number: int, sweep: SweepSettings, settings: Sequence[str]
     ):
         folder, output = (sweep_dir / "trials" / f"{number:04d}{end}" for end in ("", ".txt"))
-        if isinstance(folder, Path):
-            self.files = JobDir(folder)
-        else:
-            self.files = job_dir_at(folder)
+        self.files = job_dir_at(str(folder))
         self._shared_output = output
         self.output = output if isinstance(output, Path) else self.files.path.parent / output.name
         self.metric, self._sweep, self._settings = sweep.metric, sweep, settings
