@@ -53,7 +53,7 @@ class StoredClaims(contextlib.AbstractContextManager):
     """The trials that this process has claimed, with the methods of `Claims`.
 
     Each claim is a lease. The trial of a worker that was killed is free again at once for processes
-    on the same host, and after `LEASE_SECONDS` for those on other hosts.
+    on the same host, and after at most twice `LEASE_SECONDS` for those on other hosts.
 
     Args:
       directory: Directory of the sweep.
