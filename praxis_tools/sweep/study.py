@@ -83,7 +83,7 @@ class Study:
             before = None if recorded is None else SweepSettings.from_json(recorded)
         except (ValueError, LookupError, TypeError, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
-                raise not_written(journal, error) from error
+                raise not_written(str(journal), error) from error
             raise ConfigError(
                 f"{journal} is damaged, or was not written by a sweep of praxis_lite ({error}). "
                 "Restore the file, or choose a different directory."
