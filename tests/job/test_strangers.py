@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job.processes import addresses, coordinator_gate
 from tests.support import coordinated
+from tests.support.fake_s3 import s3_bucket
 from tests.support.job_runs import CHECKOUT
 from tests.support.process_pairs import free_port
 
@@ -47,21 +49,22 @@ def listening(port):
 
 @pytest.mark.slow
 def test_a_stranger_reads_writes_and_ends_nothing(tmp_path):
-    cases = [
-        ("plain", "localhost"),
-        ("elastic", "127.0.0.1"),
-        # With 0.0.0.0 the user asks for all interfaces.
-        ("plain in a directory", "0.0.0.0"),
-    ]
-    # At once: mostly a stranger waits for answers that do not come.
-    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        for done in [pool.submit(check_stranger, *case, tmp_path) for case in cases]:
-            done.result()
+    with s3_bucket() as bucket:
+        cases = [
+            ("plain", "localhost"),
+            ("elastic", "127.0.0.1"),
+            # With 0.0.0.0 the user asks for all interfaces.
+            ("plain", "0.0.0.0", tmp_path / "job"),
+            ("plain", "0.0.0.0", StorePath.opened(f"{bucket}/job")),
+        ]
+        # At once: mostly a stranger waits for answers that do not come.
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+            for done in [pool.submit(check_stranger, *case) for case in cases]:
+                done.result()
 
 
-def check_stranger(kind, host, tmp_path):
+def check_stranger(kind, host, *folder):
     port = free_port()
-    folder = [tmp_path / "job"] if "directory" in kind else []
     jobs = [started(kind, f"{host}:{port}", k, *folder) for k in (0, 1)]
     try:
         for process in jobs:
