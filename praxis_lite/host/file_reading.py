@@ -13,6 +13,7 @@ from praxis_lite.host.object_stores import AnyPath, StorePath
 __all__ = (
     "content_of",
     "descriptor",
+    "has_extension",
     "lines_of",
     "opened",
     "opened_to_append",
@@ -53,6 +54,11 @@ def is_nested(value: Any, max_depth: int) -> bool:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return any(isinstance(inner, dict | list) for inner in level)
+
+
+def has_extension(path: str | os.PathLike[str], *extensions: str) -> bool:
+    """Returns whether a name ends with an extension, such as ".jsonl", in any case."""
+    return os.fspath(path).lower().endswith(extensions)
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.host.file_reading import opened
+from praxis_lite.host.file_reading import has_extension, opened
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
@@ -43,13 +43,14 @@ Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 _PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
 # Keys under which a JSON line may contain a prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts from a file with one prompt per line, and skips blank lines.
 
-    In a file NAME.jsonl, each line is an object with the key "prompt" (a string or messages),
-    "messages" or "conversations", and optionally the CONTEXT_KEYS.
+    In a file NAME.jsonl, NAME.ndjson or NAME.json, each line is an object with the key "prompt" (a
+    string or messages), "messages" or "conversations", and optionally the CONTEXT_KEYS.
 
     Args:
       path: The file, which may be a pipe created by the shell.
@@ -67,7 +68,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error}.") from error
     with none_skipped():
-        if path.suffix == ".jsonl":
+        if has_extension(path, *_JSON_LINES):
             numbered = enumerate(data.split(b"\n"), 1)
             prompts = [
                 _parse_prompt(line, f"{name}, line {number}")
