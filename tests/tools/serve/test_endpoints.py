@@ -203,6 +203,13 @@ def test_another_models_name_is_not_found(client):
     ("/v1/completions", b"[" * 900 + b"]" * 900, {}, 400, "JSON object"),
     ("/v1/completions", b'{"prompt": "\\ud800"}', {}, 400, "not JSON"),
     ("/v1/completions", b'{"prompt": "a"}', {}, 400, "model is missing"),
+    ("/v1/completions", b'{"model": "toy", "prompt": "a", "prompt": "b"}', {}, 400,
+     "the key 'prompt' occurs twice"),
+    ("/v1/chat/completions", b'{"model": "toy", "messages": [{"role": "user", "content": "a", '
+     b'"content": "b"}]}', {}, 400, "the key 'content' occurs twice"),
+    ("/v1/completions", b'{"model": "toy", "prompt": "a", "seed": 1' + b"0" * 30 + b"}", {}, 400,
+     "seed"),
+    ("/v1/completions", b'{"model": "toy", "prompt": [1' + b"0" * 30 + b"]}", {}, 400, "prompt"),
     ("/v1/completions", b"a" * (4 << 20) + b"a", {}, 413, "4194304 bytes"),
     ("/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ("/v1/chat/completions", b'{"model": "toy", "messages": [{"role": "user"}]}', {}, 400,
