@@ -140,11 +140,13 @@ class ContinuationText:
         # The first position of a stop string that may end in the new text.
         first = max(0, len(self._compared) - self._longest + 1)
         self._compared += new
-        starts = [self._compared.find(stop, first) for stop in self._stop_strings]
-        starts = [start for start in starts if start >= 0]
-        self.is_stopped = bool(starts)
+        starts = [(self._compared.find(stop, first), len(stop)) for stop in self._stop_strings]
+        # The stop string that ends first decides, as if the text arrived one character at a time.
+        # Of several with this end, the longest is removed.
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        self.is_stopped = bool(ends)
         if self.is_stopped:
-            self.text = self.text[: self._num_in_text(min(starts))]
+            self.text = self.text[: self._num_in_text(min(ends)[1])]
             self.num_final = len(self.text)
         else:
             # Text that may be the beginning of a stop string is not final yet.

@@ -149,6 +149,25 @@ def test_a_stop_string_is_found_across_tokens_and_among_them_on_the_devices(kind
         assert has_one == (stop in expected), (stop, sequences)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((" said", "ai"), " s"),
+        (("ai", "said hello"), " s"),
+        (("said", "sai"), " "),
+        (("d h", "aid h", "d"), " sai"),
+        (("d h", "id h", "zd h"), " sa"),
+    ],
+)
+def test_overlapping_stop_strings_end_a_text_alike_in_any_tokenization(kind, stops, expected):
+    tokenizer = tokenizer_of(kind)
+    prompt = tokenizer.encode("the cat", False).tolist()
+    ids = tokenizer.encode("the cat said hello", False).tolist()[len(prompt) :]
+    text = continuation_text(tokenizer, prompt, ids, stops)
+    assert (text.text, text.is_stopped) == (expected, True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [STOP, STOP + "the", " world" + STOP])
 def test_a_special_token_in_a_stop_string_ends_the_text_before_it(kind, stop):
