@@ -109,6 +109,7 @@ class Documents:
     def parts(self) -> list[DerivedPart]:
         """The cached tokens, or only the lengths, for each part of the source."""
         self.source.check()
+        chat = self._tokenizer.chat
         recipe = {
             "version": 3,
             "holds": self.format,
@@ -116,7 +117,7 @@ class Documents:
             "ahead": self.cache_tokens,
             "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self._tokenizer.fingerprint(),
-            "chat": None if self._tokenizer.chat is None else self._tokenizer.chat.sources,
+            "chat": None if chat is None else [*chat.sources, *chat.reserved],
             "transform": function_recipe(self.transform),
             "keep": function_recipe(self.keep),
         }

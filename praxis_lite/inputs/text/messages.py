@@ -19,7 +19,6 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     USER,
     Message,
     RefusedConversation,
-    UnreadKey,
     as_messages,
     without_nulls,
 )
@@ -63,11 +62,10 @@ def errors_at(where: str) -> Iterator[None]:
     try:
         yield
     except RefusedConversation as error:
-        fault = "unknown_key" if isinstance(error, UnreadKey) else "no_answer"
         found, is_fixable, fix = str(error).rpartition(". ")
         if not is_fixable:
             found, fix = fix.rstrip("."), "Correct or remove it."
-        raise BadExample(fault, f"{where}:", found, fix) from None
+        raise BadExample(error.fault, f"{where}:", found, fix) from None
 
 
 def row_without_nulls(

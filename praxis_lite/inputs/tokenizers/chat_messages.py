@@ -1,7 +1,7 @@
 """Converts the messages in a conversation to the format that chat templates expect."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
@@ -20,11 +20,25 @@ _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
 
 
 class RefusedConversation(ConfigError):
-    """Raised if a conversation is malformed or is rejected by the chat template."""
+    """Raised if a conversation is malformed or is rejected by the chat template.
+
+    Attributes:
+      fault: Name of the fault in training data, a key of `faults.FAULTS`.
+    """
+
+    fault = "no_answer"
 
 
 class UnreadKey(RefusedConversation):
     """Raised if a conversation contains data that the chat template would not show to the model."""
+
+    fault = "unknown_key"
+
+
+class ReservedText(RefusedConversation):
+    """Raised if a conversation contains text that would be read as a special token."""
+
+    fault = "special_token"
 
 
 class _Arguments(dict):
@@ -206,6 +220,19 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 def text_of(content: Any) -> str:
     """Returns message content as a string: parts are joined, and None becomes ""."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yields all strings in a JSON value, including keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from strings_in(key)
+            yield from strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings_in(item)
 
 
 def is_empty(message: Message) -> bool:
