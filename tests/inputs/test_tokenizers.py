@@ -245,6 +245,13 @@ def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
     assert any(text.startswith(tokenizer.decode(prompt).encode()) for text in texts)
 
 
+def test_a_prompt_within_the_first_character_is_refused(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("日本語", "utf-8")
+    corpus = TextCorpus(f"{tmp_path}/*.txt", 0, str(trained))
+    with pytest.raises(ConfigError, match="first 2 bytes of '日本語'.*min_prompt_bytes"):
+        list(TextPrompts(corpus, "train", 2, 1, 2, 2).batches())
+
+
 def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     tokens = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
