@@ -178,7 +178,7 @@ class PackedText(DocumentPipeline):
         return message, packing._replace(documents=chosen[packing.documents])
 
     def _is_unlearned_after_cut(self, document: int) -> bool:
-        """Returns whether a document's first seq_len labels do not contain any part of an answer."""
+        """Returns whether no answer begins within a document's first seq_len labels."""
         if not self.documents.has_answers:
             return False
         return not self.documents[document].is_answer[1 : self.seq_len + 1].any()
