@@ -13,7 +13,6 @@ from praxis_lite.host.object_stores import AnyPath, StorePath
 __all__ = (
     "content_of",
     "descriptor",
-    "has_extension",
     "lines_of",
     "opened",
     "opened_to_append",

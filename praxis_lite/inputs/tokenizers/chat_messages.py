@@ -7,7 +7,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.file_reading import unique_keys
 
-__all__ = ("Message", "as_messages", "text_of")
+__all__ = ("Message", "RefusedConversation", "ReservedText", "as_messages", "text_of")
 
 USER, ASSISTANT = "user", "assistant"
 Message = Mapping[str, Any]

@@ -27,8 +27,6 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     with_text_arguments,
 )
 
-__all__ = ("RefusedConversation",)
-
 # Markers around the text in `{% generation %}` blocks. They are Unicode noncharacters, which are
 # reserved for internal use. `checked` refuses conversations that contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
