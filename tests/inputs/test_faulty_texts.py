@@ -94,6 +94,14 @@ def test_prompts_in_json_lines_are_recognized_by_any_usual_extension(tmp_path, n
         read_prompts(tmp_path / name)
 
 
+def test_json_prompts_in_a_file_with_another_name_are_text_with_a_warning(tmp_path, caplog):
+    (tmp_path / "p.txt").write_text('{"prompt": "a"}\n{"no": 1}\n')
+    assert len(read_prompts(tmp_path / "p.txt")) == 2 and not caplog.text
+    (tmp_path / "p.txt").write_text('{"prompt": "a"}\n')
+    assert read_prompts(tmp_path / "p.txt") == ['{"prompt": "a"}']
+    assert "p.txt contains JSON" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["a.JSONL.GZ", "a.Jsonl.Zst", "a.JSONL"])
 def test_extensions_in_upper_case_are_written_and_read_like_in_lower_case(tmp_path, name):
     def make(folder):

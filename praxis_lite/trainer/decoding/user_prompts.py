@@ -1,6 +1,7 @@
 """Converts users' prompts, which are strings, conversations or token ids, to a batch."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.host.file_reading import has_extension, opened
+from praxis_lite.host.file_reading import has_extension, opened, parse_json
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
@@ -79,9 +80,23 @@ def read_prompts(path: Path) -> list[Prompt]:
             # Do not use `splitlines`, which also splits at U+2028 and similar characters.
             lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
             prompts = [line for line in lines if line.strip()]
+            if prompts and all(map(_is_json_prompt, prompts)):
+                _log.warning(
+                    "%s contains JSON, but each line is read as the text of a prompt. To read the "
+                    "prompts in the JSON, give the file a name that ends in .jsonl.",
+                    name,
+                )
     if not prompts:
         raise ConfigError(f"{name} contains no prompts: every line is blank.")
     return prompts
+
+
+def _is_json_prompt(line: str) -> bool:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not value.keys().isdisjoint(PROMPT_KEYS)
 
 
 def _parse_prompt(line: bytes, where: str) -> Prompt:
@@ -249,3 +264,6 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
 def _is_conversation(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     return is_list and all(isinstance(message, Mapping) for message in value)
+
+
+_log = logging.getLogger(__name__)
