@@ -1,6 +1,7 @@
 """Keys of rows with conversations: each is used, or refused by name, wherever rows are read."""
 
 import json
+import pickle
 import re
 
 import pyarrow as pa
@@ -321,7 +322,7 @@ LLAMA3.chat = ChatTemplate(ReadsAll.chat.source, reserved=LLAMA3.chat.reserved)
 
 
 class Bytes(ByteTokenizer):
-    chat = ChatTemplate(ReadsAll.chat.source, reserved=ByteTokenizer.chat.reserved)
+    chat = ChatTemplate(ReadsAll.chat.source, None, None, ByteTokenizer.chat.reserved, False)
 
 
 def with_token(value, token):
@@ -362,6 +363,13 @@ def test_parts_that_form_a_special_token_together_are_refused():
     parts = ["a<|eot", {"type": "text", "text": "_id|>"}]
     with pytest.raises(ConfigError, match="message 0 .*'<|eot_id|>'"):
         prompt_ids([{"role": "user", "content": parts}], LLAMA3, "here")
+
+
+def test_an_answer_of_bytes_must_not_contain_the_ends_of_turns():
+    messages = [USER, {**ANSWER, "content": "a\x03b"}]
+    for chat in (ByteTokenizer.chat, pickle.loads(pickle.dumps(Bytes.chat))):
+        with pytest.raises(ConfigError, match=r"message 1 .*'assistant'.*'\\x03'"):
+            chat.checked(messages, {}, chat.render)
 
 
 def test_the_assistant_and_strings_may_contain_special_tokens():

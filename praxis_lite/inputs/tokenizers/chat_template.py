@@ -62,8 +62,9 @@ class ChatTemplate:
       variables: Variables for the template: the text of each special token, keyed by role, such as
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
-      reserved: Texts that the tokenizer reads as special tokens. Only the template and the
-        assistant may write them, so `checked` refuses them in other messages, tools and documents.
+      reserved: Texts that the tokenizer reads as special tokens. `checked` refuses them in
+        messages, tools and documents.
+      assistant_may_write_reserved: Whether the assistant's messages may contain reserved texts.
     """
 
     def __init__(
@@ -72,18 +73,28 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_use: str | None = None,
         reserved: Iterable[str] = (),
+        assistant_may_write_reserved: bool = True,
     ):
         self.source, self.variables = source, dict(variables or {})
         self.reserved = tuple(sorted({text for text in reserved if text}))
-        self.tool_use = (
-            None if tool_use is None else ChatTemplate(tool_use, variables, reserved=self.reserved)
-        )
+        self.assistant_may_write_reserved = assistant_may_write_reserved
+        self.tool_use: ChatTemplate | None = None
+        if tool_use is not None:
+            self.tool_use = ChatTemplate(
+                tool_use, variables, None, self.reserved, assistant_may_write_reserved
+            )
         self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         # A worker process compiles the template again; compiled templates cannot be pickled.
         tool_use = self.tool_use and self.tool_use.source
-        return ChatTemplate, (self.source, self.variables, tool_use, self.reserved)
+        return ChatTemplate, (
+            self.source,
+            self.variables,
+            tool_use,
+            self.reserved,
+            self.assistant_may_write_reserved,
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -147,7 +158,7 @@ class ChatTemplate:
         Raises:
           UnreadKey: The template ignores a variable, key or role, which is named in the error
             message.
-          ReservedText: A special token occurs outside of the assistant's messages.
+          ReservedText: A reserved text occurs where it must not.
           RefusedConversation: The template rejects the conversation, or it marks answers and the
             conversation contains one of the markers.
         """
@@ -214,15 +225,14 @@ class ChatTemplate:
                         )
         if not self.reserved:
             return
-        # The assistant's messages may contain special tokens on purpose, such as <|python_tag|>.
-        # Templates join the parts of a message.
+        # Templates join the parts of a message, so check the joined text.
         values: dict[str, Any] = {
             f"message {number} (role {message['role']!a:.40})": {
                 **message,
                 "content": text_of(message.get("content")),
             }
             for number, message in enumerate(messages)
-            if message["role"] != ASSISTANT
+            if message["role"] != ASSISTANT or not self.assistant_may_write_reserved
         }
         values |= {name: variables.get(name) for name in ("tools", "documents")}
         for name, value in values.items():
@@ -230,8 +240,8 @@ class ChatTemplate:
                 if found := self._reserved_pattern.search(text):
                     raise ReservedText(
                         f"{name} contains {found[0]!r}, which the tokenizer reads as a special "
-                        "token; only the chat template and the assistant may write it. Remove it, "
-                        "or pass the rendered conversation as a string, which may contain it."
+                        "token, as if the chat template had written it. Remove it, or pass the "
+                        "rendered conversation as a string, which may contain it."
                     )
 
     @functools.cached_property

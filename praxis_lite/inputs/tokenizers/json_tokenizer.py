@@ -155,6 +155,7 @@ class JsonTokenizer(Tokenizer):
         default = sources.get("default", sources.get("tool_use"))
         if default is None:
             return None
+        # An answer may contain special tokens on purpose, such as <|python_tag|>.
         return ChatTemplate(default, self.roles, sources.get("tool_use"), self._read_as_special)
 
     @property

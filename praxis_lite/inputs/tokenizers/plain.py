@@ -14,8 +14,7 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0 to 255 are bytes; the EOS id 256 separates documents.
 
-    A chat turn starts with byte 2 and ends with byte 3, which only the assistant's messages may
-    contain.
+    A chat turn starts with byte 2 and ends with byte 3, which no message may contain.
     """
 
     token_unit = "byte"
@@ -24,7 +23,9 @@ class ByteTokenizer(Tokenizer):
     special_ids = frozenset({eos_id})
     document_start = (eos_id,)
     # ASCII's start of text and end of text.
-    chat = ChatTemplate(chatml("\x02", "\x03"), reserved=("\x02", "\x03"))
+    chat = ChatTemplate(
+        chatml("\x02", "\x03"), reserved=("\x02", "\x03"), assistant_may_write_reserved=False
+    )
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
         """Returns the UTF-8 bytes of a text as int32[num_bytes], without EOS."""
