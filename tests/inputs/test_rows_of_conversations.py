@@ -118,6 +118,13 @@ USED = {
         row({"content": None, "tool_calls": [CALL | {"id": None}]}),
         PLAIN.replace("m;", '[{"type": "function", "function": {"name": "f", "arguments": '
                       '{"x": "1"}}}];'), "tool_calls"),
+    "nulls in arguments and parameters": (
+        row({"content": None, "tool_calls": [
+            {"id": None, "function": {"name": "f", "arguments": {"x": None, "y": [None]}}}]},
+            tools=[{"name": "f", "strict": None, "parameters": {"x": {"default": None}}}]),
+        'T[{"name": "f", "parameters": {"x": {"default": null}}}]' + PLAIN.replace(
+            "m;", '[{"function": {"name": "f", "arguments": {"x": null, "y": [null]}}}];'),
+        "tool"),
     "labels": (row({"id": "1"}, user={"id": "2", "tool_call_id": "3"}), PLAIN, None),
     "weights": (row({"weight": 0}, user={"weight": 0}), PLAIN, None),
     "train": (row({"train": False}, user={"train": False}), PLAIN, None),
@@ -367,9 +374,9 @@ def test_parts_that_form_a_special_token_together_are_refused():
 
 def test_an_answer_of_bytes_must_not_contain_the_ends_of_turns():
     messages = [USER, {**ANSWER, "content": "a\x03b"}]
-    for chat in (ByteTokenizer.chat, pickle.loads(pickle.dumps(Bytes.chat))):
+    for template in (ByteTokenizer.chat, pickle.loads(pickle.dumps(Bytes.chat))):
         with pytest.raises(ConfigError, match=r"message 1 .*'assistant'.*'\\x03'"):
-            chat.checked(messages, {}, chat.render)
+            template.checked(messages, {}, template.render)
 
 
 def test_the_assistant_and_strings_may_contain_special_tokens():

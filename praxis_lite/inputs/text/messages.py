@@ -248,7 +248,8 @@ def with_context(
         if not isinstance(value, list | None):
             raise _wrong_value(row, name, where, "a list of objects, or a JSON string of one")
         items = [_parse_json(item, name, row, where) for item in value or ()]
-        # Outside of JSON strings, nulls may come from Arrow, where all structs have equal fields.
+        # Outside of JSON strings, nulls may come from Arrow, where all structs have equal fields;
+        # sources over Arrow have already removed them from the parameters.
         if not isinstance(row.get(name), str):
             items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):

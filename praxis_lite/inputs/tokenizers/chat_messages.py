@@ -19,6 +19,10 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
 
 
+# Keys whose values may contain nulls that a template must render.
+_WITH_NULLS = ("arguments", "parameters", "input_schema")
+
+
 class RefusedConversation(ConfigError):
     """Raised if a conversation is malformed or is rejected by the chat template.
 
@@ -55,11 +59,11 @@ class _Arguments(dict):
 def as_messages(value: Any) -> list[Message]:
     """Validates messages and converts them to the format that chat templates expect.
 
-    Null values are removed at every depth, because Arrow gives all objects in a column the same
-    keys. Content parts become {"type": "text", "text": ...}, and tool call arguments that are JSON
-    strings become objects. Reasoning is stored under the keys that transformers uses. `weight` and
-    `train` are replaced by a weight of 0 if the message is not to be trained on, and are removed
-    otherwise.
+    Null values are removed, except in the arguments of calls, because Arrow gives all objects in a
+    column the same keys. Content parts become {"type": "text", "text": ...}, and tool call
+    arguments that are JSON strings become objects. Reasoning is stored under the keys that
+    transformers uses. `weight` and `train` are replaced by a weight of 0 if the message is not to
+    be trained on, and are removed otherwise.
 
     Raises:
       RefusedConversation: The value is not a list of text messages. The error names the element.
@@ -106,11 +110,16 @@ def _message(value: Message, name: str) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes keys whose value is null from a JSON value, at every depth."""
-    if isinstance(value, _Arguments):
-        return value
+    """Removes keys whose value is null from a JSON value, at every depth.
+
+    Nulls in the arguments of a call and in the parameters of a tool are data, and are kept.
+    """
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: item if key in _WITH_NULLS else without_nulls(item)
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list | tuple):
         return [without_nulls(item) for item in value]
     return value
