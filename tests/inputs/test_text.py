@@ -125,6 +125,14 @@ def test_whitespace_does_not_hide_a_paragraph_that_is_held_out(tmp_path, trainin
     assert documents.get("a#0") == (None if expected is None else expected.format(**names).encode())
 
 
+@pytest.mark.parametrize("name", ["a.JSONL", "a.txt"])
+def test_json_lines_are_text_with_a_warning(tmp_path, caplog, name):
+    (tmp_path / name).write_text('{"text": "one"}\n')
+    documents = TextCorpus(str(tmp_path / name), heldout_percent=0).documents("train")
+    assert documents == [(f"{name}#0", b'{"text": "one"}\n')]
+    assert ("JsonLines" in caplog.text) == (name == "a.JSONL")
+
+
 def test_a_line_longer_than_a_block_is_cut(tmp_path):
     (tmp_path / "long").write_bytes(b"x" * 40_000)
     corpus = TextCorpus(str(tmp_path / "long"), heldout_percent=0)

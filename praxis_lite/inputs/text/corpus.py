@@ -4,6 +4,7 @@ import codecs
 import functools
 import gzip
 import hashlib
+import logging
 import os
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.host.file_reading import has_extension
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.sources.files.texts import decode_utf8
@@ -205,7 +207,7 @@ def language_reference() -> list[tuple[str, bytes]]:
 def read_documents(path: str) -> list[tuple[str, bytes]]:
     """Splits a file into blocks, and returns them as pairs (`<basename>#<k>`, UTF-8 bytes).
 
-    A byte order mark at the start of the file is removed.
+    A byte order mark at the start of the file is removed. For JSON lines, a warning is logged.
 
     Raises:
         ConfigError: The file is empty or not UTF-8. The message names the file and the line.
@@ -218,6 +220,12 @@ def read_documents(path: str) -> list[tuple[str, bytes]]:
         )
     with none_skipped():
         decode_utf8(data, f"TextCorpus: {path}", is_file=True)
+    if has_extension(path, ".jsonl", ".ndjson"):
+        _log.warning(
+            "%s is read as plain text, including the syntax of JSON. To read the texts in it, use "
+            "JsonLines (docs/data.md).",
+            path,
+        )
     name = os.path.basename(path)
     return [(f"{name}#{k}", block) for k, block in enumerate(_blocks(data))]
 
@@ -237,3 +245,6 @@ def _blocks(data: bytes) -> list[bytes]:
         blocks.append(data[start:end])
         start = end
     return blocks
+
+
+_log = logging.getLogger(__name__)
