@@ -229,6 +229,11 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
         elif _is_conversation(prompt):
             prompt = Conversation(conversation(prompt, caller))
         if isinstance(prompt, Conversation):
+            if not prompt.messages:
+                raise ConfigError(
+                    f"{prompt.where or caller}: the conversation has no messages; expected at "
+                    'least one {"role": "user", "content": TEXT}.'
+                )
             with errors_at(prompt.where or caller):
                 return tokenizer.apply_chat_template(
                     prompt.messages, add_generation_prompt=True, **prompt.variables
