@@ -183,12 +183,12 @@ class Documents:
             if (largest_here := int(tokens.ids.max())) > largest:
                 largest, largest_row = largest_here, number - part.start
             # Special tokens at the start and the end may have been added to the text.
-            special = np.isin(tokens.ids, special_ids)[1:-1].nonzero()[0] if special_ids else ()
+            within = tokens.ids[1:-1] if special_ids else tokens.ids[:0]
+            special = within[np.isin(within, special_ids)]
             if len(special):
                 num_with_special += 1
                 if first_special < 0:
-                    first_special = int(tokens.ids[1 + special[0]])
-                    row_of_special = number - part.start
+                    first_special, row_of_special = int(special[0]), number - part.start
         arrays: dict[str, np.ndarray] = {
             "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
