@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.decode.decoder import Decoder, TokenizerIds
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -21,6 +22,9 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     Args:
       decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
       tokenizer: Tokenizer that encodes the stop strings.
+
+    Raises:
+      ConfigError: The tokenizer cannot encode a stop string, so no continuation can contain it.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
         decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
@@ -39,9 +43,13 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
     it.
     """
     found: dict[TokenizerIds, None] = {}
+    tokenizer.encode(text, False)  # Raises an error if the text cannot occur in a continuation.
     for before, spaced in itertools.product(_TEXTS_BEFORE, (text, f" {text}")):
-        ids = tokenizer.encode(before + spaced, False).tolist()
-        first = tokenizer.encode(before, False).tolist()
+        try:
+            ids = tokenizer.encode(before + spaced, False).tolist()
+            first = tokenizer.encode(before, False).tolist()
+        except ConfigError:  # A CharacterTokenizer may lack the added characters.
+            continue
         ids, is_split = TokenizerIds(ids[len(first) :]), ids[: len(first)] == first
         # Skip encodings in which a token spans `before` and `text` or characters are lost.
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):

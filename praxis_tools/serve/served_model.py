@@ -50,7 +50,8 @@ class ServedModel:
 
         Raises:
           ApiError: The request is for a different model, or a prompt is empty, is too long,
-            contains ids outside of the vocabulary, or is invalid for the chat template.
+            contains ids outside of the vocabulary, or is invalid for the chat template, or the
+            tokenizer cannot encode a stop string.
         """
         if request.model != self.name:
             raise ApiError(
@@ -69,6 +70,11 @@ class ServedModel:
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
         for ids in prompts:
             self._check(ids, request, param)
+        try:
+            for stop in request.stop:
+                self.tokenizer.encode(stop, False)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="stop", code="invalid_value") from None
         return prompts
 
     def max_new_tokens(self, num_ids: int, request: Request) -> int:
