@@ -17,8 +17,6 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 # Keys that a template may ignore, because their values are metadata. Ids of tool calls are metadata
 # too: the order of calls and results carries the same information.
 _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
-
-
 # Keys whose values may contain nulls that a template must render.
 _WITH_NULLS = ("arguments", "parameters", "input_schema")
 
