@@ -78,6 +78,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
     # OpenBLAS may set the CPU's invalid-value flag although no result is NaN (numpy issue 24067).
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered in matmul")
+    # transformers 5.12 calls a deprecated function of tokenizers.
+    config.addinivalue_line("filterwarnings", "ignore:Deprecated in 0.9.0")
+    # JAX writes cached programs in place. A worker that reads one which another worker is still
+    # writing gets this warning, and compiles the program itself.
+    unreadable = "ignore:Error reading persistent compilation cache entry"
+    config.addinivalue_line("filterwarnings", unreadable)
 
 
 def pytest_collection_modifyitems(items):

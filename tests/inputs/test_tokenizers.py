@@ -60,6 +60,7 @@ def pieces(tmp_path_factory):
     """A SentencePiece model with bytes for what it has no piece of."""
     import sentencepiece
 
+    pytest.importorskip("transformers", minversion="5.24")
     folder = tmp_path_factory.mktemp("pieces")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(made_lines(300)),
