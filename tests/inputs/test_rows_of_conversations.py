@@ -376,7 +376,11 @@ def test_an_answer_of_bytes_must_not_contain_the_ends_of_turns():
     messages = [USER, {**ANSWER, "content": "a\x03b"}]
     for template in (ByteTokenizer.chat, pickle.loads(pickle.dumps(Bytes.chat))):
         with pytest.raises(ConfigError, match=r"message 1 .*'assistant'.*'\\x03'"):
-            template.checked(messages, {}, template.render)
+            template.checked(messages, {}, template.render, is_training=True)
+        # The model may have written this.
+        assert "a\x03b" in template.checked(messages, {}, template.render)
+    with pytest.raises(ConfigError, match=r"here: message 1 .*'\\x03'"):
+        encoded("messages", None, {"messages": messages}, ByteTokenizer(), "here")
 
 
 def test_the_assistant_and_strings_may_contain_special_tokens():

@@ -63,8 +63,9 @@ class ChatTemplate:
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
       reserved: Texts that the tokenizer reads as special tokens. `checked` refuses them in
-        messages, tools and documents.
-      assistant_may_write_reserved: Whether the assistant's messages may contain reserved texts.
+        messages, tools and documents, except in the assistant's messages, which the model may have
+        written.
+      answers_may_be_reserved: Whether also answers to train on may contain reserved texts.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_use: str | None = None,
         reserved: Iterable[str] = (),
-        assistant_may_write_reserved: bool = True,
+        answers_may_be_reserved: bool = True,
     ):
         self.source, self.variables = source, dict(variables or {})
         self.reserved = tuple(sorted({text for text in reserved if text}))
-        self.assistant_may_write_reserved = assistant_may_write_reserved
+        self.answers_may_be_reserved = answers_may_be_reserved
         self.tool_use: ChatTemplate | None = None
         if tool_use is not None:
             self.tool_use = ChatTemplate(
-                tool_use, variables, None, self.reserved, assistant_may_write_reserved
+                tool_use, variables, None, self.reserved, answers_may_be_reserved
             )
         self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
 
@@ -93,7 +94,7 @@ class ChatTemplate:
             self.variables,
             tool_use,
             self.reserved,
-            self.assistant_may_write_reserved,
+            self.answers_may_be_reserved,
         )
 
     @property
@@ -140,6 +141,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         variables: Mapping[str, Any],
         rendered: Callable[[Sequence[Message]], Rendered],
+        *,
+        is_training: bool = False,
     ) -> Rendered:
         """Renders messages, and checks that the template does not ignore any part of them.
 
@@ -151,6 +154,7 @@ class ChatTemplate:
           messages: Messages as returned by `prepared`.
           variables: The variables that `rendered` passes to the template.
           rendered: Function that renders messages as text or Answers.
+          is_training: Whether the conversation is training data. Otherwise, it is a prompt.
 
         Returns:
           The result of `rendered` for the messages.
@@ -162,7 +166,8 @@ class ChatTemplate:
           RefusedConversation: The template rejects the conversation, or it marks answers and the
             conversation contains one of the markers.
         """
-        self._require_no_reserved_text(messages, variables)
+        allows_assistant = self.answers_may_be_reserved or not is_training
+        self._require_no_reserved_text(messages, variables, allows_assistant)
         for name, value in variables.items():
             if value not in (None, "", [], {}) and name not in self._read_variables:
                 raise UnreadKey(
@@ -213,7 +218,7 @@ class ChatTemplate:
         return result
 
     def _require_no_reserved_text(
-        self, messages: Sequence[Message], variables: Mapping[str, Any]
+        self, messages: Sequence[Message], variables: Mapping[str, Any], allows_assistant: bool
     ) -> None:
         if self.marks_answers:
             for text in strings_in([messages, variables]):
@@ -232,7 +237,7 @@ class ChatTemplate:
                 "content": text_of(message.get("content")),
             }
             for number, message in enumerate(messages)
-            if message["role"] != ASSISTANT or not self.assistant_may_write_reserved
+            if message["role"] != ASSISTANT or not allows_assistant
         }
         values |= {name: variables.get(name) for name in ("tools", "documents")}
         for name, value in values.items():

@@ -14,7 +14,8 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0 to 255 are bytes; the EOS id 256 separates documents.
 
-    A chat turn starts with byte 2 and ends with byte 3, which no message may contain.
+    A chat turn starts with byte 2 and ends with byte 3, which messages must not contain, except
+    answers of a model in a prompt.
     """
 
     token_unit = "byte"
@@ -24,7 +25,7 @@ class ByteTokenizer(Tokenizer):
     document_start = (eos_id,)
     # ASCII's start of text and end of text.
     chat = ChatTemplate(
-        chatml("\x02", "\x03"), reserved=("\x02", "\x03"), assistant_may_write_reserved=False
+        chatml("\x02", "\x03"), reserved=("\x02", "\x03"), answers_may_be_reserved=False
     )
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
