@@ -79,8 +79,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         else:
             # Do not use `splitlines`, which also splits at U+2028 and similar characters.
             lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
-            prompts = [line for line in lines if line.strip()]
-            if prompts and all(map(_is_json_prompt, prompts)):
+            texts = [line for line in lines if line.strip()]
+            prompts = [*texts]
+            if texts and all(map(_is_json_prompt, texts)):
                 _log.warning(
                     "%s contains JSON, but each line is read as the text of a prompt. To read the "
                     "prompts in the JSON, give the file a name that ends in .jsonl.",
