@@ -11,7 +11,7 @@ from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.trainer.decoding.decode import ContinuationPrinter
-from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts, title
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch, prompt_ids, read_prompts, title
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 
 PROMPTS = ("The ", "né")
@@ -54,6 +54,11 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
 )
 def test_a_title_is_the_last_message(prompt):
     assert title(prompt, ByteTokenizer()) == "now"
+
+
+def test_a_conversation_without_messages_is_not_a_prompt():
+    with pytest.raises(ConfigError, match="generate: .* no messages"):
+        prompt_ids({"messages": []}, ByteTokenizer(), "generate")
 
 
 def test_prompts_of_other_lengths_have_few_shapes(job):
