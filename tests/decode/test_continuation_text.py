@@ -27,7 +27,15 @@ STOP = "<|stop|>"
 @functools.cache
 def library(kind):
     """Returns a small tokenizer of the library `tokenizers`."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     name, _, scheme = kind.partition(", ")
     special = ["<unk>", "<s>", "</s>", STOP]
@@ -63,8 +71,13 @@ def library(kind):
     # Without a pre-tokenizer a long line would become a single token.
     lines = [word for line in LINES for word in line.split()] if name == "llama" else LINES
     result.train_from_iterator([*lines, "\n", ":", ", "], trainer(**settings))
-    if name == "llama":  # Bytes are ordinary tokens.
+    if name == "llama":
         import json
+
+        result.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+        # Bytes are ordinary tokens.
 
         fields = json.loads(result.to_str())
         fields["added_tokens"] = fields["added_tokens"][: len(special)]
