@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import types
 
 import fiddle as fdl
 import jax
@@ -490,6 +492,41 @@ FOUND_BY_SEARCH = (
     pytest.param("psum on the other axis", marks=pytest.mark.nightly),
     pytest.param(planted.spoiled_states()[-1].name, marks=pytest.mark.nightly),
 )
+
+
+class SimulatedSearch(CauseSearch):
+    """A search in which the results depend on faulty devices, or on whether an axis is split."""
+
+    _job_rerun = _rows = None
+
+    def __init__(self, mesh, devices=(), axes=()):
+        self._mesh, self._faulty, self._axes = mesh, set(devices), axes
+
+    def _differing_rows(self, rerun):
+        return None
+
+    def _differs_if_rotated(self, positions):
+        assert len(positions) > 1
+        return not self._faulty.isdisjoint(positions)
+
+    def _rerun_on(self, mesh):
+        return types.SimpleNamespace(measure=lambda rows: dict(mesh.shape))
+
+    def _differs_from_other_mesh(self, actual):
+        return any(actual[axis] > 1 for axis in self._axes)
+
+
+def test_the_faulty_devices_are_found_by_rotations_alone(mesh_of):
+    mesh = mesh_of(2, 2, 2)
+    for count in (1, 2, 3):
+        for devices in itertools.combinations(range(8), count):
+            assert SimulatedSearch(mesh, devices)._faulty_positions() == list(devices)
+
+
+def test_the_faulty_axes_are_those_whose_split_gives_the_difference(mesh_of):
+    for axes in (["data"], ["replica", "mdl"]):
+        assert SimulatedSearch(mesh_of(2, 2, 2), axes=axes)._faulty_axes() == axes
+    assert SimulatedSearch(mesh_of(1, 2, 2))._faulty_axes() == ["data", "mdl"]
 
 
 @pytest.mark.slow
