@@ -96,10 +96,7 @@ def drawn_state(task):
 
 
 CASES = {
-    "tied": (TIED, EVEN, {}),
-    "untied, split": (UNTIED, EVEN | dict(split_backward=True), {}),
     "tied, uneven, split": (TIED, UNEVEN | dict(split_backward=True), dict(num_layers=8)),
-    "untied, uneven": (UNTIED, UNEVEN, dict(num_layers=8)),
     "tied, one microbatch": (TIED, dict(num_stages=2, num_microbatches=1), {}),
     "untied, accumulated": (
         UNTIED,
