@@ -152,6 +152,7 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     assert seen["examples"] is True
     assert seen["agreed"] == [False, False, False, True, False, False]
     assert seen["asked by"].startswith("a signal to process 1 (")
+    assert seen["profiled steps"] == ["5", "5"]
     assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]
     assert seen["missing"].startswith("process 1 (")
     slow = [line for line in lines if "slow: " in line]

@@ -87,6 +87,10 @@ def main() -> None:
     # The second process requests a stop in its third call; both see it in their fourth call.
     seen["agreed"] = [consensus.should_stop(me == 1 and call == 2) for call in range(6)]
     seen["asked by"] = consensus.stop_reason
+    # The first process requests a profile; the second learns its number of steps one call later.
+    consensus.should_stop(False, profile_steps=0 if me else 5)
+    consensus.should_stop(False)
+    seen["profiled steps"] = processes.exchange("steps", str(consensus.profile_steps))
     for _ in range(8):
         consensus.add_host_seconds(0.5 * me)
         consensus.should_stop(False)

@@ -246,8 +246,9 @@ def test_its_losses_and_bytes_are_those_of_auto_axes(name):
     assert list(partitioner.train_step.untyped) == UNTYPED.get(name, [])
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert len(set(actual)) == len(actual)
-    bytes_sent, of_auto = bytes_by_kind(compiled), bytes_by_kind(compiled_auto)
-    print(name, bytes_sent, of_auto)
+    # test_explicit_axes.py counts them to the byte. What axes split twice is gathered once more.
+    bytes_sent, of_auto = (sum(bytes_by_kind(x).values()) for x in (compiled, compiled_auto))
+    assert bytes_sent < 1.15 * of_auto
 
 
 # The mesh of these experiments divides their sizes. Most others have sizes that no mesh divides.
