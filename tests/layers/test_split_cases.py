@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -26,13 +25,9 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base.dims import Dim
 from tests.support.declared_splits import (
-    ONE_DEVICE,
     CasesOfRules,
-    batch_of,
-    losses_of,
     refused,
     splits_of,
-    xent,
 )
 
 # D model dims, F hidden dims, N heads; D and F are not divisible by any mesh axis.
@@ -429,44 +424,3 @@ def test_a_softmax_knows_the_split_of_its_weight_whoever_said_it():
         for make in (made_of_dims, by_itself):
             actual = make(nnx.Rngs(0)).weight_split_dims_mapping
             assert actual == ("data", "mdl")
-
-
-class Stack(BaseLayer):
-    """A model of parts that are split in many ways."""
-
-    def __init__(self, *, rngs):
-        self.blocks = Repeat(Block, 2, stack_split="replica", rngs=rngs)
-        self.out = adapted(linear(P("data"), dims=(D, Dim(D, "vocab", "mdl"))))(rngs)
-
-    def __call__(self, x):
-        return self.out(self.blocks(x[:, None])[0][:, 0])
-
-
-class Block(BaseLayer):
-    """Merged dims with fewer heads of keys, and hidden dims by name."""
-
-    def __init__(self, *, rngs):
-        self.attention = DotProductAttention(
-            D,
-            N,
-            dim_per_head=3,
-            num_kv_heads=2,
-            use_bias=False,
-            proj_tpl=COMBINED,
-            weight_split_dims_mapping={"heads": "mdl"},
-            rngs=rngs,
-        )
-        self.ff = feed_forward({"mlp": "mdl"})(rngs)
-
-    def __call__(self, x, *, cache=None, **inputs):
-        return self.ff(x + self.attention(x)[0]), cache
-
-
-@pytest.mark.slow
-def test_split_so_a_model_trains_as_on_one_device():
-    settings = rule((".*ffn.*", 'fsdp("data", 0)'))
-    actual, expected = (
-        losses_of(Stack, xent, batch_of(11, D), *shape, **settings) for shape in ((), (ONE_DEVICE,))
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    assert actual[1] < actual[0]
