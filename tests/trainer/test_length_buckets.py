@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.inputs import Documents, JsonLines, PackedText
 from praxis_lite.job.job_dir import JobDir
@@ -119,11 +120,17 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     np.testing.assert_allclose(losses(job), losses(bucketed()), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_two_processes_require_a_batch_size_that_is_a_multiple_of_the_devices(monkeypatch):
+    from jobzoo.bucketed import Bucketed
+
+    config = Bucketed().config()
+    config.datasets["train"].batch_size = 12
+    job = fdl.build(config)
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    datasets.check_datasets(job, partitioner, "datasets", "explain")
     monkeypatch.setattr(datasets.processes, "count", lambda: 2)
-    done = launch("--mode=explain", EXP, "--set", "datasets.train.batch_size=12")
-    assert done.code == 2 and "datasets.train.batch_size is 12" in done.err
+    with pytest.raises(ConfigError, match="datasets.train.batch_size is 12"):
+        datasets.check_datasets(job, partitioner, "datasets", "explain")
 
 
 @pytest.mark.slow
