@@ -144,7 +144,8 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     )
     # The second one killed itself, and the first one waited for it on the devices.
     assert [item.code for item in done] == [1, -signal.SIGKILL], done
-    assert "process 1 (" in done[0].err and "4 s: it was killed, or its host" in done[0].err
+    # A busy machine may notice it later than after the 4 s that the script sets.
+    assert re.search(r"process 1 \(.* \d s: it was killed, or its host", done[0].err), done[0].err
     lines = done[0].out.splitlines()
     seen = json.loads(next(line for line in lines if line.startswith("{")))
     for order in ("in turn", "interleaved", "nested"):

@@ -191,10 +191,17 @@ def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_asks_while_a_job_runs(tmp_path, monkeypatch):
-    job = JobDir(tmp_path / "job")
-    monkeypatch.setenv("JOBZOO_KILL_AT", "1")
-    monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
-    done = launch(TINY, f"--job_log_dir={job.path}")
+    from jobzoo.lines import Lines
+
+    job, rows_before = JobDir(tmp_path / "job"), Lines.rows
+
+    def rows(self, index, which):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return rows_before(self, index, which)
+
+    monkeypatch.setattr(Lines, "rows", rows)
+    done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=9")
     assert done.code == 0, done.err
     # It came while the batch of step 2 was read.
     (profile,) = job.profiles.iterdir()
