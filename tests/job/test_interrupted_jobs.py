@@ -1,17 +1,196 @@
 """Signals to a job of two real processes while it saves, restores, compiles or evaluates.
 
-One job is interrupted again and again on its way, for it is the launches that take the time.
+A process that reaches a gate writes a file, and waits until the test opens the gate, or forever.
+The time of a signal therefore does not depend on a clock.
 """
 
 import dataclasses
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from praxis_lite.job.job_dir import JobDir
+from tests.support import line_jobs  # noqa: F401 (writes jobzoo.lines)
 from tests.support import process_pairs as pairs
-from tests.support.interrupted_jobs import Pair, steps_in
+from tests.support.job_runs import home
+from tests.support.log_lines import terminal_text
 
 pytestmark = pytest.mark.slow
+
+EXPERIMENT = '''
+import asyncio
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+from orbax.checkpoint._src.serialization import serialization
+
+from jobzoo.lines import Line, Lines
+from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSettings, register
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
+from tests.support.log_lines import terminal_text
+
+LIBC = ctypes.CDLL(None)
+
+
+def is_gate(place):
+    """Tells that this process has come to a place; returns True if it is to wait there."""
+    folder = os.environ.get("GATES")
+    if not folder or place not in os.environ["GATED"].split(","):
+        return False
+    Path(folder, f"{place}.{jax.process_index()}").touch()
+    return not Path(folder, f"{place}.open").exists()
+
+
+def gate(place):
+    while is_gate(place):
+        time.sleep(0.02)
+
+
+def gate_of_c(place):
+    """Waits in C code that no signal interrupts, as a compiler does not."""
+    if is_gate(place):
+        mutex = ctypes.create_string_buffer(64)
+        LIBC.pthread_mutex_lock(mutex)
+
+        def open_it():
+            gate(place)
+            LIBC.pthread_mutex_unlock(mutex)
+
+        threading.Thread(target=open_it, daemon=True).start()
+        LIBC.pthread_mutex_lock(mutex)
+
+
+BEGIN, READ = OrbaxWrite.begin, checkpoints.read_state
+WRITE, DIGESTS = serialization.async_serialize_from_host, DiskSteps.file_entries
+step = ""  # Of the save in flight, of which there is only one at a time.
+
+
+def noted_begin(self, state):
+    global step
+    step = self._folder.name.removesuffix(".saving")
+    BEGIN(self, state)
+
+
+async def gated_write(*args, **kwargs):
+    while is_gate(f"write of {step}"):
+        await asyncio.sleep(0.02)
+    await WRITE(*args, **kwargs)
+
+
+def gated_digests(self, name):
+    gate(f"digests of {step}")
+    return DIGESTS(self, name)
+
+
+def gated_read(*args, **kwargs):
+    gate("restore")
+    return READ(*args, **kwargs)
+
+
+OrbaxWrite.begin, checkpoints.read_state = noted_begin, gated_read
+serialization.async_serialize_from_host, DiskSteps.file_entries = gated_write, gated_digests
+
+
+class Gates(Hook):
+    """Waits where the first step compiles."""
+
+    every = None
+
+    @contextlib.contextmanager
+    def compiling(self):
+        gate_of_c("compile")
+        yield
+
+
+class GatedLines(Lines):
+    """Waits at the second batch."""
+
+    def rows(self, index, rows):
+        if index == 1:
+            gate("evaluation")
+        return super().rows(index, rows)
+
+
+@register
+class Gated(Line):
+    """A line through noisy points, over eight devices."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 8, 1))
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(Lines, batch_size=13),
+            "heldout": fdl.Config(GatedLines, batch_size=13),
+        }
+
+    def hooks(self):
+        return [fdl.Config(Gates)]
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=29, checkpoints=fdl.Config(SaveSettings, every_steps=7),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=15, max_batches=3),
+        )
+'''
+GATED = "--exp=jobzoo.gated.Gated"
+(home() / "jobzoo/gated.py").write_text(EXPERIMENT)
+
+
+class Pair:
+    """A job of two processes that wait at gates.
+
+    Args:
+      folder: Folder for the job and for the files of the gates.
+      places: The gates at which the processes wait: "write of 14", "digests of 14", "restore",
+        "compile" or "evaluation" (of step 15).
+    """
+
+    def __init__(self, folder: Path, *places: str):
+        folder.mkdir(exist_ok=True)
+        self._gates = Path(tempfile.mkdtemp(prefix="gates_", dir=folder))
+        env = {"GATES": str(self._gates), "GATED": ",".join(places)}
+        self.job = JobDir(folder / "job")
+        self.processes = pairs.start_processes(
+            GATED, f"--job_log_dir={folder}/job", cwd=home(), env=(env, env)
+        )
+
+    def reaches(self, place: str, who: str = "01") -> None:
+        """Waits until the given processes have reached a gate."""
+        pairs.wait_until(
+            lambda: all((self._gates / f"{place}.{k}").exists() for k in who), self.processes
+        )
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the second process."""
+        pairs.kill(self.processes[1], signum)
+
+    def answer(self) -> str:
+        """Returns the next line on standard error of the second process."""
+        return terminal_text(self.processes[1].stderr.readline())
+
+    def opens(self, place: str) -> None:
+        """Opens a gate, so that the processes continue."""
+        (self._gates / f"{place}.open").touch()
+
+    def ended(self) -> list[pairs.Ended]:
+        """Returns how both processes ended; fails if this takes more than a minute."""
+        return pairs.ended(self.processes, 60)
+
+
+def steps_in(job: JobDir) -> list[str]:
+    """Returns the names of all entries in the checkpoint folder, except unfinished saves."""
+    return sorted(path.name for path in job.checkpoints.iterdir() if "saving" not in path.name)
 
 
 @dataclasses.dataclass(frozen=True)
