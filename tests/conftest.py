@@ -55,7 +55,6 @@ LONGEST_FILES = (
     "job/test_multiprocess.py",
     "tools/check/test_check.py",
     "faults/test_faults.py",
-    "sweep/test_sweep_jobs.py",
     "job/test_interrupted_jobs.py",
     "trackers/test_services.py",
     "trainer/test_jobs_in_stores.py",
