@@ -1,7 +1,6 @@
 # Requires only make and Python 3.11 to 3.14. Each target creates .venv if needed.
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
-#   make demo-multiprocess  trains with one and with two processes and compares losses (2 minutes)
 #   make test    runs the quick tests (4.5 minutes)
 #   make test-all  runs the quick tests, then the slow tests: processes, kills, all meshes (25 minutes)
 #   make nightly   runs the tests that take too long for CI, and then all of these (hours):
@@ -57,7 +56,7 @@ DOCUMENTING := $(VENV)/.installed_docs
 # Tests launch hundreds of processes. Without cached bytecode, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next test-oldest \
+.PHONY: help demo test test-all nightly test-nightly test-next test-oldest \
   test-wheel lock faults chaos check-defects mutants lint ruff mypy pyright docs docs-pictures release-check release-job clean
 .DELETE_ON_ERROR:
 
@@ -81,9 +80,6 @@ demo: $(INSTALLED)
 	@$(VENV_PYTHON) main.py --exp=lm.PyDocs --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=decode --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)"
-
-demo-multiprocess: $(INSTALLED)
-	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
 
 test: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)

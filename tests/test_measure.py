@@ -23,7 +23,7 @@ def slept():
 def test_sleeps(slept):
     assert True
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_launches():
     subprocess.run(["true"], check=True)
     subprocess.run([sys.executable, "-S", "-c", "sum(range(10**7))"], check=True)
@@ -68,7 +68,7 @@ def measured(tmp_path_factory):
     return measure.read_measures([folder / "measures.jsonl"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_test_of_each_worker_has_a_record(measured):
     assert {test.partition("::")[2]: x["outcome"] for test, x in measured.items()} == {
         "test_sleeps": "passed",
@@ -79,13 +79,13 @@ def test_each_test_of_each_worker_has_a_record(measured):
     assert [test for test, x in measured.items() if x["slow"]] == ["test_uses.py::test_launches"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fixture_counts_for_the_test_that_sets_it_up(measured):
     sleeps = measured["test_uses.py::test_sleeps"]
     assert sleeps["setup"] >= 0.3 > sleeps["call"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_are_counted_however_they_are_launched(measured):
     launches = {test: x["launches"] for test, x in measured.items()}
     # Two by subprocess, one by multiprocessing with its resource tracker, one fork.
@@ -105,7 +105,7 @@ def test_programs_are_counted():
     assert counts["programs"] == 1 and counts["compile_seconds"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tables_sum_by_file(measured):
     lines = [line.split() for line in measure.tables([*measured.values()])]
     assert ["all", "4"] in [line[:2] for line in lines]

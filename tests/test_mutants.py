@@ -86,7 +86,7 @@ def planted():
     return plant(ROOT, num=60, packages=PARTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fault_changes_one_place_in_code_that_compiles(planted):
     for mutant in planted:
         source = (ROOT / mutant.file).read_bytes()
@@ -99,7 +99,7 @@ def test_a_fault_changes_one_place_in_code_that_compiles(planted):
         assert source[: mutant.start].count(b"\n") + 1 == mutant.line
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_faults_are_the_same_for_the_same_seed_all_different_and_of_every_kind(planted):
     assert plant(ROOT, num=60, packages=PARTS) == planted
     assert plant(ROOT, num=60, seed=7, packages=PARTS) != planted
@@ -194,7 +194,7 @@ def failed(records, number):
     return [x.removeprefix(f"{TEST_FILE}::") for x in found[faults[number].name]["failed"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_test_that_fails_is_recorded_even_if_one_ends_the_process(records):
     assert failed(records, 0) == ["test_it_ends_the_process", "test_total"]
     record = records[0][records[1][0].name]
@@ -203,12 +203,12 @@ def test_every_test_that_fails_is_recorded_even_if_one_ends_the_process(records)
     assert record["unreliable"] == [f"{TEST_FILE}::test_after_the_start_too"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_test_that_needs_another_one_is_run_with_it_at_last(records):
     assert failed(records, 4) == ["test_after_the_start"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_a_test_leaves_is_ended(records):
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -217,27 +217,27 @@ def test_a_process_that_a_test_leaves_is_ended(records):
     assert b"sleep\0" + b"3607\0" not in commands
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_constant_is_tested_by_what_reaches_its_file(records):
     assert failed(records, 1) == ["test_more_than_the_limit"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_only_a_launched_process_reaches_is_caught(records):
     assert failed(records, 2) == ["test_another_process"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_no_test_reaches_escapes(records):
     assert failed(records, 3) == [] and not records[0][records[1][3].name]["is_reached"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_checkout_stays_as_it_is(toy, records):
     assert (toy[0] / "praxis_lite/sums.py").read_text() == LIBRARY
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_plants_only_what_is_left(toy, records, tmp_path, monkeypatch):
     root, reached, _ = toy
     _, faults, path = records
@@ -265,7 +265,7 @@ def test_a_fault_that_escaped_with_tests_left_out_is_planted_again_with_more_tim
     assert mutants._is_done({**record, "failed": ["test"]}, 61.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tables(toy, records):
     lines = [line.split() for line in mutants.tables([*records[0].values()], toy[1].measures)]
     rows = {line[0]: line[1:] for line in lines if line}

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.file_reading import has_extension
 
 _YAML = (".yaml", ".yml")
 
@@ -35,19 +36,19 @@ def settings_in_file(file: Path) -> list[SettingInFile]:
       ConfigError: The file cannot be read, or a line does not have this form. The message contains
         the number of the line.
     """
-    if file.suffix == ".json":
+    if has_extension(file, ".json"):
         raise ConfigError(
             f"--config={file} is JSON; expected lines path=value or FILE.yaml. A job's config.txt, "
             "next to its config.json, contains all of its settings."
         )
     try:
-        text = file.read_text("utf-8")
+        text = file.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--config={file} cannot be read: {getattr(error, 'strerror', None) or error}. Specify "
             "a file with settings, such as the config.txt of a job."
         ) from None
-    return list(_in_yaml(file, text) if file.suffix in _YAML else _in_lines(file, text))
+    return list(_in_yaml(file, text) if has_extension(file, *_YAML) else _in_lines(file, text))
 
 
 def _in_lines(file: Path, text: str) -> Iterator[SettingInFile]:
@@ -91,7 +92,25 @@ def _in_yaml(file: Path, text: str) -> Iterator[SettingInFile]:
             f"{file}, line {node.start_mark.line + 1}: expected a mapping from paths to values, "
             "such as `run.seed: 7`."
         )
+    _require_unique_keys(file, node)
     yield from _fields(file, node, "")
+
+
+def _require_unique_keys(file: Path, node: yaml.Node) -> None:
+    """Raises ConfigError if a mapping repeats a key, all but the last of which would be ignored."""
+    children = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        first_keys: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            first = first_keys.setdefault(key.value, key) if isinstance(key.value, str) else key
+            if first is not key:
+                raise ConfigError(
+                    f"{file}, line {key.start_mark.line + 1}: the key {shortened(key.value)!r} is "
+                    f"also on line {first.start_mark.line + 1}. Remove one of them."
+                )
+        children = [value for _, value in node.value]
+    for child in children:
+        _require_unique_keys(file, child)
 
 
 def _fields(file: Path, mapping: yaml.MappingNode, prefix: str) -> Iterator[SettingInFile]:

@@ -85,7 +85,7 @@ def put_rows(cache: PyTree, dims: PyTree, new: PyTree, rows: jax.Array) -> PyTre
         def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:
             if dim < 0:
                 return array
-            row = jax.lax.dynamic_slice_in_dim(array, i, 1, axis=dim).astype(x.dtype)
+            row = jax.lax.dynamic_slice_in_dim(array, i, 1, axis=dim)
             return jax.lax.dynamic_update_slice_in_dim(x, row, rows[i], axis=dim)
 
         return jax.tree.map(put, cache, new, dims)

@@ -84,12 +84,9 @@ def _skips_padding(layer_class: type) -> bool:
     Overriding `init_cache` or `__call__` in a subclass invalidates the declaration of its base
     class.
     """
-    for owner in layer_class.__mro__:
-        if "cache_skips_padding" in vars(owner):
-            return bool(vars(owner)["cache_skips_padding"])
-        if {"init_cache", "__call__"} & vars(owner).keys():
-            return False
-    return False
+    names = {"cache_skips_padding", "init_cache", "__call__"}
+    owner = next(cls for cls in layer_class.__mro__ if names & vars(cls).keys())
+    return bool(vars(owner).get("cache_skips_padding", False))
 
 
 @functools.cache

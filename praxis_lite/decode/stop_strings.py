@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.decode.decoder import Decoder, TokenizerIds
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -21,6 +22,9 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     Args:
       decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
       tokenizer: Tokenizer that encodes the stop strings.
+
+    Raises:
+      ConfigError: The tokenizer cannot encode a stop string, so no continuation can contain it.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
         decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
@@ -39,9 +43,13 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
     it.
     """
     found: dict[TokenizerIds, None] = {}
+    tokenizer.encode(text, False)  # Raises an error if the text cannot occur in a continuation.
     for before, spaced in itertools.product(_TEXTS_BEFORE, (text, f" {text}")):
-        ids = tokenizer.encode(before + spaced, False).tolist()
-        first = tokenizer.encode(before, False).tolist()
+        try:
+            ids = tokenizer.encode(before + spaced, False).tolist()
+            first = tokenizer.encode(before, False).tolist()
+        except ConfigError:  # A CharacterTokenizer may lack the added characters.
+            continue
         ids, is_split = TokenizerIds(ids[len(first) :]), ids[: len(first)] == first
         # Skip encodings in which a token spans `before` and `text` or characters are lost.
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):
@@ -140,11 +148,13 @@ class ContinuationText:
         # The first position of a stop string that may end in the new text.
         first = max(0, len(self._compared) - self._longest + 1)
         self._compared += new
-        starts = [self._compared.find(stop, first) for stop in self._stop_strings]
-        starts = [start for start in starts if start >= 0]
-        self.is_stopped = bool(starts)
+        starts = [(self._compared.find(stop, first), len(stop)) for stop in self._stop_strings]
+        # The stop string that ends first decides, as if the text arrived one character at a time.
+        # Of several with this end, the longest is removed.
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        self.is_stopped = bool(ends)
         if self.is_stopped:
-            self.text = self.text[: self._num_in_text(min(starts))]
+            self.text = self.text[: self._num_in_text(min(ends)[1])]
             self.num_final = len(self.text)
         else:
             # Text that may be the beginning of a stop string is not final yet.

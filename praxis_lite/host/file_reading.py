@@ -55,6 +55,11 @@ def is_nested(value: Any, max_depth: int) -> bool:
     return any(isinstance(inner, dict | list) for inner in level)
 
 
+def has_extension(path: str | os.PathLike[str], *extensions: str) -> bool:
+    """Returns whether a name ends with an extension, such as ".jsonl", in any case."""
+    return os.fspath(path).lower().endswith(extensions)
+
+
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     """Opens a regular file for reading. Raises OSError for pipes, which could block."""
     return os.fdopen(descriptor(path, os.O_RDONLY), "rb")

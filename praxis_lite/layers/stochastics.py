@@ -35,7 +35,7 @@ class Dropout(BaseLayer):
         for dim in self.noise_shape_broadcast_dims:
             shape[dim] = 1
         keep = jax.random.bernoulli(key, 1.0 - self.dropout_prob, shape)
-        return jnp.where(keep, inputs / (1.0 - self.dropout_prob), 0.0).astype(inputs.dtype)
+        return jnp.where(keep, inputs / (1.0 - self.dropout_prob), 0.0)
 
 
 class StochasticResidual(BaseLayer):

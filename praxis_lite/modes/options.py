@@ -55,8 +55,10 @@ def parse_command_line(
     """
     first = Parser(add_help=False)
     first.add_argument("--mode")
+    first.add_argument("--exp")
     add_packages(first)
     given = first.parse_known_args(argv)[0]
+    known = [*modes, *other_commands]
     name, options = given.mode or CommandLine.mode, argv
     if argv and not argv[0].startswith("-"):
         name, *options = argv
@@ -64,7 +66,13 @@ def parse_command_line(
             raise ConfigError(
                 f"--mode={given.mode} cannot be combined with `praxis {name}`. Remove one of them."
             )
-    known = [*modes, *other_commands]
+    elif given.mode is None and given.exp is None:
+        for argument in argv:
+            if argument in known:
+                raise ConfigError(
+                    f"The command must come first: `praxis {argument} {argv[0]} ...` instead of "
+                    f"`praxis {argv[0]} {argument} ...`."
+                )
     mode = modes[name] if name in modes else _custom_mode(name, given.packages, known)
     values = vars(parser_of(name, mode, modes).parse_args(options)) | {"mode": name}
     _set_argument(values, name, mode)

@@ -137,9 +137,6 @@ class Certifier:
             self.update = UpdateCheck(partitioner, element_spec, self.notes.append)
         except MODEL_ERRORS as error:  # For example, from an optimizer that cannot be vmapped.
             self.notes.append(f"Updates are not recomputed: {error}")
-        # `compile_in_thread` replaces this future, which is already done.
-        self._compilation: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._compilation.set_result(None)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
@@ -190,7 +187,7 @@ class Certifier:
         return spec, batch_size
 
     def compile_in_thread(self) -> None:
-        """Starts compiling the re-runs in a separate thread."""
+        """Starts compiling in a separate thread; must precede `check_memory` and `certify`."""
         self._compilation = self._thread.submit(self._compile)
 
     def _compile(self) -> None:

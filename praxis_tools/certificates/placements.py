@@ -151,8 +151,10 @@ class MeshTransfer:
 
 def _with_sharding(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Returns an array with the same blocks on the same devices, but a new device order."""
-    blocks = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
+    blocks = {shard.device: shard.data for shard in x.addressable_shards}
+    # Arrays of random keys are only assembled from blocks in the order of the devices.
+    ordered = [blocks[device] for device in sharding.mesh.devices.flat if device in blocks]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, ordered)
 
 
 def _block_sender(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]:

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.chat_messages import as_messages, text_of
-from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
+from praxis_lite.inputs.tokenizers.chat_messages import (
+    RefusedConversation,
+    ReservedText,
+    as_messages,
+    text_of,
+)
 
 # Appended to the message to continue, so that the message's end can be found in the rendered text;
 # transformers uses the same tag.
@@ -46,10 +50,10 @@ def _render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
 ) -> str:
     if add_generation_prompt:
-        return tokenizer.apply_chat_template(messages, True, tokenize=False)
+        return _rendered(tokenizer, messages, True)
     *before, last = as_messages(messages) or [{"role": "", "content": ""}]
     tagged = [*before, {**last, "content": text_of(last.get("content")) + _TAG}]
-    text = tokenizer.apply_chat_template(tagged, False, tokenize=False)
+    text = _rendered(tokenizer, tagged, False)
     before_tag, tag, after_tag = text.rpartition(_TAG.strip())
     if not tag:
         raise ConfigError(
@@ -58,3 +62,16 @@ def _render(
         )
     # If the template trimmed the tag's trailing space, it trims every message, so do the same here.
     return before_tag if after_tag.startswith(" ") else before_tag.rstrip()
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False)
+    except ReservedText as error:
+        # Scores must be comparable with those of lm_eval's adapter for transformers.
+        _log.warning("%s It is read as the special token, as lm_eval does.", error)
+        chat = tokenizer.chat
+        assert chat is not None, "apply_chat_template has used it."
+        return chat.render(chat.prepared(messages), add_generation_prompt)

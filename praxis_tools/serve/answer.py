@@ -95,7 +95,7 @@ class Answer:
                     ChoiceText(
                         model.tokenizer,
                         prompt,
-                        request.stop,
+                        (*request.stop, *model.stop_strings),
                         model.eos_ids,
                         request.num_logprobs is not None,
                     )

@@ -6,6 +6,7 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -52,9 +53,14 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
         parse: Callable[[bytes], requests.Request],
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def endpoint(http: HttpRequest) -> Response:
-            request = parse(await _body(http))
-            # Tokenize outside of the event loop, because templates and long texts can be slow.
-            prompts = await asyncio.to_thread(model.tokenize, request)
+            body = await _body(http)
+
+            def tokenized() -> tuple[requests.Request, list[np.ndarray]]:
+                request = parse(body)
+                return request, model.tokenize(request)
+
+            # Do this outside of the event loop, because templates and long texts can be slow.
+            request, prompts = await asyncio.to_thread(tokenized)
             answer = Answer(request, prompts, model, engine, limits.seconds)
             return await _response(http, answer, model.name)
 

@@ -1,12 +1,12 @@
 """Validates the JSON fields of a request, with errors that name the field."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
 from praxis_lite.core.errors import did_you_mean, is_number, shortened
+from praxis_lite.host.file_reading import parse_json
 from praxis_tools.serve.api_error import ApiError
 
 # Takes a value and returns the converted value, or None if the value is invalid.
@@ -32,9 +32,7 @@ def number(minimum: float, maximum: float) -> Field:
     """Returns a field for numbers in a range."""
     return Field(
         f"a number from {minimum:g} to {maximum:g}",
-        lambda x: (
-            float(x) if is_number(x) and math.isfinite(x) and minimum <= x <= maximum else None
-        ),
+        lambda x: float(x) if is_number(x) and minimum <= x <= maximum else None,
     )
 
 
@@ -60,11 +58,14 @@ def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
     """Parses a request and returns its fields, treating null as missing.
 
     Raises:
-      ApiError: The body is not a JSON object, or contains an unknown field or an invalid value.
+      ApiError: The body is not a JSON object, repeats a key, or contains an unknown field or an
+        invalid value.
     """
     try:
-        given = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        # orjson also refuses unpaired surrogates, but ignores all but the last of repeated keys.
+        orjson.loads(body)
+        given = parse_json(body.decode())
+    except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"The body is {_json(given)}; expected a JSON object.")
@@ -109,5 +110,5 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
 def _json(value: Any) -> str:
     try:
         return shortened(orjson.dumps(value).decode())
-    except TypeError:  # orjson can read deeper nesting than it can write.
-        return "a value with too many levels"
+    except TypeError:  # orjson can read deeper nesting than it can write, and no large integers.
+        return "a value with too many levels or digits"

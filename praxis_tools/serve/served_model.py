@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class ServedModel:
       num_ids: Size of the vocabulary, or None if it is unknown.
       max_length: Maximum total number of tokens in a prompt and its answer.
       eos_ids: Tokens that end an answer.
+      stop_strings: The job's stop strings, which end an answer in addition to those of a request.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServedModel:
     num_ids: int | None
     max_length: int
     eos_ids: Collection[int]
+    stop_strings: Sequence[str] = ()
 
     def tokenize(self, request: Request) -> list[np.ndarray]:
         """Returns the token ids of each prompt.
@@ -48,7 +50,8 @@ class ServedModel:
 
         Raises:
           ApiError: The request is for a different model, or a prompt is empty, is too long,
-            contains ids outside of the vocabulary, or is invalid for the chat template.
+            contains ids outside of the vocabulary, or is invalid for the chat template, or the
+            tokenizer cannot encode a stop string.
         """
         if request.model != self.name:
             raise ApiError(
@@ -67,6 +70,11 @@ class ServedModel:
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
         for ids in prompts:
             self._check(ids, request, param)
+        try:
+            for stop in request.stop:
+                self.tokenizer.encode(stop, False)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="stop", code="invalid_value") from None
         return prompts
 
     def max_new_tokens(self, num_ids: int, request: Request) -> int:
@@ -137,8 +145,8 @@ def create_served_model(
     max_length = checked_int(max_length, "--max_length", 2, **limit)
     checked_int(num_rows, "--num_rows", 1)
     checked_int(max_waiting, "--max_queue", 1)
-    # Only settings that affect speed are taken from the job. Each request has its own sampling
-    # settings.
+    # Only the ends of answers and settings that affect speed are taken from the job. Each request
+    # has its own sampling settings.
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (
@@ -168,7 +176,12 @@ def create_served_model(
         advice="Reduce --num_rows or --max_length.",
     )
     model = ServedModel(
-        name, task.tokenizer, task.num_ids().get("ids"), max_length, decoder.eos_ids
+        name,
+        task.tokenizer,
+        task.num_ids().get("ids"),
+        max_length,
+        decoder.eos_ids,
+        task.decoder.stop_strings,
     )
     mdl_vars = partitioner.for_decoding(mdl_vars, donates=True)
     return model, Engine(batching, mdl_vars, lengths, max_waiting)

@@ -1,6 +1,7 @@
 """Adapters, and what little else is trained, over weights that nothing has trained are refused."""
 
 import functools
+import types
 
 import fiddle as fdl
 import pytest
@@ -11,11 +12,15 @@ from praxis_lite.config.experiment_overrides import configured
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.experiment import registry
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.starting_point import StartingPoints
 from tests.support.goldens import GOLDENS
 
 AXES = {"replica": 1, "data": 4, "mdl": 2}
 
 
+HEAD_ALONE = "task.learner.bprop_variable_exclusion=transformer/.*"
 HEADS = "mdl_vars/params/softmax", "mdl_vars/params/final_ln"
 
 
@@ -65,7 +70,7 @@ def test_adapters_alone_are_trained_where_the_model_has_a_frozen_weight_of_its_r
 @pytest.mark.parametrize(
     "settings, is_refused",
     [
-        ("task.learner.bprop_variable_exclusion=transformer/.*", True),  # The head alone.
+        (HEAD_ALONE, True),
         ("task.learner.bprop_variable_inclusion=.*/(b|bias)", True),
         ("task.learner.bprop_variable_inclusion=.*/scale", True),
         ("task.learner.bprop_variable_exclusion=softmax/.*", False),  # Most is trained.
@@ -84,6 +89,22 @@ def test_little_over_much_that_is_new_is_refused_whatever_it_is(settings, is_ref
 @pytest.mark.parametrize("name", ["huggingface.ChatDpo", "lm.Synthetic", "seq2seq.Reverse"])
 def test_a_frozen_copy_of_what_is_trained_and_models_without_frozen_weights_are_right(name):
     check_frozen_base(groups_of(name), [], may_be_new=False)
+
+
+def test_a_frozen_base_is_required_until_a_step_is_saved(tmp_path):
+    job = types.SimpleNamespace(
+        files=JobDir(tmp_path),
+        partitioner=types.SimpleNamespace(
+            bound_learner=types.SimpleNamespace(groups=groups_of("lm.Synthetic", HEAD_ALONE))
+        ),
+        run=RunConfig(num_train_steps=7),
+    )
+    with pytest.raises(ConfigError, match="frozen and random"):
+        StartingPoints(job, {})
+    step_dir = job.files.checkpoints / "3"
+    step_dir.mkdir(parents=True)
+    (step_dir / "commit.json").touch()
+    StartingPoints(job, {})  # The weights are in the checkpoint.
 
 
 def test_the_directory_of_a_model_is_its_weights_too():

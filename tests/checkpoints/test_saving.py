@@ -29,6 +29,7 @@ from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.serialization import serialization
 
 from praxis_lite import BestCheckpoints, ConfigError, FailedSave
+from praxis_lite.checkpoints.background_save import why
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
@@ -233,6 +234,16 @@ def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, 
         assert checkpoints.all_steps() == [2, 3] and checkpoints.latest_step() == 3
     assert lines == ["removed 1.deleting, left by an interrupted deletion"]
     assert names_in(tmp_path) == ["2", "3"]
+
+
+def test_the_reason_of_a_tensorstore_error_is_the_message_of_the_operating_system(tmp_path):
+    step_dir = tmp_path / "7.saving"
+    step_dir.mkdir()
+    (step_dir / "mdl_vars").touch()  # A file in place of a folder.
+    spec = {"driver": "file", "path": f"{step_dir}/mdl_vars/d/"}
+    with pytest.raises(ValueError) as caught:
+        tensorstore.KvStore.open(spec).result().write("0123", b"x").result()
+    assert why(caught.value) == f"Not a directory ({step_dir})"
 
 
 def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):

@@ -202,6 +202,8 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
         assert words in states.pop(name)
     assert states == {}
     assert "heldout/loss=4.5" in out and "has changed: its digest differs" in out
+    code, out, _ = run(capsys, "ls", tmp_path, "--step=3")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[1:]] == ["3.damaged"]
 
 
 def test_verify_exits_with_1_where_a_step_is_damaged(job, tmp_path, capsys):

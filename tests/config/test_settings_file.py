@@ -48,6 +48,12 @@ def test_yaml_becomes_the_settings_that_one_would_write_after_set(tmp_path):
     assert [s.location.rpartition(" ")[2] for s in settings[:7]] == list("3467999")[:6] + ["10"]
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", "run.seed: 7"), ("a.txt", "run.seed=7")])
+def test_a_byte_order_mark_is_not_part_of_a_setting(tmp_path, name, text):
+    (tmp_path / name).write_bytes(f"\ufeff{text}\r\n".encode())
+    assert settings_in_file(tmp_path / name) == ["run.seed=7"]
+
+
 def test_set_overrides_the_files_and_later_files_earlier_ones(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"# {name}\n\nx.{name}='two words'\n")
@@ -70,7 +76,11 @@ def test_set_overrides_the_files_and_later_files_earlier_ones(tmp_path):
         ("a.yaml", "run:\n  seed: many\n", r"a\.yaml, line 2: .*'many'.* int"),
         ("a.yaml", "run: [\n", r"a\.yaml, line 2: "),
         ("a.yml", "- run\n", r"a\.yml, line 1: expected a mapping"),
+        ("a.YAML", "run:\n  seed: 7\n  sede: 8\n", r"a\.YAML, line 3: --set run\.sede"),
+        ("a.yaml", "x.y: 1\nrun:\n  seed: 7\n  seed: 8\n", r"line 4: the key 'seed' .* line 3"),
+        ("a.yaml", "x: [{a: 1, a: 2}]\n", r"line 1: the key 'a' is also on line 1"),
         ("config.json", "{}", r"config\.json is JSON; .*config\.txt"),
+        ("config.JSON", "{}", r"config\.JSON is JSON; .*config\.txt"),
         ("gone.yaml", None, r"gone\.yaml cannot be read: No such file"),
     ],
 )

@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -107,6 +108,17 @@ def test_a_rows_own_limits_end_its_texts():
         assert (lengths > 0).sum() == len(expected)
         for hyp, (_, tokens, _) in enumerate(expected):
             assert tuple(actual["output_ids"][row, hyp, : lengths[hyp]].tolist()) == tokens
+
+
+def test_logits_in_bfloat16_give_scores_in_float32():
+    class Bfloat16(Recurrent):
+        def __call__(self, *args, **kwargs):
+            logits, cache = super().__call__(*args, **kwargs)
+            return logits.astype(jnp.bfloat16), cache
+
+    decoder, model = BeamSearch(max_decode_steps=M, eos_id=EOS), Bfloat16(V)
+    actual = jax.eval_shape(lambda: decoder(model, PROMPTS, LENGTHS, row_keys(len(LENGTHS))))
+    assert actual["scores"].dtype == actual["logprobs"].dtype == np.float32
 
 
 def test_early_exit_with_one_hypothesis_stops_where_greedy_does():

@@ -1,17 +1,22 @@
 """The text of a continuation, of every kind of tokenizer: its first space, characters and stops."""
 
 import functools
+import json
 import tempfile
 
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, continuation_text, for_tokenizer
 from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.text.pairs import pair_of, prompted
-from praxis_lite.inputs.tokenizers import ByteTokenizer, load_tokenizer
+from praxis_lite.inputs.tokenizers import ByteTokenizer, CharacterTokenizer, load_tokenizer
 from praxis_lite.inputs.tokenizers.streaming import UNKNOWN
+from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.choice_text import ChoiceText
 from praxis_tools.serve.engine import Piece
+from praxis_tools.serve.requests import completion
+from praxis_tools.serve.served_model import ServedModel
 
 LINES = [f"the cat number {i} sat on the mat:\n yes, it said hello world" for i in range(200)]
 # Characters that no line has are bytes, or unknown.
@@ -22,7 +27,15 @@ STOP = "<|stop|>"
 @functools.cache
 def library(kind):
     """Returns a small tokenizer of the library `tokenizers`."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     name, _, scheme = kind.partition(", ")
     special = ["<unk>", "<s>", "</s>", STOP]
@@ -58,8 +71,13 @@ def library(kind):
     # Without a pre-tokenizer a long line would become a single token.
     lines = [word for line in LINES for word in line.split()] if name == "llama" else LINES
     result.train_from_iterator([*lines, "\n", ":", ", "], trainer(**settings))
-    if name == "llama":  # Bytes are ordinary tokens.
+    if name == "llama":
         import json
+
+        result.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+        # Bytes are ordinary tokens.
 
         fields = json.loads(result.to_str())
         fields["added_tokens"] = fields["added_tokens"][: len(special)]
@@ -147,6 +165,36 @@ def test_a_stop_string_is_found_across_tokens_and_among_them_on_the_devices(kind
         )
         # BERT's tokenizer has no ends of lines.
         assert has_one == (stop in expected), (stop, sequences)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((" said", "ai"), " s"),
+        (("ai", "said hello"), " s"),
+        (("said", "sai"), " "),
+        (("d h", "aid h", "d"), " sai"),
+        (("d h", "id h", "zd h"), " sa"),
+    ],
+)
+def test_overlapping_stop_strings_end_a_text_alike_in_any_tokenization(kind, stops, expected):
+    tokenizer = tokenizer_of(kind)
+    prompt = tokenizer.encode("the cat", False).tolist()
+    ids = tokenizer.encode("the cat said hello", False).tolist()[len(prompt) :]
+    text = continuation_text(tokenizer, prompt, ids, stops)
+    assert (text.text, text.is_stopped) == (expected, True)
+
+
+def test_a_vocabulary_of_few_characters_has_stop_strings_of_these_characters():
+    tokenizer = CharacterTokenizer("0123456789=\n")
+    decoder = for_tokenizer(Greedy(stop_strings=("\n", "=4")), tokenizer)
+    assert decoder.stop_sequences == ((11,), (10, 4))
+    with pytest.raises(ConfigError, match="'x'"):
+        for_tokenizer(Greedy(stop_strings=("x",)), tokenizer)
+    body = {"model": "m", "prompt": "1=", "stop": "x"}
+    with pytest.raises(ApiError, match="'x'"):
+        ServedModel("m", tokenizer, 12, 99, ()).tokenize(completion(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

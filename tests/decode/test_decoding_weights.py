@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
@@ -195,6 +196,37 @@ def test_weights_in_the_activations_dtype_are_those_that_the_model_casts():
     np.testing.assert_allclose(
         actual["logprobs"][comparable], expected["logprobs"][comparable], atol=0.05
     )
+
+
+class Chain(nnx.Module):
+    """Logits of the next token by the last one: `table` is always cast, and `scale` is not."""
+
+    def __init__(self, *, rngs):
+        self.table, self.scale = nnx.Param(jnp.ones((V, V))), nnx.Param(jnp.ones(()))
+
+    def init_cache(self, batch_size, max_seq_length):
+        return {"last": jnp.zeros((batch_size, 1), jnp.int32)}
+
+    def __call__(self, ids, *, positions=None, paddings=None, cache=None):
+        logits = self.table[...].astype(jnp.bfloat16)[ids] * self.scale[...]
+        return logits, {"last": ids[:, -1:]}
+
+
+def task_of_chain(**settings):
+    decoder = Greedy(max_decode_steps=M, eos_id=(), **settings)
+    return LanguageModelTask(Chain, Learner(optax.sgd, 0.1), decoder=decoder)
+
+
+def test_only_weights_that_are_always_cast_are_stored_in_a_narrower_dtype():
+    forms = stored_forms(task_of_chain(weights_dtype="activations"))
+    assert {path: form.dtype for path, form in forms.items()} == {"params/table": jnp.bfloat16}
+
+
+@pytest.mark.parametrize("setting", [{"weights_dtype": "int8"}, {"weights_outputs_first": True}])
+def test_a_form_of_dense_layers_needs_a_dense_layer(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError, match=rf"Greedy\.{name} is {value!r}.*no dense layers"):
+        stored_forms(task_of_chain(**setting))
 
 
 def rounded_by_numpy(mdl_vars, summed):

@@ -109,7 +109,9 @@ def test_lengths_whose_caches_differ_are_an_error():
         ContinuousBatching(SampleByRow(max_decode_steps=L), lambda mdl_vars: MODEL, 3, LENGTHS)
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}])
+@pytest.mark.parametrize(
+    "setting", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"seqlen": 0}]
+)
 def test_a_setting_that_leaves_no_token_is_an_error(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         SampleByRow(**setting)

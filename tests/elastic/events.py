@@ -147,8 +147,8 @@ class Events:
         at = self.hosts[victim].kill_worker(1)
         return self._happened("a spare worker dies", [victim], at, during, changes_hands=False)
 
-    def hang_worker(self) -> Happened:
-        victim, during = self._one(), self._now()
+    def hang_worker(self, victim: int | None = None) -> Happened:
+        victim, during = self._one() if victim is None else victim, self._now()
         at = self.hosts[victim].stop_worker()
         return self._happened("a worker hangs", [victim], at, during)
 

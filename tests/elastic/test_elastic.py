@@ -1,11 +1,11 @@
 """Tests that an elastic job with host failures has the same results as an undisturbed run.
 
-`make chaos` triggers a hundred events. These include kinds that are not tested here: deaths while
-workers connect or compile, workers that hang (see job/test_multiprocess.py), and hosts that
-resume or are restarted.
+`make chaos` triggers a hundred events. These include kinds that are not tested here: deaths of
+workers alone, deaths while workers connect or compile, and hosts that resume or are restarted.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +33,7 @@ class History:
       rows: Results of the comparison with the undisturbed run.
       members: Hosts in the generation after each event, keyed by the event's name.
       changes: Lines of these generations in elastic.jsonl, keyed by the event's name.
+      stacks: The report of a worker that hung.
       log: Output of all hosts.
       alone: Output of the undisturbed run.
     """
@@ -40,6 +41,7 @@ class History:
     rows: Sequence[Row]
     members: Mapping[str, list[int]]
     changes: Mapping[str, Mapping[str, Any]]
+    stacks: str
     log: str
     alone: str
 
@@ -63,7 +65,9 @@ def history(tmp_path_factory):
             )
         rows = judged(folder, chaos, disk_steps=DISK_STEPS, num_steps=LAST_STEPS)
         log = "".join(host.log.read_text(errors="replace") for host in hosts.hosts)
-    return History(rows, members, changes, log, (folder / "undisturbed.log").read_text())
+    stacks = (settings.job / "stacks.txt").read_text()
+    alone = (folder / "undisturbed.log").read_text()
+    return History(rows, members, changes, stacks, log, alone)
 
 
 def line_of(hosts: Hosts, number: int) -> Mapping[str, Any]:
@@ -81,7 +85,7 @@ def acts(chaos):
     yield "one blinks", events.blink
     yield "a spare worker dies", events.kill_spare
     trains(chaos)
-    yield "the worker of one dies", lambda: events.kill_worker(2)
+    yield "the worker of one hangs", lambda: events.hang_worker(2)
     trains(chaos)
     yield "the first dies in a save", lambda: events.kill_host_in(SAVE, 0)
     yield (
@@ -105,7 +109,7 @@ def trains(chaos: Chaos) -> None:
 def test_the_mesh_follows_the_hosts_that_are_there(history):
     names = (
         "a spare worker dies",
-        "the worker of one dies",
+        "the worker of one hangs",
         "the first dies in a save",
         "all are back",
         "two die at once in an evaluation",
@@ -113,7 +117,7 @@ def test_the_mesh_follows_the_hosts_that_are_there(history):
     *members, _ = (history.members[name] for name in names)
     assert members == [[0, 1, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
     changes = [history.changes[name] for name in names]
-    assert [change["kind"] for change in changes] == ["start", "died", "died", "came", "died"]
+    assert [change["kind"] for change in changes] == ["start", "stuck", "died", "came", "died"]
     assert [change["num_devices"] for change in changes] == [3, 3, 2, 3, 1]
     assert [list(change["mesh"].values()) for change in changes] == [
         [1, 3, 1],
@@ -130,16 +134,23 @@ def test_a_job_that_lost_its_hosts_ends_as_an_undisturbed_one(history):
 
 
 @pytest.mark.parametrize(
-    "name, who",
+    "name, kind, who",
     [
-        ("the worker of one dies", [2]),
-        ("the first dies in a save", [0]),
+        ("the worker of one hangs", "stuck", [2]),
+        ("the first dies in a save", "died", [0]),
     ],
 )
-def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbor(history, name, who):
+def test_what_is_lost_with_one_is_in_the_memory_of_its_neighbor(history, name, kind, who):
     change = history.changes[name]
-    assert (change["kind"], change["who"], change["source"]) == ("died", who, "peers")
+    assert (change["kind"], change["who"], change["source"]) == (kind, who, "peers")
     assert "restored the peer save of step" in history.log
+
+
+def test_a_worker_that_hangs_is_named_and_replaced(history):
+    assert re.search(r"stuck: process 2 \(.+\) is stuck: ", history.stacks), history.stacks
+    assert "stopped by a signal (state T)" in history.stacks
+    assert "Its stacks are not available" in history.stacks
+    assert "The worker is killed and replaced." in history.stacks
 
 
 def test_a_mesh_that_was_seen_compiles_nothing(history):

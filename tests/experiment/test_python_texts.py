@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.support.commands import praxis
-from tests.support.job_runs import launch, lines_of
+from tests.support.job_runs import launch
 
 EXP = "python_texts.PythonTexts"
 SMALL = (
@@ -49,29 +49,6 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
         assert praxis("inputs", *arguments.split(), "--set", f"folder={folder}") == 0
         actual.add(capsys.readouterr().out.split()[0])
     assert len(actual) == 1
-
-
-# The elastic job of CI is a mixture of packed texts, too.
-@pytest.mark.nightly
-def test_a_job_trains_and_says_what_input_costs(folder, tmp_path):
-    done = train(folder, tmp_path, 2)
-    assert done.code == 0, done.err
-    assert "waiting for input took " in done.out and "% of the step time" in done.out
-    assert len(lines_of(tmp_path / "metrics.jsonl")) == 2
-
-
-# The elastic job of CI is a mixture of packed texts, too, and resumes many times.
-@pytest.mark.nightly
-def test_a_job_resumes_as_if_it_had_not_ended(folder, tmp_path):
-    for name, ends in (("whole", (4,)), ("parts", (2, 4))):
-        for steps in ends:
-            done = train(folder, tmp_path / name, steps)
-            assert done.code == 0, done.err
-    losses = [
-        [line["loss"] for line in lines_of(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "parts")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 @pytest.mark.nightly

@@ -193,7 +193,6 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
         "task.model.num_layers=1",
     ]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
     done = subprocess.run(
         [sys.executable, "-m", "praxis_lite", *argv],
         cwd=tmp_path,

@@ -178,19 +178,18 @@ def _images(folder: Path) -> None:
 # Models, checkpoints and jobs.
 
 
-def _train(job: Path) -> None:
+def _job(folder: Path) -> None:
     from praxis_lite.main import main
     from tests.faults.zoo import train_argv
 
     try:
-        main(train_argv(job, "run.num_train_steps=6", "mesh.ici_mesh_shape=1,1,1"))
+        main(train_argv(folder / "job", "run.num_train_steps=6", "mesh.ici_mesh_shape=1,1,1"))
     except SystemExit as error:
         assert not error.code, error.code
 
 
-def _job_texts(folder: Path) -> None:
-    """Writes config.json, metrics, and only the text files of a checkpoint."""
-    _train(folder / "job")
+def _without_arrays(folder: Path) -> None:
+    """Leaves config.json, metrics, and only the text files of a checkpoint."""
     for path in (folder / "job").glob("*"):
         if path.is_file() and not path.name.endswith((".json", ".jsonl")):
             path.unlink()
@@ -200,8 +199,8 @@ def _job_texts(folder: Path) -> None:
     shutil.rmtree(folder / "job/tensorboard", ignore_errors=True)
 
 
-def _checkpoint(folder: Path) -> None:
-    _train(folder / "trained")
+def _checkpoints_alone(folder: Path) -> None:
+    (folder / "job").rename(folder / "trained")
     shutil.move(folder / "trained/checkpoints", folder / "job")
     shutil.rmtree(folder / "trained")
 
@@ -282,6 +281,6 @@ READERS: tuple[Reader, ...] = (
         _read_preferences,
     ),
     Reader("prompts", _prompts, _read_prompts),
-    Reader("job", _job_texts, _read_job),
-    Reader("checkpoint", _checkpoint, _read_checkpoint),
+    Reader("job", _job, _read_job, prune=_without_arrays),
+    Reader("checkpoint", _job, _read_checkpoint, prune=_checkpoints_alone),
 )

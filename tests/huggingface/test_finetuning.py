@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 import praxis_lite
 from praxis_lite import huggingface
-from praxis_lite.core import MeshConfig, make_mesh
 from tests.support.commands import praxis
 from tests.support.goldens import GOLDENS
 from tests.support.job_runs import succeed
@@ -127,39 +126,6 @@ def test_dora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, c
     assert praxis("hf", "export", started / "dora", started / "refused") == 2
     assert "--adapters merge" in capsys.readouterr().err
     adapters_are_right(started, "dora")
-
-
-# The notebook on fine-tuning trains as long in `make test-all`, on one mesh.
-@pytest.mark.nightly
-def test_a_new_users_walk(started):
-    done = finetuned(
-        started, "ChatLora", "walk", "run.num_train_steps=100", "mesh.ici_mesh_shape=1,4,2"
-    )
-    assert "trained to step 100" in done.out
-    losses = [
-        json.loads(line)["loss"]
-        for line in (started / "walk" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert np.mean(losses[-5:]) < 0.3 * losses[0]
-    done = succeed(
-        "--mode=decode",
-        f"--job_log_dir={started / 'walk'}",
-        "--chat",
-        "--prompt",
-        "What comes after 4?",
-        "What comes after 7?",
-    )
-    assert "prompt 1 of 2: What comes after 4?\n5 comes.\n" in done.out
-    assert "\n8 comes.\n" in done.out
-    adapters_are_right(started, "walk")
-    # On a mesh that divides nothing it computes the same.
-    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
-    ids = np.arange(34).reshape(2, 17)
-    np.testing.assert_allclose(
-        huggingface.load(started / "merged", mesh).logits(ids),
-        huggingface.load(started / "merged").logits(ids),
-        atol=1e-4,
-    )
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,34 @@ def test_a_mark_of_utf_8_is_no_text_and_a_separator_ends_no_prompt(tmp_path):
     assert TextFiles(f"{tmp_path}/a.txt")[0]["text"].startswith("one")
 
 
+@pytest.mark.parametrize("name", ["p.jsonl", "p.JSONL", "p.Jsonl", "p.ndjson", "p.json"])
+def test_prompts_in_json_lines_are_recognized_by_any_usual_extension(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert read_prompts(tmp_path / name) == ["a", "b"]
+    (tmp_path / name).write_text('[\n{"prompt": "a"}\n]\n')
+    with pytest.raises(ConfigError, match="line 1"):
+        read_prompts(tmp_path / name)
+
+
+def test_json_prompts_in_a_file_with_another_name_are_text_with_a_warning(tmp_path, caplog):
+    (tmp_path / "p.txt").write_text('{"prompt": "a"}\n{"no": 1}\n')
+    assert len(read_prompts(tmp_path / "p.txt")) == 2 and not caplog.text
+    (tmp_path / "p.txt").write_text('{"prompt": "a"}\n')
+    assert read_prompts(tmp_path / "p.txt") == ['{"prompt": "a"}']
+    assert "p.txt contains JSON" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.JSONL.GZ", "a.Jsonl.Zst", "a.JSONL"])
+def test_extensions_in_upper_case_are_written_and_read_like_in_lower_case(tmp_path, name):
+    def make(folder):
+        return [{"text": "one"}, {"text": "two"}]
+
+    source = JsonLines(f"{tmp_path}/{name}", make=make)
+    assert [example["text"] for example in source] == ["one", "two"]
+    is_compressed = not (tmp_path / name).read_bytes().startswith(b"{")
+    assert is_compressed == (name != "a.JSONL")
+
+
 def test_nulls_of_arrow_are_absent_and_a_null_text_is_said_as_null(tmp_path):
     rows = [
         {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f"}]}]},

@@ -263,6 +263,7 @@ BAD_SETTINGS = [
     (lambda: synthetic(num_batches=0), "num_batches.*0"),
     (lambda: InMemory({}, 2, shuffle=True), "arrays.*{}"),
     (lambda: InMemory({"a": np.ones((5, 2)), "b": np.ones(7)}, 2, shuffle=True), r"\(5, 2\), 'b"),
+    (lambda: InMemory({"a": np.ones(3)}, 2, seed=-1, shuffle=True), "InMemory.seed.*-1"),
     (lambda: InMemory({"a": np.ones((0, 3))}, 2, shuffle=True), r"'a': \(0, 3\)"),
     (lambda: InMemory({"a": np.array(["x"])}, 2, shuffle=True), "'a' has the dtype <U1"),
     (lambda: InMemory({"a": np.array([2**31])}, 2, shuffle=True), "int32"),

@@ -137,6 +137,30 @@ def test_too_long(folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("too_long", "reported", "num_learned"),
+    [
+        ("cut", "longer than a row: 2 cut, 1 of them before the first answer", 2 + 9),
+        ("drop", "longer than a row: 2 dropped", 2),
+        ("split", "longer than a row: 2 split", 2 + 2 + 51),
+    ],
+)
+def test_the_log_reports_conversations_that_lose_their_answers(
+    tmp_path, caplog, too_long, reported, num_learned
+):
+    rows = [
+        {"prompt": "question " * question, "completion": "a" * answer}
+        for question, answer in ((1, 1), (5, 1), (3, 50))
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    caplog.set_level(logging.INFO)
+    result = packed(
+        tmp_path, {"format": "completion"}, seq_len=36, too_long=too_long, packing=False
+    )
+    learned = sum(batch["weights"].sum() for batch in result.batches())
+    assert learned == num_learned and reported in caplog.text
+
+
 def test_answers_alone_are_learned(tmp_path):
     chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}
     task = {"prompt": "2+2=", "completion": "4"}

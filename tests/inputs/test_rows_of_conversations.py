@@ -1,6 +1,8 @@
 """Keys of rows with conversations: each is used, or refused by name, wherever rows are read."""
 
 import json
+import pickle
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +11,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, Parquet, PreferenceData
 from praxis_lite.inputs.text.encoding import encoded
+from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_lite.trainer.decoding.user_prompts import prompt_ids, read_prompts
 from praxis_tools.lm_eval.chat_text import chat_text
@@ -16,6 +19,7 @@ from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.requests import chat
 from praxis_tools.serve.served_model import ServedModel
 from tests.support.every_case import assert_each
+from tests.support.goldens import GOLDENS
 
 
 class ReadsAll(ByteTokenizer):
@@ -114,6 +118,13 @@ USED = {
         row({"content": None, "tool_calls": [CALL | {"id": None}]}),
         PLAIN.replace("m;", '[{"type": "function", "function": {"name": "f", "arguments": '
                       '{"x": "1"}}}];'), "tool_calls"),
+    "nulls in arguments and parameters": (
+        row({"content": None, "tool_calls": [
+            {"id": None, "function": {"name": "f", "arguments": {"x": None, "y": [None]}}}]},
+            tools=[{"name": "f", "strict": None, "parameters": {"x": {"default": None}}}]),
+        'T[{"name": "f", "parameters": {"x": {"default": null}}}]' + PLAIN.replace(
+            "m;", '[{"function": {"name": "f", "arguments": {"x": null, "y": [null]}}}];'),
+        "tool"),
     "labels": (row({"id": "1"}, user={"id": "2", "tool_call_id": "3"}), PLAIN, None),
     "weights": (row({"weight": 0}, user={"weight": 0}), PLAIN, None),
     "train": (row({"train": False}, user={"train": False}), PLAIN, None),
@@ -300,6 +311,92 @@ def test_rows_with_unknown_keys_are_skipped_and_counted_and_nulls_of_arrow_are_a
     assert [text_of(of_arrow[i].ids) for i in range(3)] == [
         text_of(of_lines[i].ids) for i in range(3)
     ]
+
+
+# Name: the messages before the answer, and what else the row contains. X is a special token.
+INJECTED = {
+    "user": ([{"role": "user", "content": "qX"}], {}),
+    "system": ([{"role": "system", "content": "Xq"}, USER], {}),
+    "role": ([{"role": "userX", "content": "q"}], {}),
+    "parts": ([{"role": "user", "content": ["q", {"type": "text", "text": "X"}]}], {}),
+    "tool result": ([USER, MIDDLE, {"role": "tool", "content": '{"x": "X"}'}], {}),
+    "tools": ([USER], {"tools": [{"type": "function", "function": {"name": "f", "d": "X"}}]}),
+    "tools, JSON text": ([USER], {"tools": '[{"name": "f", "description": "X"}]'}),
+    "documents": ([USER], {"documents": [{"text": "X"}]}),
+}
+LLAMA3 = load_tokenizer(GOLDENS / "tokenizers" / "llama3")
+LLAMA3.chat = ChatTemplate(ReadsAll.chat.source, reserved=LLAMA3.chat.reserved)
+
+
+class Bytes(ByteTokenizer):
+    chat = ChatTemplate(ReadsAll.chat.source, None, None, ByteTokenizer.chat.reserved, False)
+
+
+def with_token(value, token):
+    """Returns a JSON value in which each X is replaced by the token."""
+    if isinstance(value, str):
+        return value.replace("X", json.dumps(token)[1:-1] if value.startswith("[{") else token)
+    if isinstance(value, list):
+        return [with_token(item, token) for item in value]
+    if isinstance(value, dict):
+        return {key: with_token(item, token) for key, item in value.items()}
+    return value
+
+
+@pytest.mark.parametrize(("tokenizer", "token"), [
+    (Bytes(), "\x02"), (Bytes(), "\x03"), (LLAMA3, "<|eot_id|>"), (LLAMA3, "<|begin_of_text|>"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", INJECTED)
+def test_special_tokens_are_refused_outside_of_the_assistants_messages(
+    name, tokenizer, token, tmp_path
+):
+    messages, more = INJECTED[name]
+    given = with_token({"messages": [*messages, ANSWER], **more}, token)
+    shown = re.escape(repr(token))
+
+    def check(way):
+        with pytest.raises((ConfigError, ApiError), match=f"contains {shown}"):
+            way(json.loads(json.dumps(given)), tokenizer, tmp_path)
+
+    assert_each(check, WAYS)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(given) + "\n" + json.dumps(row()) + "\n")
+    source = JsonLines(str(path), skip=("special_token",))
+    documents = Documents(source, "messages", tokenizer=tokenizer)
+    assert documents.left_out == {"special_token": 1} and len(documents.lengths) == 1
+
+
+def test_parts_that_form_a_special_token_together_are_refused():
+    parts = ["a<|eot", {"type": "text", "text": "_id|>"}]
+    with pytest.raises(ConfigError, match="message 0 .*'<|eot_id|>'"):
+        prompt_ids([{"role": "user", "content": parts}], LLAMA3, "here")
+
+
+def test_an_answer_of_bytes_must_not_contain_the_ends_of_turns():
+    messages = [USER, {**ANSWER, "content": "a\x03b"}]
+    for template in (ByteTokenizer.chat, pickle.loads(pickle.dumps(Bytes.chat))):
+        with pytest.raises(ConfigError, match=r"message 1 .*'assistant'.*'\\x03'"):
+            template.checked(messages, {}, template.render, is_training=True)
+        # The model may have written this.
+        assert "a\x03b" in template.checked(messages, {}, template.render)
+    with pytest.raises(ConfigError, match=r"here: message 1 .*'\\x03'"):
+        encoded("messages", None, {"messages": messages}, ByteTokenizer(), "here")
+
+
+def test_the_assistant_and_strings_may_contain_special_tokens():
+    given = row({"content": "<|eot_id|>"})
+    ids = encoded("messages", None, given, LLAMA3, "here").ids.tolist()
+    token = LLAMA3.encode("<|eot_id|>", False).tolist()
+    assert len(token) == 1 and token[0] in ids
+    for tokenizer, text in (LLAMA3, "a<|eot_id|>"), (Bytes(), "a\x03"):
+        expected = [*tokenizer.document_start, *tokenizer.encode(text, False)]
+        assert prompt_ids(text, tokenizer, "--prompt").tolist() == expected
+
+
+def test_lm_eval_reads_special_tokens_in_benchmarks_like_transformers(caplog):
+    asked = [{"role": "user", "content": "a\x03"}]
+    assert chat_text(Bytes(), asked, True) == "<user>a\x03;<assistant>"
+    assert "contains '\\x03'" in caplog.text
 
 
 def test_tools_of_a_request_need_a_choice_of_none():

@@ -102,6 +102,37 @@ def test_a_paragraph_that_is_held_out_is_not_trained_on(tmp_path, line_end):
     assert corpus.documents("heldout") == [("d#0", f"{repeated}{between}{short}".encode())]
 
 
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ("{local}\n\n{held_out}\n", "{local}"),
+        ("{held_out}\n", None),
+        ("{local}\n\n\n{held_out}", "{local}"),
+        ("{local}\n  \n{held_out}\n\t\n{local}\n", "{local}\n\t\n{local}\n"),
+        ("{local}\r\n\r\n    {held_out}\r\n", "{local}"),
+        ("{local}\r\r{held_out}\r", "{local}"),
+    ],
+)
+def test_whitespace_does_not_hide_a_paragraph_that_is_held_out(tmp_path, training, expected):
+    names = {
+        "local": "This paragraph of more than forty bytes is only in training.",
+        "held_out": "This paragraph of more than forty bytes\nis at the end of a file.",
+    }
+    (tmp_path / "a").write_bytes(training.format(**names).encode())
+    (tmp_path / "d").write_bytes("First.\n\n{held_out}\n".format(**names).encode())
+    (tmp_path / "e").write_bytes(b"Another document.\n")
+    documents = dict(TextCorpus(str(tmp_path / "[ade]"), heldout_percent=10).documents("train"))
+    assert documents.get("a#0") == (None if expected is None else expected.format(**names).encode())
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.txt"])
+def test_json_lines_are_text_with_a_warning(tmp_path, caplog, name):
+    (tmp_path / name).write_text('{"text": "one"}\n')
+    documents = TextCorpus(str(tmp_path / name), heldout_percent=0).documents("train")
+    assert documents == [(f"{name}#0", b'{"text": "one"}\n')]
+    assert ("JsonLines" in caplog.text) == (name == "a.JSONL")
+
+
 def test_a_line_longer_than_a_block_is_cut(tmp_path):
     (tmp_path / "long").write_bytes(b"x" * 40_000)
     corpus = TextCorpus(str(tmp_path / "long"), heldout_percent=0)

@@ -1,5 +1,7 @@
 """Tokenizers: the ids of the real transformers, and text that comes back, whole or in pieces."""
 
+import json
+import logging
 import random
 import shutil
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError, huggingface
-from praxis_lite.inputs import TextCorpus, TextPrompts
+from praxis_lite.inputs import Documents, JsonLines, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import (
@@ -58,6 +60,7 @@ def pieces(tmp_path_factory):
     """A SentencePiece model with bytes for what it has no piece of."""
     import sentencepiece
 
+    pytest.importorskip("transformers", minversion="5.24")
     folder = tmp_path_factory.mktemp("pieces")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(made_lines(300)),
@@ -243,6 +246,30 @@ def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
     (batch,) = prompts.batches()
     prompt = batch["ids"][0, : batch["prefix_lengths"][0]]
     assert any(text.startswith(tokenizer.decode(prompt).encode()) for text in texts)
+
+
+@pytest.mark.parametrize("holds", ["text", "completion"])
+def test_the_log_reports_special_tokens_within_texts(tmp_path, caplog, holds):
+    caplog.set_level(logging.INFO)
+    texts = ["plain", "<|begin_of_text|>rendered<|eot_id|>", "one<|eot_id|>two", "<|eot_id|>x"]
+    rows = [{"text": text, "prompt": "", "completion": text} for text in texts]
+    if holds == "completion":
+        rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = JsonLines(f"{tmp_path}/*.jsonl")
+    Documents(source, holds, tokenizer=str(LLAMA)).check()
+    assert "jsonl: 2 texts contain" in caplog.text and "'<|eot_id|>' in" in caplog.text
+    assert "a.jsonl:3" in caplog.text
+    caplog.clear()
+    Documents(source, holds).check()
+    assert "special tokens" not in caplog.text
+
+
+def test_a_prompt_within_the_first_character_is_refused(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("日本語", "utf-8")
+    corpus = TextCorpus(f"{tmp_path}/*.txt", 0, str(trained))
+    with pytest.raises(ConfigError, match="first 2 bytes of '日本語'.*min_prompt_bytes"):
+        list(TextPrompts(corpus, "train", 2, 1, 2, 2).batches())
 
 
 def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path):

@@ -1,18 +1,196 @@
 """Signals to a job of two real processes while it saves, restores, compiles or evaluates.
 
-One job is interrupted again and again on its way, for it is the launches that take the time.
+A process that reaches a gate writes a file, and waits until the test opens the gate, or forever.
+The time of a signal therefore does not depend on a clock.
 """
 
 import dataclasses
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from praxis_lite.job.job_dir import JobDir
+from tests.support import line_jobs  # noqa: F401 (writes jobzoo.lines)
 from tests.support import process_pairs as pairs
-from tests.support.interrupted_jobs import Pair, numbers_of, steps_in, uninterrupted
+from tests.support.job_runs import home
+from tests.support.log_lines import terminal_text
 
 pytestmark = pytest.mark.slow
+
+EXPERIMENT = '''
+import asyncio
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+from orbax.checkpoint._src.serialization import serialization
+
+from jobzoo.lines import Line, Lines
+from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSettings, register
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.checkpoints.steps.step_store import DiskSteps
+from tests.support.log_lines import terminal_text
+
+LIBC = ctypes.CDLL(None)
+
+
+def is_gate(place):
+    """Tells that this process has come to a place; returns True if it is to wait there."""
+    folder = os.environ.get("GATES")
+    if not folder or place not in os.environ["GATED"].split(","):
+        return False
+    Path(folder, f"{place}.{jax.process_index()}").touch()
+    return not Path(folder, f"{place}.open").exists()
+
+
+def gate(place):
+    while is_gate(place):
+        time.sleep(0.02)
+
+
+def gate_of_c(place):
+    """Waits in C code that no signal interrupts, as a compiler does not."""
+    if is_gate(place):
+        mutex = ctypes.create_string_buffer(64)
+        LIBC.pthread_mutex_lock(mutex)
+
+        def open_it():
+            gate(place)
+            LIBC.pthread_mutex_unlock(mutex)
+
+        threading.Thread(target=open_it, daemon=True).start()
+        LIBC.pthread_mutex_lock(mutex)
+
+
+BEGIN, READ = OrbaxWrite.begin, checkpoints.read_state
+WRITE, DIGESTS = serialization.async_serialize_from_host, DiskSteps.file_entries
+step = ""  # Of the save in flight, of which there is only one at a time.
+
+
+def noted_begin(self, state):
+    global step
+    step = self._folder.name.removesuffix(".saving")
+    BEGIN(self, state)
+
+
+async def gated_write(*args, **kwargs):
+    while is_gate(f"write of {step}"):
+        await asyncio.sleep(0.02)
+    await WRITE(*args, **kwargs)
+
+
+def gated_digests(self, name):
+    gate(f"digests of {step}")
+    return DIGESTS(self, name)
+
+
+def gated_read(*args, **kwargs):
+    gate("restore")
+    return READ(*args, **kwargs)
+
+
+OrbaxWrite.begin, checkpoints.read_state = noted_begin, gated_read
+serialization.async_serialize_from_host, DiskSteps.file_entries = gated_write, gated_digests
+
+
+class Gates(Hook):
+    """Waits where the first step compiles."""
+
+    every = None
+
+    @contextlib.contextmanager
+    def compiling(self):
+        gate_of_c("compile")
+        yield
+
+
+class GatedLines(Lines):
+    """Waits at the second batch."""
+
+    def rows(self, index, rows):
+        if index == 1:
+            gate("evaluation")
+        return super().rows(index, rows)
+
+
+@register
+class Gated(Line):
+    """A line through noisy points, over eight devices."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 8, 1))
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(Lines, batch_size=13),
+            "heldout": fdl.Config(GatedLines, batch_size=13),
+        }
+
+    def hooks(self):
+        return [fdl.Config(Gates)]
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=29, checkpoints=fdl.Config(SaveSettings, every_steps=7),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=15, max_batches=3),
+        )
+'''
+GATED = "--exp=jobzoo.gated.Gated"
+(home() / "jobzoo/gated.py").write_text(EXPERIMENT)
+
+
+class Pair:
+    """A job of two processes that wait at gates.
+
+    Args:
+      folder: Folder for the job and for the files of the gates.
+      places: The gates at which the processes wait: "write of 14", "digests of 14", "restore",
+        "compile" or "evaluation" (of step 15).
+    """
+
+    def __init__(self, folder: Path, *places: str):
+        folder.mkdir(exist_ok=True)
+        self._gates = Path(tempfile.mkdtemp(prefix="gates_", dir=folder))
+        env = {"GATES": str(self._gates), "GATED": ",".join(places)}
+        self.job = JobDir(folder / "job")
+        self.processes = pairs.start_processes(
+            GATED, f"--job_log_dir={folder}/job", cwd=home(), env=(env, env)
+        )
+
+    def reaches(self, place: str, who: str = "01") -> None:
+        """Waits until the given processes have reached a gate."""
+        pairs.wait_until(
+            lambda: all((self._gates / f"{place}.{k}").exists() for k in who), self.processes
+        )
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the second process."""
+        pairs.kill(self.processes[1], signum)
+
+    def answer(self) -> str:
+        """Returns the next line on standard error of the second process."""
+        return terminal_text(self.processes[1].stderr.readline())
+
+    def opens(self, place: str) -> None:
+        """Opens a gate, so that the processes continue."""
+        (self._gates / f"{place}.open").touch()
+
+    def ended(self) -> list[pairs.Ended]:
+        """Returns how both processes ended; fails if this takes more than a minute."""
+        return pairs.ended(self.processes, 60)
+
+
+def steps_in(job: JobDir) -> list[str]:
+    """Returns the names of all entries in the checkpoint folder, except unfinished saves."""
+    return sorted(path.name for path in job.checkpoints.iterdir() if "saving" not in path.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,102 +199,55 @@ class Interruption:
 
     Attributes:
       done: how both processes ended.
-      answers: the lines by which the processes that got the first signal answered it.
+      answer: the line by which the process that got the first signal answered it.
       steps: the steps that were then there.
     """
 
     done: list[pairs.Ended]
-    answers: list[str]
+    answer: str
     steps: list[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Story:
-    """A job that was interrupted at several places.
-
-    Attributes:
-      launches: the interruptions, by the places.
-      folder: the folder of the job.
-    """
-
-    launches: dict[str, Interruption]
-    folder: Path
-
-
-def interrupted(folder, place, who="1", *, twice=True):
-    """Launches the job, and sends signals at a place: to `who` of both, and, if twice, again."""
+def interrupted(folder, place, *, twice=True):
+    """Launches the job, and sends its second process one or two signals at a place."""
     gates = (place, "write of 14") if place == "evaluation" else (place,)
     # The save of step 14 would else be whole before the signal, or not.
     pair = Pair(folder, *gates)
     pair.reaches(place, "0" if place.startswith("digests") else "01")
-    pair.signal(signal.SIGTERM, who)
-    answers = pair.answer(who)
+    pair.signal(signal.SIGTERM)
+    answer = pair.answer()
     if twice:
-        pair.signal(signal.SIGINT, who)
+        pair.signal(signal.SIGINT)
     else:
         pair.opens(place)
-    return Interruption(pair.ended(), answers, steps_in(pair.job))
-
-
-def story_of(folder, places, who):
-    """Returns the story of a job that a second signal ends at `places`, and the first in a save."""
-    launches = {place: interrupted(folder, place, who) for place in places}
-    launches["a save, once"] = interrupted(folder, "write of 14", who, twice=False)
-    return Story(launches, folder)
+    return Interruption(pair.ended(), answer, steps_in(pair.job))
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory):
-    """The second process alone gets the signals."""
-    return story_of(tmp_path_factory.mktemp("one"), ("write of 14",), "1")
+def launches(tmp_path_factory):
+    """The job is ended by a second signal in a save, and resumed and ended by a single one."""
+    folder = tmp_path_factory.mktemp("one")
+    return [interrupted(folder, "write of 14", twice=twice) for twice in (True, False)]
 
 
-@pytest.fixture(scope="module")
-def story_of_both(tmp_path_factory):
-    return story_of(tmp_path_factory.mktemp("both"), ("write of 14",), "01")
-
-
-def check_single_signal(story, who):
-    """Checks that a signal while a step is saved ended both with a later step."""
-    launch = story.launches["a save, once"]
+def test_a_signal_while_a_step_is_saved_ends_both_with_a_later_step(launches):
+    launch = launches[1]
     assert [process.code for process in launch.done] == [0, 0], launch
-    assert len(launch.answers) == len(who)
-    assert all(line.startswith("WARNING: SIGTERM: ending after") for line in launch.answers)
+    assert launch.answer.startswith("WARNING: SIGTERM: ending after")
     # The step after that in which both agree; a save of step 21 may have been waited for.
     last = max(map(int, launch.steps))
     assert 14 < last < 29
     assert f"step {last} is saved, and the same command" in launch.done[0].out
 
 
-def check_end(story):
-    """Checks that the job goes on from there to the numbers of one that nobody interrupts."""
-    pair = Pair(story.folder)
-    first, second = pair.ended()
-    assert (first.code, second.code) == (0, 0), (first, second)
-    last = max(map(int, story.launches["a save, once"].steps))
-    assert f"restored the checkpoint of step {last}" in first.out
-    assert numbers_of(pair.job) == uninterrupted()
-    assert steps_in(pair.job)[-1] == "29"
-
-
-def test_a_signal_while_a_step_is_saved_ends_both_with_a_later_step(story):
-    check_single_signal(story, "1")
-
-
-# In CI, job/test_multiprocess.py compares a job of two processes that was stopped with one process.
-@pytest.mark.nightly
-def test_an_interrupted_job_ends_with_the_numbers_of_one_that_nobody_interrupts(story):
-    check_end(story)
-
-
-def test_where_one_is_ended_at_once_the_other_hears_of_it(story):
-    check_heard(story.launches["write of 14"], "the newest checkpoint is of step 7")
+def test_where_one_is_ended_at_once_the_other_hears_of_it(launches):
+    check_heard(launches[0], "the newest checkpoint is of step 7")
 
 
 def check_heard(launch, newest):
     """Checks that the second process was ended at once, and the first told so."""
     first, second = launch.done
-    assert launch.answers[0].startswith("WARNING: SIGTERM: ending after")
+    assert launch.answer.startswith("WARNING: SIGTERM: ending after")
     assert (first.code, second.code) == (130, 130), launch
     assert f"was ended by SIGINT, the second signal; {newest}. This process also" in first.err
     assert "error: process 1 (" in first.err
@@ -139,38 +270,3 @@ def test_also_there_the_other_hears_of_it(tmp_path, place, newest):
     if place in ("restore", "evaluation"):
         interrupted(tmp_path, "write of 14")
     check_heard(interrupted(tmp_path, place), newest)
-
-
-@pytest.mark.nightly
-def test_both_may_get_the_signals(story_of_both):
-    done = story_of_both.launches["write of 14"].done
-    assert [process.code for process in done] == [130, 130], done
-    words = "SIGINT, the second signal: ended at once; the newest checkpoint is of step 7"
-    assert all(words in process.err for process in done), done
-    check_single_signal(story_of_both, "01")
-    check_end(story_of_both)
-
-
-# checkpoints/test_cancelled_saves.py cancels the save of two processes in CI.
-@pytest.mark.nightly
-@pytest.mark.parametrize("who", ["1", "01"])
-def test_a_second_signal_in_python_cancels_the_save_and_the_process_goes_on(tmp_path, who):
-    pair = Pair(tmp_path, "write of 14", "wait for 14", in_python=True)
-    pair.reaches("write of 14")
-    pair.reaches("wait for 14")  # Before, one might wait for the other on its devices.
-    pair.signal(signal.SIGTERM, who)
-    pair.answer(who)
-    pair.signal(signal.SIGINT, who)
-    assert all("the second signal: the step is not saved" in line for line in pair.answer(who))
-    if who != "01":
-        pair.opens("write of 14")  # The other process writes its part to the end.
-    done = pair.ended()
-    for k, process in enumerate(done):
-        if str(k) in who:
-            words = "The save of step 14 was cancelled. The newest checkpoint is of step 7"
-            assert words in process.out + process.err, done
-            assert "raised KeyboardInterrupt: SIGINT" in process.out, done
-        else:
-            assert "raised FailedSave: The checkpoint of step 14 could not be saved" in process.out
-            assert f"process {1 - k}: it was cancelled by a signal" in process.out, done
-    assert sorted(path.name for path in pair.job.checkpoints.iterdir()) == ["7"]

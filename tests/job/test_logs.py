@@ -128,6 +128,18 @@ def test_a_job_log_changes_nothing_for_other_handlers(tmp_path, root_lines, monk
     assert "silenced" not in path.read_text() and root_lines == ["late"]
 
 
+def test_a_line_written_at_once_is_a_warning_like_others(tmp_path, capfd):
+    path = tmp_path / "log.txt"
+    with logs.command_log(), logs.job_log():
+        logs.configure_log(verbose=False, quiet=False, log_format=LogFormat.TEXT)
+        logs.open_job_log(path)
+        A.info("begun")
+        logs.write_now("no step for 5% of a day")
+        err = capfd.readouterr().err
+    assert terminal_text(err) == "WARNING: no step for 5% of a day\n"
+    assert terminal_text(path.read_text()) == "begun\nWARNING: no step for 5% of a day\n"
+
+
 def test_a_full_disk_is_told_once_and_later_lines_are_written(tmp_path):
     path = tmp_path / "log.txt"
     with command() as (out, _), logs.job_log():

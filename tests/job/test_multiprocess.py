@@ -1,12 +1,10 @@
 """Jobs of several real processes, over loopback: what one process gives, and one end for all.
 
 A process that hangs is named within a minute, with its stack, its step and the collective that the
-others wait in. The jobs of which one process hangs mostly wait. A fixture starts them before the
-first test, so that they wait while the other tests run.
+others wait in. A job of which one process hangs mostly waits. A fixture starts it before the first
+test, so that it waits while the other tests run.
 """
 
-import concurrent.futures
-import contextlib
 import functools
 import json
 import re
@@ -14,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -29,76 +27,30 @@ from tests.support.job_runs import (
     lines_of,
     trained,
 )
-from tests.support.stuck_jobs import (
-    OUTSIDE,
-    Case,
-    elastic_lines,
-    started,
-    wait_until_stuck,
-    watched,
-)
+from tests.support.stuck_jobs import Case, started, watched
 
 pytestmark = pytest.mark.slow
 TINY = "--exp=jobzoo.experiments.Tiny"
 
-LONG = ("run.stopping.watchdog_seconds=600",)
-# The longest ones first. The nightly ones are those of other processes or places.
-ELASTIC = [
-    Case(1, "INPUT", hows, settings=LONG, flags=("--elastic",))
-    for hows in (("keeps the lock",), ("is stopped", "sleeps"))
-]
-HANGS = [
-    Case(2, "HOOK", ("sleeps",), is_slow_before=True),
-    Case(1, "INPUT", ("keeps the lock",)),
-    Case(0, "INPUT", ("sleeps",)),
-    Case(0, "HOOK", ("keeps the lock",)),
-]
-STOPPED = [Case(culprit, "ANYWHERE", (OUTSIDE,), settings=LONG) for culprit in (0, 1)]
-NIGHTLY = (ELASTIC[1], *HANGS[1:], *STOPPED)
+SLEEPS = Case(2, "sleeps", is_slow_before=True)
+KEEPS_THE_LOCK = Case(0, "keeps the lock")
+
+
+@functools.cache
+def hanging(case: Case) -> tuple[Path, list[subprocess.Popen]]:
+    """Starts a job of which one process hangs. Returns its folder and its processes."""
+    folder = Path(tempfile.mkdtemp(dir=home()))
+    return folder, started(case, folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def seen_of(request, tmp_path_factory):
-    """Yields a function from a case to what was seen of its job.
-
-    The jobs are launched one after the other, and each waits while the next one starts.
-    """
-    chosen = {
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.module is request.module and "case" in item.fixturenames
-    }
-    cases = [case for case in (*ELASTIC, *HANGS, *STOPPED) if case in chosen]
-    home()  # Before there are threads, which could each make a folder.
-    with (
-        concurrent.futures.ThreadPoolExecutor(1 + 2 * len(cases)) as pool,
-        contextlib.ExitStack() as left,
-    ):
-        has_ended = threading.Event()
-
-        def launched(case, folder, before):
-            concurrent.futures.wait(before)
-            assert not has_ended.is_set()
-            processes = started(case, folder)
-            for process in processes:
-                left.callback(process.kill)
-            wait_until_stuck(case, folder, processes)
-            return processes
-
-        seen, launches = {}, []
-        for case in cases:
-            folder = tmp_path_factory.mktemp("stuck")
-            launches.append(pool.submit(launched, case, folder, launches[-1:]))
-            seen[case] = pool.submit(
-                lambda case, folder, launch: watched(case, folder, launch.result()),
-                case,
-                folder,
-                launches[-1],
-            )
-        try:
-            yield lambda case: seen[case].result()
-        finally:
-            has_ended.set()
+def job_that_hangs():
+    """Starts a job that waits while the other tests run."""
+    _, processes = hanging(SLEEPS)
+    yield
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @functools.cache
@@ -192,14 +144,16 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     )
     # The second one killed itself, and the first one waited for it on the devices.
     assert [item.code for item in done] == [1, -signal.SIGKILL], done
-    assert "process 1 (" in done[0].err and "4 s: it was killed, or its host" in done[0].err
+    # A busy machine may notice it later than after the 4 s that the script sets.
+    assert re.search(r"process 1 \(.* \d s: it was killed, or its host", done[0].err), done[0].err
     lines = done[0].out.splitlines()
     seen = json.loads(next(line for line in lines if line.startswith("{")))
     for order in ("in turn", "interleaved", "nested"):
-        assert seen[order] == [True] * 5, order
+        assert seen[order] == [True] * 2, order
     assert seen["examples"] is True
     assert seen["agreed"] == [False, False, False, True, False, False]
     assert seen["asked by"].startswith("a signal to process 1 (")
+    assert seen["profiled steps"] == ["5", "5"]
     assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]
     assert seen["missing"].startswith("process 1 (")
     slow = [line for line in lines if "slow: " in line]
@@ -222,19 +176,6 @@ def test_what_differs_between_processes_is_refused_by_both(tmp_path):
         assert item.code == 2
         words = " ".join(item.err.replace("[process 1] ", "").split())
         assert "run.seed is" in words and "on process 0 (" in words and "on process 1 (" in words
-
-
-@pytest.mark.nightly
-def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
-    first, second = pairs.run(
-        TINY,
-        f"--job_log_dir={tmp_path}/job",
-        cwd=tmp_path,
-        more=((), ("--set", "run.sed=3")),
-    )
-    assert (first.code, second.code) == (2, 2)
-    assert "error: process 1 (" in first.err and "run.sed" in first.err
-    assert "[process 1] error: " in second.err
 
 
 @functools.cache
@@ -299,59 +240,31 @@ def test_slices_evaluate_as_one_process_does(tmp_path):
         np.testing.assert_allclose(value, other[key], rtol=1e-6, err_msg=key)
 
 
-def each(*cases):
-    """Returns the mark of a test with a case for each of these jobs."""
-    return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(
-                case,
-                id=f"{case.where}-{case.hows[0]}-{case.culprit}",
-                marks=pytest.mark.nightly if case in NIGHTLY else (),
-            )
-            for case in cases
-        ],
-    )
-
-
-@each(*STOPPED)
-def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
-    seen, stopped = seen_of(case), case.culprit
-    print(f"stopped process {stopped}: named after {seen.seconds:.0f} s")
-    for k, text in enumerate(seen.texts):
-        if k != stopped:
-            assert seen.codes[k] == 1
-            assert re.search(
-                rf"process {stopped} \(.+\) has sent no heartbeat for 2\d s: it is "
-                r"stopped by a signal \(state T\)",
-                text,
-            ), text
-            # It says so every two seconds, in which it may have made all of its steps.
-            last = r"last report, it has completed (no step yet|step \d+) and (is in|waits)"
-            assert re.search(last, text), text
-
-
-@each(*HANGS)
-def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_in(seen_of, case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SLEEPS, id="sleeps"),
+        pytest.param(KEEPS_THE_LOCK, id="keeps the lock", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_in(case):
     # Where an evaluation was slow before, none was: it would have ended then, in step 9.
-    seen, culprit, (how,), where = seen_of(case), case.culprit, case.hows, case.where
+    seen, culprit = watched(case, *hanging(case)), case.culprit
     texts = seen.texts
-    print(f"{where} {how} in process {culprit}: named after {seen.seconds:.0f} s")
     assert [seen.codes[k] for k in range(3) if k != culprit] == [1, 1]
-    line = {"INPUT": 'hang("INPUT")', "HOOK": 'hang("HOOK")'}[where]
-    if how == "sleeps":
+    if case == SLEEPS:
         report = (seen.job / "stacks.txt").read_text()
         assert report.split(" ", 2)[2].strip() in texts[0]
         assert re.search(rf"stuck: process {culprit} \(.+\) is stuck: no sign of life", report)
-        assert f"Stacks of process {culprit} (" in report and line in report
-        assert texts[1 if culprit != 1 else 2].count("is stuck, as reported above") == 1
-        words = report.splitlines()[0]
-        doing = "input wait" if where == "INPUT" else "hook HangingHook"
-        assert re.search(rf"it has completed step 1[0-3] and is in: {doing}", words), words
+        assert f"Stacks of process {culprit} (" in report and "hang()" in report
+        assert texts[1].count("is stuck, as reported above") == 1
+        step, words = "step 1[23]", report.splitlines()[0]
+        doing = "it has completed step 1[0-3] and is in: hook HangingHook"
+        assert re.search(doing, words), words
     else:
         # Its own standard error has its stack, that of the others its name.
         assert "experiments.py" in texts[culprit] and " in hang" in texts[culprit]
-        words = texts[1 if culprit != 1 else 2]
+        step, words = "a step", texts[1]
         assert re.search(rf"process {culprit} \(.+\) has sent no heartbeat for 2\d s: it ", words)
         assert re.search(r"last report, it has completed step \d+ and (is in|waits)", words)
         assert re.search(
@@ -359,32 +272,5 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
             r"devices to finish step 1[2-4]",
             words,
         ), words
-    step = "a step" if how != "sleeps" else "step 1[23]"
     collective = r"[a-z-]+ of \d+ \w+ over data, in "
     assert re.search(rf"{step}'s first collective that needs [^:]+: {collective}", words), words
-
-
-@each(*ELASTIC)
-def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of, case):
-    seen = seen_of(case)
-    lines = [
-        line
-        for line in map(json.loads, elastic_lines(seen.job).splitlines())
-        if line["kind"] == "stuck"
-    ]
-    print(f"elastic: {seen.seconds:.0f} s; {[line['seconds'] for line in lines]}")
-    assert [(line["who"], line["members"]) for line in lines] == [([1], [0, 1, 2])] * len(case.hows)
-    begin = re.compile(r"^(?=\d{4}-\d\d-\d\d \S+ stuck: )", re.MULTILINE)
-    reports = begin.split((seen.job / "stacks.txt").read_text())[1:]
-    assert len(reports) == len(case.hows)
-    for how, report in zip(case.hows, reports, strict=True):
-        assert re.search(r"stuck: process 1 \(.+\) is stuck: ", report), report
-        assert "The worker is killed and replaced." in report
-        assert report.splitlines()[0][20:] in seen.texts[1]
-        if how == "is stopped":
-            assert "stopped by a signal (state T)" in report
-            assert "Its stacks are not available" in report
-        else:
-            assert re.search(r'experiments.py", line \d+,? in hang', report), report
-            pattern = r"first collective that needs (its|the stuck process's) devices: "
-            assert re.search(pattern, report), report

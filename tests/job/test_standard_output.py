@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.support.job_runs import CHECKOUT
+from tests.support.job_runs import CHECKOUT, home
+from tests.support.line_jobs import LINE
 
 PRINTS = """
 import sys
@@ -98,10 +99,10 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
 @pytest.mark.slow
 def test_a_job_trains_where_its_streams_were_closed(tmp_path):
     command = (
-        f"{sys.executable} -m praxis_lite --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
+        f"{sys.executable} -m praxis_lite {LINE} --packages=jobzoo --job_log_dir={tmp_path}/job "
         f"--set run.num_train_steps=2 mesh.ici_mesh_shape=1,1,1 0<&- 1>&- 2>&-"
     )
-    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         ["bash", "-c", command], env=env, cwd=tmp_path, capture_output=True, text=True
     )

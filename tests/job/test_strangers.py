@@ -131,10 +131,10 @@ def test_the_coordinator_is_reached_where_it_listens(
 
 
 def test_the_key_is_its_users_alone(tmp_path):
-    file = tmp_path / "key"
+    file = tmp_path / "new" / "job" / "key"
     coordinator_gate._write_key(file, b"one")
     coordinator_gate._write_key(file, b"another")
     assert bytes.fromhex(file.read_text()) == b"another"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["key"]
+    assert os.listdir(file.parent) == ["key"]
     assert stat.S_IMODE(coordinator_gate.user_folder().stat().st_mode) == 0o700

@@ -92,6 +92,38 @@ def test_what_goes_on_is_not_reported(reports):
     assert reports.texts == []
 
 
+class SimulatedClock:
+    """A clock on which time passes only while the watchdog waits."""
+
+    def __init__(self, during_waits):
+        self.seconds, self._during_waits = 0.0, list(during_waits)
+
+    def monotonic(self):
+        return self.seconds
+
+    def wait(self, timeout):
+        """Implements `Event.wait`: does half of the wait, calls a function, and does the rest."""
+        self.seconds += timeout / 2
+        if self._during_waits:
+            self._during_waits.pop(0)()
+        self.seconds += timeout / 2
+        return not self._during_waits
+
+
+def test_a_sign_of_life_during_a_wait_postpones_the_report(monkeypatch, reports):
+    def silent():
+        pass
+
+    clock = SimulatedClock([lambda: dog.alive(), lambda: dog.step_ended(1), silent, silent])
+    monkeypatch.setattr(watchdog, "time", clock)
+    dog, reported_at = Watchdog(8.0, exits=False), []
+    monkeypatch.setattr(dog, "_stopped", clock)
+    monkeypatch.setattr(watchdog, "write_now", lambda text: reported_at.append(clock.seconds))
+    dog._watch(8.0)
+    # Signs of life came at 4 and at 10; the watchdog looked again at 8, at 12 and at 18.
+    assert reported_at == [18.0]
+
+
 def test_each_sign_of_life_starts_the_clock_anew():
     # The clock itself is compared, for a busy machine may sleep through any time.
     dog = Watchdog(60.0, exits=False)

@@ -168,7 +168,7 @@ def over_explicit_axes(group: str) -> tuple[dict[str, Any], dict[str, dict[str, 
     return program.results(), program.notes
 
 
-# whole_model/test_explicit_families.py and test_explicit_layers.py have models in CI.
+# whole_model/test_explicit_families.py has models in CI.
 @pytest.mark.slow
 @each_case(
     norms=pytest.mark.nightly,

@@ -106,6 +106,9 @@ WRONG = {
     r"TransformerFeedForward\.hidden_dims.*0": lambda r: layers.TransformerFeedForward(
         3, 0, rngs=r
     ),
+    r"TransformerFeedForwardMoe\.hidden_dims.*0": lambda r: layers.TransformerFeedForwardMoe(
+        3, 0, num_experts=2, rngs=r
+    ),
     r"Pipeline\.num_stages.*0": lambda r: layers.Pipeline(
         lambda rngs: None, 2, num_stages=0, num_microbatches=2, rngs=r
     ),

@@ -16,7 +16,7 @@ from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments import linen
 from praxis_lite.experiments.linen_models import CausalLm
 from praxis_lite.job.job_dir import JobDir
-from tests.support.job_runs import as_it_died, home, lines_of, succeed
+from tests.support.job_runs import home, lines_of, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -89,21 +89,6 @@ def params_of(path):
         state.mdl_vars["params"],
         partitioner.layout.shapes.mdl_vars["params"],
     )
-
-
-# core/models/test_nnx_jobs.py resumes a job with more state in `make test-all`.
-@pytest.mark.nightly
-def test_a_job_that_died_ends_in_the_same_bits():
-    whole = trained_job()
-    resumed = as_it_died(whole, SAVED_EVERY)
-    done = succeed(*start(resumed.path))
-    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    steps = lines_of(whole.metrics_jsonl)
-    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
-    assert lines_of(resumed.metrics_jsonl) == steps
-    assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
-    item, other = state_of(whole.path)[0], state_of(resumed.path)[0]
-    jax.tree.map(np.testing.assert_array_equal, item, other)
 
 
 def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():

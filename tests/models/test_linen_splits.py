@@ -1,18 +1,13 @@
 """What Flax Linen's boxes declare, alone, in stacks and beside a job's rules, case by case."""
 
-import numpy as np
 import pytest
 from flax import linen as nn
 
 from praxis_lite.models import LinenModel
 from tests.support.declared_splits import (
-    ONE_DEVICE,
-    batch_of,
-    losses_of,
     refused,
     splits_of,
     stacks_of,
-    xent,
 )
 
 D, LAYERS, STAGES = 7, 3, 2  # Model dims; no axis divides them.
@@ -214,14 +209,3 @@ def test_what_does_not_fit_says_what_was_found_and_wanted(case):
     model, declared, words = WRONG[case]
     with refused(words):
         splits_of(model, **declared)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["scan of blocks, split", "scan of a scan", "fsdp after names"])
-def test_split_so_a_model_trains_as_on_one_device(case):
-    model, declared, *_ = DECIDED[case]
-    actual, expected = (
-        losses_of(model, xent, batch_of(11, D), *shape, **declared) for shape in ((), (ONE_DEVICE,))
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    assert actual[1] < actual[0]

@@ -91,6 +91,9 @@ def test_a_memory_that_does_not_suffice_is_not_said_before_the_path_of_pax(tmp_p
     assert capsys.readouterr().err.startswith("error: /nope is not a directory")
 
 
+LONG_PATH = "/of-many-words" * 9  # It can be copied from the terminal, so it is not wrapped.
+
+
 def raising(error):
     def fails():
         raise error
@@ -108,6 +111,7 @@ def raising(error):
             "/x could not be written: No space left on device",
         ),
         (raising(ConfigError("mend it")), 2, "error: mend it"),
+        (raising(ConfigError(f"{LONG_PATH} is missing")), 2, f"error: {LONG_PATH} is missing"),
         (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
     ],
 )

@@ -47,6 +47,20 @@ def test_bash_completes_subcommands_experiments_options_and_settings(tmp_path):
     assert (tmp_path / "cache/praxis_lite/completion/lm.Synthetic").stat().st_size > 1000
 
 
+def test_options_are_completed_by_files_directories_or_settings(capsys):
+    pytest.importorskip("shtab")
+    assert praxis("completion", "bash") == 0
+    script = capsys.readouterr().out
+    for option, function in {
+        "_eval___set": "_praxis_settings",
+        "_eval___config": "_shtab_compgen_files",
+        "_report___html": "_shtab_compgen_files",
+        "_checkpoints_verify_pos_0": "_shtab_compgen_dirs",
+    }.items():
+        assert f"_shtab_praxis{option}_COMPGEN={function}\n" in script, option
+    assert "_shtab_praxis_eval___step_COMPGEN" not in script
+
+
 def test_without_shtab_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert praxis("completion", "zsh") == 2

@@ -93,6 +93,7 @@ def test_arguments_next_to_ids_are_checked(kind, given, words, request):
         ({"prompts": [[1] * 16]}, "max_new_tokens=2.*16.*18"),
         ({"eos_id": 10**6}, "eos_id.*1000000"),
         ({"eos_id": "</s>"}, "eos_id.*<U4"),
+        ({"weights_dtype": "int8"}, "weights_dtype.*'int8'.* None.*task.decoder.weights_dtype"),
         ({"prompts": []}, "prompts.* ..;"),
         ({"prompts": "ab"}, "prompts.* 'ab';"),
         ({"prompts": [1, 2]}, "prompt 0.*int64..;.* int.T."),

@@ -183,6 +183,7 @@ def test_a_subcommand_is_the_same_as_the_options_of_pax():
     "argv, words",
     [
         (["trian"], "Did you mean train?"),
+        (["-q", "decode", "/x"], "must come first: `praxis decode -q ...`"),
         (["checkpoint", "ls"], "Did you mean checkpoints"),
         (["lm.PyDocs"], "`praxis train lm.PyDocs`"),
         (["decode_once"], "in praxis_lite it is decode"),

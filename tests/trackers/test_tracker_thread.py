@@ -2,14 +2,18 @@
 
 import math
 import time
+import types
 
 import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trackers import tracker_thread
 from praxis_lite.trackers.tracker import Tracker
 from praxis_lite.trackers.tracker_thread import TrackerThread, numbers_of
+from praxis_lite.trainer.hooks import tracking
+from praxis_lite.trainer.metrics.json_lines import lost_path
 from tests.support.tracked_runs import Hangs, Raises, Remembers, Replaces, run_in
 
 
@@ -53,6 +57,32 @@ def test_a_tracker_gets_each_step_once_over_launches_of_which_one_was_killed():
     ]
     assert [run.id for run in tracker.starts] == [run_in("/nowhere").id] * 2
     assert tracker.ending == ["finished"] * 2
+
+
+@pytest.mark.parametrize(
+    "num_steps, log_every, every, expected",
+    [
+        (7, None, None, [1, 2, 3, 4, 5, 6, 7]),
+        (605, None, None, [*range(3, 605, 3), 605]),  # About 200.
+        (9, 4, None, [4, 8, 9]),
+        (9, 4, 5, [5, 9]),
+    ],
+)
+def test_steps_are_sent_at_an_interval_and_at_the_end(num_steps, log_every, every, expected):
+    run = types.SimpleNamespace(num_train_steps=num_steps, log_every_steps=log_every)
+    tracker = types.SimpleNamespace(every=every)
+    is_due = tracking._due_steps(types.SimpleNamespace(run=run), tracker)
+    assert [step for step in range(1, num_steps + 1) if is_due(step)] == expected
+
+
+@pytest.mark.parametrize("text, newest", [('{"step": 7}\n{"step": 9}\n', 9), ("{\n{}\n", 0)])
+def test_a_resumed_tracker_is_told_the_newest_step_that_was_lost(tmp_path, text, newest):
+    resumed = []
+    thread = types.SimpleNamespace(resume_from=lambda *steps: resumed.append(steps), ident=1)
+    files = JobDir(tmp_path)
+    lost_path(files.metrics_jsonl).write_text(text)
+    tracking.Trackers([thread], files).resume_from(5)
+    assert resumed == [(5, newest, 0)]
 
 
 def test_one_that_hides_later_steps_gets_them_again():

@@ -10,8 +10,9 @@ from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
-from praxis_lite.trainer.decoding.decode import ContinuationPrinter
-from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts, title
+from praxis_lite.job import processes
+from praxis_lite.trainer.decoding.decode import ContinuationPrinter, chat
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch, prompt_ids, read_prompts, title
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 
 PROMPTS = ("The ", "né")
@@ -54,6 +55,11 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
 )
 def test_a_title_is_the_last_message(prompt):
     assert title(prompt, ByteTokenizer()) == "now"
+
+
+def test_a_conversation_without_messages_is_not_a_prompt():
+    with pytest.raises(ConfigError, match="generate: .* no messages"):
+        prompt_ids({"messages": []}, ByteTokenizer(), "generate")
 
 
 def test_prompts_of_other_lengths_have_few_shapes(job):
@@ -193,3 +199,9 @@ def test_each_turn_of_a_chat_has_its_own_draws(job, monkeypatch):
     )
     first, _, second = done.out.partition("Ctrl-D")[2].partition("(a new conversation)\n")
     assert first.partition("\n")[2] != second
+
+
+def test_a_chat_needs_a_single_process(monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    with pytest.raises(ConfigError, match="--chat requires a single process, but there are 3"):
+        chat(None, None, ["hi"])

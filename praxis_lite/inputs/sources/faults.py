@@ -18,6 +18,7 @@ FAULTS = {
     "id_beyond_vocabulary": "a token id is negative, or not below the vocabulary size",
     "no_answer": "a conversation has no message to train on",
     "unknown_key": "a conversation row has an unknown key",
+    "special_token": "a message, tool or document contains the text of a special token",
     "equal_answers": "the two answers of a preference pair are equal",
 }
 

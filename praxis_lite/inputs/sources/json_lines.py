@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shortened
-from praxis_lite.host.file_reading import MAX_NESTING, is_nested, unique_keys
+from praxis_lite.host.file_reading import MAX_NESTING, has_extension, is_nested, unique_keys
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
@@ -45,7 +45,7 @@ class JsonLines(FileSource):
                     if not line.isspace():
                         yield number, line
             except _DAMAGED as error:
-                if not path.endswith(tuple(COMPRESSED)):
+                if not has_extension(path, *COMPRESSED):
                     raise
                 raise BadExample(
                     "truncated",
@@ -64,9 +64,9 @@ class JsonLines(FileSource):
 
 def _opened(path: str) -> io.BufferedIOBase:
     """Opens a file for reading lines, and decompresses it if its name ends in .gz or .zst."""
-    if path.endswith(".gz"):
+    if has_extension(path, ".gz"):
         return gzip.open(path, "rb")
-    if path.endswith(".zst"):
+    if has_extension(path, ".zst"):
         # Use a small buffer, since its contents are lost if the file is damaged.
         return io.BufferedReader(
             optional_module("pyarrow", path).input_stream(path, compression="zstd"), 1 << 13

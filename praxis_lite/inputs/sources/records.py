@@ -12,6 +12,7 @@ import numpy as np
 
 from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shortened
+from praxis_lite.host.file_reading import has_extension
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import fingerprint_json
 from praxis_lite.inputs.sources.base import Example
@@ -84,7 +85,7 @@ class TfRecords(FileSource):
 
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
         row, reason = 0, ""
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+        with (gzip.open if has_extension(path, ".gz") else open)(path, "rb") as file:
             while True:
                 try:
                     # The length of the record in 8 bytes, and its checksum in 4.

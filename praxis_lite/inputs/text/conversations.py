@@ -88,11 +88,11 @@ def tokens_of(
         messages = chat.prepared(messages)
         if chat.marks_answers:
             marked = functools.partial(chat.answers, **variables)
-            text, spans = chat.checked(messages, variables, marked)
+            text, spans = chat.checked(messages, variables, marked, is_training=True)
             chosen = _chosen(messages, answers, learned, first, spans, marked, where)
         else:
             rendered = functools.partial(chat.render_data, **variables)
-            text = chat.checked(messages, variables, rendered)
+            text = chat.checked(messages, variables, rendered, is_training=True)
             chosen = [_span(messages, index, text, rendered, tokenizer, where) for index in learned]
     # Tools and arguments may be JSON strings, whose text is only validated here.
     ids, offsets = tokenizer.encode_with_offsets(require_valid_unicode(text, where))

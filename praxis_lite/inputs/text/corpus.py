@@ -4,6 +4,7 @@ import codecs
 import functools
 import gzip
 import hashlib
+import logging
 import os
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.host.file_reading import has_extension
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.sources.files.texts import decode_utf8
@@ -20,7 +22,9 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 SPLITS = ("train", "heldout")
 BLOCK_BYTES = 16 * 1024
-_BLANK_LINE = re.compile(rb"(\r?\n\r?\n)")
+_LINE_END = rb"(?:\r\n|\n|\r(?!\n))"
+# A line end followed by blank lines, which may contain spaces.
+_BLANK_LINES = re.compile(rb"(%b(?:[ \t]*%b)+)" % (_LINE_END, _LINE_END))
 
 
 class TextCorpus:
@@ -31,9 +35,9 @@ class TextCorpus:
     `sha256(name) % 10 == 0`. Adding documents therefore never moves existing documents to another
     split.
 
-    Paragraphs that also occur in held-out documents are removed from the training split. Otherwise,
-    19% of the held-out text of the language reference would occur in the training data, because the
-    reference repeats itself.
+    Paragraphs that also occur in held-out documents are removed from the training split, even if
+    their whitespace differs. Otherwise, 19% of the held-out text of the language reference would
+    occur in the training data, because the reference repeats itself.
 
     Args:
         files: Comma-separated globs that match text files; `**` and `~` are supported. Each file is
@@ -143,13 +147,11 @@ class TextCorpus:
             files = matching_files(self.files)
             documents = [document for path in files for document in read_documents(path)]
         for name, text in documents:
-            held_out = _percentile(name) < self.heldout_percent
-            splits["heldout" if held_out else "train"].append((name, text))
+            is_held_out = _percentile(name) < self.heldout_percent
+            splits["heldout" if is_held_out else "train"].append((name, text))
         # No paragraph of a held-out document may occur in a training document.
-        held_out_paragraphs = {
-            paragraph for _, text in splits["heldout"] for paragraph in _paragraphs(text)
-        }
-        unseen = [(name, _without(text, held_out_paragraphs)) for name, text in splits["train"]]
+        held_out = {_words(part) for _, text in splits["heldout"] for part in _paragraphs(text)}
+        unseen = [(name, _without(text, held_out)) for name, text in splits["train"]]
         splits["train"] = [(name, text) for name, text in unseen if text]
         return splits
 
@@ -166,13 +168,22 @@ def require_percent(setting: str, found: Any) -> None:
 
 def _paragraphs(text: bytes) -> list[bytes]:
     """Returns the paragraphs that are long enough to count as leaked held-out text."""
-    return [part for part in _BLANK_LINE.split(text)[::2] if len(part) >= 40]
+    return [part for part in _BLANK_LINES.split(text)[::2] if len(part) >= 40]
 
 
-def _without(text: bytes, paragraphs: set[bytes]) -> bytes:
-    parts = [b"", *_BLANK_LINE.split(text)]  # A separator, a paragraph, a separator, ...
+def _words(paragraph: bytes) -> bytes:
+    """Returns a paragraph with single spaces, so that line breaks and indentation do not count.
+
+    In particular, the last paragraph of a file ends with a line break, and others do not.
+    """
+    return b" ".join(paragraph.split())
+
+
+def _without(text: bytes, held_out: set[bytes]) -> bytes:
+    """Returns a text without the paragraphs whose `_words` are in `held_out`."""
+    parts = [b"", *_BLANK_LINES.split(text)]  # A separator, a paragraph, a separator, ...
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    kept = [(separator, part) for separator, part in pairs if part not in paragraphs]
+    kept = [(separator, part) for separator, part in pairs if _words(part) not in held_out]
     if not kept:
         return b""
     (_, first), *others = kept
@@ -196,7 +207,7 @@ def language_reference() -> list[tuple[str, bytes]]:
 def read_documents(path: str) -> list[tuple[str, bytes]]:
     """Splits a file into blocks, and returns them as pairs (`<basename>#<k>`, UTF-8 bytes).
 
-    A byte order mark at the start of the file is removed.
+    A byte order mark at the start of the file is removed. For JSON lines, a warning is logged.
 
     Raises:
         ConfigError: The file is empty or not UTF-8. The message names the file and the line.
@@ -209,6 +220,12 @@ def read_documents(path: str) -> list[tuple[str, bytes]]:
         )
     with none_skipped():
         decode_utf8(data, f"TextCorpus: {path}", is_file=True)
+    if has_extension(path, ".jsonl", ".ndjson"):
+        _log.warning(
+            "%s is read as plain text, including the syntax of JSON. To read the texts in it, use "
+            "JsonLines (docs/data.md).",
+            path,
+        )
     name = os.path.basename(path)
     return [(f"{name}#{k}", block) for k, block in enumerate(_blocks(data))]
 
@@ -228,3 +245,6 @@ def _blocks(data: bytes) -> list[bytes]:
         blocks.append(data[start:end])
         start = end
     return blocks
+
+
+_log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,7 @@ class Documents:
     def parts(self) -> list[DerivedPart]:
         """The cached tokens, or only the lengths, for each part of the source."""
         self.source.check()
+        chat = self._tokenizer.chat
         recipe = {
             "version": 3,
             "holds": self.format,
@@ -115,12 +117,30 @@ class Documents:
             "ahead": self.cache_tokens,
             "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self._tokenizer.fingerprint(),
-            "chat": None if self._tokenizer.chat is None else self._tokenizer.chat.sources,
+            "chat": None if chat is None else [*chat.sources, *chat.reserved],
             "transform": function_recipe(self.transform),
             "keep": function_recipe(self.keep),
         }
         kind = "tokens" if self.cache_tokens else "lengths"
-        return derive_parts(self.source, kind, recipe, self._encode_part, "tokenizing")
+        parts = derive_parts(self.source, kind, recipe, self._encode_part, "tokenizing")
+        self._log_special_tokens(parts)
+        return parts
+
+    def _log_special_tokens(self, parts: Sequence[DerivedPart]) -> None:
+        """Logs how many texts have special tokens within; conversations are checked when read."""
+        # Caches of earlier versions do not contain the counts.
+        counted = [part for part in parts if part.values.get("num_with_special")]
+        if counted:
+            first = counted[0]
+            _log.info(
+                "%s: %s texts contain the names of special tokens, which are read as these tokens, "
+                "or characters that the tokenizer does not know; the first of these tokens is %r "
+                "in %s",
+                self.source.location,
+                f"{sum(part.values['num_with_special'] for part in counted):,}",
+                self._tokenizer.decode([first.values["first_special"]]),
+                self.source.where(first.part.start + first.values["row_of_special"]),
+            )
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
@@ -136,6 +156,8 @@ class Documents:
         chosen_lengths, rows, percentiles = [], [], []
         left_out: collections.Counter[str] = collections.Counter()
         largest, largest_row = -1, -1
+        num_with_special, first_special, row_of_special = 0, -1, -1
+        special_ids = self._special_ids_in_text
 
         def encode(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
             """Returns an example's tokens and hash percentile (0 to 99), or a reason to skip it."""
@@ -159,6 +181,13 @@ class Documents:
             percentiles.append(percentile)
             if (largest_here := int(tokens.ids.max())) > largest:
                 largest, largest_row = largest_here, number - part.start
+            # Special tokens at the start and the end may have been added to the text.
+            within = tokens.ids[1:-1] if special_ids else tokens.ids[:0]
+            special = within[np.isin(within, special_ids)]
+            if len(special):
+                num_with_special += 1
+                if first_special < 0:
+                    first_special, row_of_special = int(special[0]), number - part.start
         arrays: dict[str, np.ndarray] = {
             "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
@@ -178,8 +207,17 @@ class Documents:
             "left_out": dict(left_out),
             "largest": largest,
             "largest_row": largest_row,
+            "num_with_special": num_with_special,
+            "first_special": first_special,
+            "row_of_special": row_of_special,
         }
         return values, arrays
+
+    @property
+    def _special_ids_in_text(self) -> list[int]:
+        """The special tokens to count in the texts; empty for other formats."""
+        is_text = self.format in ("text", "completion")
+        return sorted(self._tokenizer.special_ids) if is_text else []
 
     def _encode(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
         """Returns the tokens of an example, or the reason to skip it."""
@@ -310,3 +348,6 @@ def _concatenate(pair: Pair) -> Tokens:
         np.concatenate([side.ids for side in pair]),
         np.concatenate([side.is_answer for side in pair]),
     )
+
+
+_log = logging.getLogger(__name__)

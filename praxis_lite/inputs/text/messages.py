@@ -19,7 +19,6 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     USER,
     Message,
     RefusedConversation,
-    UnreadKey,
     as_messages,
     without_nulls,
 )
@@ -63,11 +62,10 @@ def errors_at(where: str) -> Iterator[None]:
     try:
         yield
     except RefusedConversation as error:
-        fault = "unknown_key" if isinstance(error, UnreadKey) else "no_answer"
         found, is_fixable, fix = str(error).rpartition(". ")
         if not is_fixable:
             found, fix = fix.rstrip("."), "Correct or remove it."
-        raise BadExample(fault, f"{where}:", found, fix) from None
+        raise BadExample(error.fault, f"{where}:", found, fix) from None
 
 
 def row_without_nulls(
@@ -250,7 +248,8 @@ def with_context(
         if not isinstance(value, list | None):
             raise _wrong_value(row, name, where, "a list of objects, or a JSON string of one")
         items = [_parse_json(item, name, row, where) for item in value or ()]
-        # Outside of JSON strings, nulls may come from Arrow, where all structs have equal fields.
+        # Outside of JSON strings, nulls may come from Arrow, where all structs have equal fields;
+        # sources over Arrow have already removed them from the parameters.
         if not isinstance(row.get(name), str):
             items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):

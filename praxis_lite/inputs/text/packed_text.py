@@ -130,20 +130,27 @@ class PackedText(DocumentPipeline):
 
     def _pack(self) -> tuple[str, Packing]:
         """Returns a log message and the assignment of documents to rows."""
-        chosen = self.documents.of_split(self.split)
-        num_documents, num_cut = len(chosen), 0
+        chosen, changes = self.documents.of_split(self.split), list[str]()
         if self.shuffle:
             chosen = chosen[epoch_order(self.seed, 0, len(chosen))]
         # The first token of a document is not a label.
         counts = self.documents.lengths[chosen] - 1
-        if not self.split_documents and self.too_long != "split":
-            is_long = counts > self.seq_len
-            if self.too_long == "refuse" and is_long.any():
-                self._refuse(int(chosen[np.flatnonzero(is_long)[0]]))
+        is_long = counts > self.seq_len
+        if not self.split_documents and is_long.any():
+            too_long = chosen[is_long]
+            if self.too_long == "refuse":
+                self._refuse(int(too_long[0]))
+            # A split text loses little, but a split answer no longer follows its question.
+            if self.too_long == "split" and self.documents.has_answers:
+                changes.append(f"{len(too_long):,} split")
             if self.too_long == "drop":
                 chosen, counts = chosen[~is_long], counts[~is_long]
-            num_cut = int((counts > self.seq_len).sum())
-            counts = counts.clip(max=self.seq_len)
+                changes.append(f"{len(too_long):,} dropped")
+            if self.too_long == "cut":
+                counts = counts.clip(max=self.seq_len)
+                changes.append(f"{len(too_long):,} cut")
+                if num_unlearned := sum(map(self._is_unlearned_after_cut, too_long.tolist())):
+                    changes.append(f"{num_unlearned:,} of them before the first answer")
         if self.split_documents:
             packing = without_gaps(counts, self.seq_len)
         elif self.packing:
@@ -152,14 +159,18 @@ class PackedText(DocumentPipeline):
             packing = unpacked(counts, self.seq_len)
         num_labels = int(packing.counts.sum(dtype=np.int64))
         full = 100 * num_labels / max(1, packing.num_rows * self.seq_len)
-        changes = [f"{num_documents - len(chosen):,} dropped"] if self.too_long == "drop" else []
-        changes += [f"{num_cut:,} cut"] if num_cut else []
         longer = f"; longer than a row: {', '.join(changes)}" if changes else ""
         message = (
             f"{self.split}: {len(chosen):,} documents, {num_labels:,} tokens, in "
             f"{packing.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
         )
         return message, packing._replace(documents=chosen[packing.documents])
+
+    def _is_unlearned_after_cut(self, document: int) -> bool:
+        """Returns whether no answer begins within a document's first seq_len labels."""
+        if not self.documents.has_answers:
+            return False
+        return not self.documents[document].is_answer[1 : self.seq_len + 1].any()
 
     def _refuse(self, document: int) -> None:
         length = int(self.documents.lengths[document])

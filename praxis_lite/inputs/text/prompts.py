@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
@@ -122,4 +122,11 @@ class TextPrompts(IndexedPipeline):
             length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
             (ids,) = self.tokenizer.encode_documents([self.tokenizer.cut(text, length)])
             prompts.append(self.tokenizer.with_start(ids))
+            if not len(prompts[-1]):
+                raise ConfigError(
+                    f"TextPrompts: the prompt from the first {length} bytes of "
+                    f"{shortened(text.decode(errors='replace'))!r} has no tokens, for example "
+                    "because they are part of one character. Raise min_prompt_bytes, which is "
+                    f"{self.min_prompt_bytes}."
+                )
         return prompts

@@ -1,13 +1,13 @@
 """Converts the messages in a conversation to the format that chat templates expect."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.host.file_reading import unique_keys
 
-__all__ = ("Message", "as_messages", "text_of")
+__all__ = ("Message", "RefusedConversation", "ReservedText", "as_messages", "text_of")
 
 USER, ASSISTANT = "user", "assistant"
 Message = Mapping[str, Any]
@@ -17,14 +17,30 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 # Keys that a template may ignore, because their values are metadata. Ids of tool calls are metadata
 # too: the order of calls and results carries the same information.
 _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
+# Keys whose values may contain nulls that a template must render.
+_WITH_NULLS = ("arguments", "parameters", "input_schema")
 
 
 class RefusedConversation(ConfigError):
-    """Raised if a conversation is malformed or is rejected by the chat template."""
+    """Raised if a conversation is malformed or is rejected by the chat template.
+
+    Attributes:
+      fault: Name of the fault in training data, a key of `faults.FAULTS`.
+    """
+
+    fault = "no_answer"
 
 
 class UnreadKey(RefusedConversation):
     """Raised if a conversation contains data that the chat template would not show to the model."""
+
+    fault = "unknown_key"
+
+
+class ReservedText(RefusedConversation):
+    """Raised if a conversation contains text that would be read as a special token."""
+
+    fault = "special_token"
 
 
 class _Arguments(dict):
@@ -41,11 +57,11 @@ class _Arguments(dict):
 def as_messages(value: Any) -> list[Message]:
     """Validates messages and converts them to the format that chat templates expect.
 
-    Null values are removed at every depth, because Arrow gives all objects in a column the same
-    keys. Content parts become {"type": "text", "text": ...}, and tool call arguments that are JSON
-    strings become objects. Reasoning is stored under the keys that transformers uses. `weight` and
-    `train` are replaced by a weight of 0 if the message is not to be trained on, and are removed
-    otherwise.
+    Null values are removed, except in the arguments of calls, because Arrow gives all objects in a
+    column the same keys. Content parts become {"type": "text", "text": ...}, and tool call
+    arguments that are JSON strings become objects. Reasoning is stored under the keys that
+    transformers uses. `weight` and `train` are replaced by a weight of 0 if the message is not to
+    be trained on, and are removed otherwise.
 
     Raises:
       RefusedConversation: The value is not a list of text messages. The error names the element.
@@ -92,11 +108,16 @@ def _message(value: Message, name: str) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes keys whose value is null from a JSON value, at every depth."""
-    if isinstance(value, _Arguments):
-        return value
+    """Removes keys whose value is null from a JSON value, at every depth.
+
+    Nulls in the arguments of a call and in the parameters of a tool are data, and are kept.
+    """
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: item if key in _WITH_NULLS else without_nulls(item)
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list | tuple):
         return [without_nulls(item) for item in value]
     return value
@@ -206,6 +227,19 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 def text_of(content: Any) -> str:
     """Returns message content as a string: parts are joined, and None becomes ""."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yields all strings in a JSON value, including keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from strings_in(key)
+            yield from strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings_in(item)
 
 
 def is_empty(message: Message) -> bool:

@@ -7,7 +7,8 @@ transformers: https://huggingface.co/docs/transformers/chat_templating_writing.
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from praxis_lite.core.errors import ConfigError, shortened
@@ -17,14 +18,14 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     USER,
     Message,
     RefusedConversation,
+    ReservedText,
     UnreadKey,
     as_messages,
+    strings_in,
     text_of,
     unread_candidates,
     with_text_arguments,
 )
-
-__all__ = ("RefusedConversation",)
 
 # Markers around the text in `{% generation %}` blocks. They are Unicode noncharacters, which are
 # reserved for internal use. `checked` refuses conversations that contain them.
@@ -61,18 +62,40 @@ class ChatTemplate:
       variables: Variables for the template: the text of each special token, keyed by role, such as
         "bos_token".
       tool_use: Source of the template named "tool_use", which is used for conversations with tools.
+      reserved: Texts that the tokenizer reads as special tokens. `checked` refuses them in
+        messages, tools and documents, except in the assistant's messages, which the model may have
+        written.
+      answers_may_be_reserved: Whether also answers to train on may contain reserved texts.
     """
 
     def __init__(
-        self, source: str, variables: Mapping[str, Any] | None = None, tool_use: str | None = None
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        tool_use: str | None = None,
+        reserved: Iterable[str] = (),
+        answers_may_be_reserved: bool = True,
     ):
         self.source, self.variables = source, dict(variables or {})
-        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
+        self.reserved = tuple(sorted({text for text in reserved if text}))
+        self.answers_may_be_reserved = answers_may_be_reserved
+        self.tool_use: ChatTemplate | None = None
+        if tool_use is not None:
+            self.tool_use = ChatTemplate(
+                tool_use, variables, None, self.reserved, answers_may_be_reserved
+            )
         self._parts_read_of: dict[str, bool] = {}  # The results of `_reads_parts`, by role.
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         # A worker process compiles the template again; compiled templates cannot be pickled.
-        return ChatTemplate, (self.source, self.variables, self.tool_use and self.tool_use.source)
+        tool_use = self.tool_use and self.tool_use.source
+        return ChatTemplate, (
+            self.source,
+            self.variables,
+            tool_use,
+            self.reserved,
+            self.answers_may_be_reserved,
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -118,6 +141,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         variables: Mapping[str, Any],
         rendered: Callable[[Sequence[Message]], Rendered],
+        *,
+        is_training: bool = False,
     ) -> Rendered:
         """Renders messages, and checks that the template does not ignore any part of them.
 
@@ -129,6 +154,7 @@ class ChatTemplate:
           messages: Messages as returned by `prepared`.
           variables: The variables that `rendered` passes to the template.
           rendered: Function that renders messages as text or Answers.
+          is_training: Whether the conversation is training data. Otherwise, it is a prompt.
 
         Returns:
           The result of `rendered` for the messages.
@@ -136,17 +162,12 @@ class ChatTemplate:
         Raises:
           UnreadKey: The template ignores a variable, key or role, which is named in the error
             message.
+          ReservedText: A reserved text occurs where it must not.
           RefusedConversation: The template rejects the conversation, or it marks answers and the
             conversation contains one of the markers.
         """
-        if self.marks_answers:
-            text = json.dumps([messages, variables], ensure_ascii=False, default=str)
-            for marker in (_BEGIN, _END):
-                if marker in text:
-                    raise RefusedConversation(
-                        f"the conversation contains the noncharacter U+{ord(marker):X}, which is "
-                        "reserved for marking answers. Remove it."
-                    )
+        allows_assistant = self.answers_may_be_reserved or not is_training
+        self._require_no_reserved_text(messages, variables, allows_assistant)
         for name, value in variables.items():
             if value not in (None, "", [], {}) and name not in self._read_variables:
                 raise UnreadKey(
@@ -195,6 +216,43 @@ class ChatTemplate:
         if refusal is not None:
             raise refusal
         return result
+
+    def _require_no_reserved_text(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], allows_assistant: bool
+    ) -> None:
+        if self.marks_answers:
+            for text in strings_in([messages, variables]):
+                for marker in (_BEGIN, _END):
+                    if marker in text:
+                        raise RefusedConversation(
+                            f"the conversation contains the noncharacter U+{ord(marker):X}, which "
+                            "is reserved for marking answers. Remove it."
+                        )
+        if not self.reserved:
+            return
+        # Templates join the parts of a message, so check the joined text.
+        values: dict[str, Any] = {
+            f"message {number} (role {message['role']!a:.40})": {
+                **message,
+                "content": text_of(message.get("content")),
+            }
+            for number, message in enumerate(messages)
+            if message["role"] != ASSISTANT or not allows_assistant
+        }
+        values |= {name: variables.get(name) for name in ("tools", "documents")}
+        for name, value in values.items():
+            for text in strings_in(value):
+                if found := self._reserved_pattern.search(text):
+                    raise ReservedText(
+                        f"{name} contains {found[0]!r}, which the tokenizer reads as a special "
+                        "token, as if the chat template had written it. Remove it, or pass the "
+                        "rendered conversation as a string, which may contain it."
+                    )
+
+    @functools.cached_property
+    def _reserved_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.reserved, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
 
     @functools.cached_property
     def _read_variables(self) -> frozenset[str]:

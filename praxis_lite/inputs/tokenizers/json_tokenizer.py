@@ -155,7 +155,16 @@ class JsonTokenizer(Tokenizer):
         default = sources.get("default", sources.get("tool_use"))
         if default is None:
             return None
-        return ChatTemplate(default, self.roles, sources.get("tool_use"))
+        # An answer may contain special tokens on purpose, such as <|python_tag|>.
+        return ChatTemplate(default, self.roles, sources.get("tool_use"), self._read_as_special)
+
+    @property
+    def _read_as_special(self) -> list[str]:
+        """The texts that `encode` reads as special tokens."""
+        if self._tokenizer.encode_special_tokens:
+            return []
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     @functools.cached_property
     def turn_end_ids(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -235,6 +235,7 @@ def _of_transformers(directory: Path) -> Any:
     if models and not (directory / TOKENIZER_JSON).is_file():
         require_package("sentencepiece", f"The first use of {models[0]}")
         _require_new_protobuf(models[0])
+        _require_new_transformers(models[0], transformers.__version__)
     try:
         if len(models) == 1 and len(names_of_tokenizer(directory)) == 1:
             # A single SentencePiece model; transformers only reads it under the default name.
@@ -278,6 +279,17 @@ def _require_new_protobuf(model: Path) -> None:
         ) from None
 
 
+def _require_new_transformers(model: Path, version: str) -> None:
+    """Raises ConfigError if transformers converts SentencePiece models to other ids."""
+    major, minor = map(int, version.split(".")[:2])
+    if (major, minor) < (5, 24):
+        raise ConfigError(
+            f"transformers {version} converts SentencePiece models, such as {model}, to tokenizers "
+            "with different ids. Install transformers 5.24 or newer, or add the model's "
+            "tokenizer.json to the directory."
+        )
+
+
 def _require_same_ids(model: Path, tokenizer: Any) -> None:
     """Raises ConfigError if a converted SentencePiece model and the original give different ids."""
     library = optional_module("sentencepiece", f"The tokenizer {model}").SentencePieceProcessor(
@@ -293,6 +305,5 @@ def _require_same_ids(model: Path, tokenizer: Any) -> None:
         version = importlib.metadata.version("transformers")
         raise ConfigError(
             f"transformers {version} converts the SentencePiece model {model} to a tokenizer with "
-            "different ids. Install transformers 5.24 or newer, or add the model's "
-            "tokenizer_config.json to the directory."
+            "different ids. Add the model's tokenizer_config.json to the directory."
         )

@@ -14,7 +14,8 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0 to 255 are bytes; the EOS id 256 separates documents.
 
-    A chat turn starts with byte 2 and ends with byte 3.
+    A chat turn starts with byte 2 and ends with byte 3, which messages must not contain, except
+    answers of a model in a prompt.
     """
 
     token_unit = "byte"
@@ -22,7 +23,10 @@ class ByteTokenizer(Tokenizer):
     eos_id = 256
     special_ids = frozenset({eos_id})
     document_start = (eos_id,)
-    chat = ChatTemplate(chatml("\x02", "\x03"))  # ASCII's start of text and end of text.
+    # ASCII's start of text and end of text.
+    chat = ChatTemplate(
+        chatml("\x02", "\x03"), reserved=("\x02", "\x03"), answers_may_be_reserved=False
+    )
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
         """Returns the UTF-8 bytes of a text as int32[num_bytes], without EOS."""

@@ -50,8 +50,7 @@ class _PaddedNorm(Norm):
                     f"shape {inputs.shape}. Pass paddings that match the leading dims of the "
                     "inputs, without channels."
                 )
-            is_true = 1.0 - paddings.astype(jnp.float32)
-            is_true = is_true.reshape(paddings.shape + (1,) * (rank - paddings.ndim))
+            is_true = 1.0 - paddings.reshape(paddings.shape + (1,) * (rank - paddings.ndim))
         outputs = self._normalized(inputs.astype(jnp.float32), is_true, key)
         gamma, beta = self._scale_and_bias()
         if gamma is not None:

@@ -1,6 +1,7 @@
 """Converts users' prompts, which are strings, conversations or token ids, to a batch."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.host.file_reading import opened
+from praxis_lite.host.file_reading import has_extension, opened, parse_json
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
@@ -43,13 +44,14 @@ Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 _PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
 # Keys under which a JSON line may contain a prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads prompts from a file with one prompt per line, and skips blank lines.
 
-    In a file NAME.jsonl, each line is an object with the key "prompt" (a string or messages),
-    "messages" or "conversations", and optionally the CONTEXT_KEYS.
+    In a file NAME.jsonl, NAME.ndjson or NAME.json, each line is an object with the key "prompt" (a
+    string or messages), "messages" or "conversations", and optionally the CONTEXT_KEYS.
 
     Args:
       path: The file, which may be a pipe created by the shell.
@@ -67,7 +69,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error}.") from error
     with none_skipped():
-        if path.suffix == ".jsonl":
+        if has_extension(path, *_JSON_LINES):
             numbered = enumerate(data.split(b"\n"), 1)
             prompts = [
                 _parse_prompt(line, f"{name}, line {number}")
@@ -77,10 +79,25 @@ def read_prompts(path: Path) -> list[Prompt]:
         else:
             # Do not use `splitlines`, which also splits at U+2028 and similar characters.
             lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
-            prompts = [line for line in lines if line.strip()]
+            texts = [line for line in lines if line.strip()]
+            prompts = [*texts]
+            if texts and all(map(_is_json_prompt, texts)):
+                _log.warning(
+                    "%s contains JSON, but each line is read as the text of a prompt. To read the "
+                    "prompts in the JSON, give the file a name that ends in .jsonl.",
+                    name,
+                )
     if not prompts:
         raise ConfigError(f"{name} contains no prompts: every line is blank.")
     return prompts
+
+
+def _is_json_prompt(line: str) -> bool:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not value.keys().isdisjoint(PROMPT_KEYS)
 
 
 def _parse_prompt(line: bytes, where: str) -> Prompt:
@@ -213,6 +230,11 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, caller: str, size: int | None = N
         elif _is_conversation(prompt):
             prompt = Conversation(conversation(prompt, caller))
         if isinstance(prompt, Conversation):
+            if not prompt.messages:
+                raise ConfigError(
+                    f"{prompt.where or caller}: the conversation has no messages; expected at "
+                    'least one {"role": "user", "content": TEXT}.'
+                )
             with errors_at(prompt.where or caller):
                 return tokenizer.apply_chat_template(
                     prompt.messages, add_generation_prompt=True, **prompt.variables
@@ -248,3 +270,6 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
 def _is_conversation(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     return is_list and all(isinstance(message, Mapping) for message in value)
+
+
+_log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from praxis_lite.core import (
     Partitioner,
     make_mesh,
 )
-from praxis_lite.core.collectives.explicit_collectives import on_each_device
+from praxis_lite.core.collectives.explicit_collectives import mean_change, on_each_device
 from praxis_lite.core.collectives.mapped_weights import gather_of
 from praxis_lite.experiments import explicit
 from praxis_lite.layers import Repeat
@@ -299,6 +299,25 @@ def test_running_statistics_are_the_mean_of_the_devices():
     np.testing.assert_allclose(actual["mean"], expected, rtol=1e-6)
     assert actual["passes"] == 2
     np.testing.assert_array_equal(actual["limit"], np.float32([0.1, -np.inf]))
+
+
+def test_keys_and_counts_that_a_step_changes_are_replicated_afterwards():
+    old = {"key": jax.random.key(3), "count": jnp.int32(4)}
+
+    @jax.jit
+    def changed(x):
+        def on_device(x):
+            number = x[0] * 0 + 5  # Equal on all devices, which its type does not tell.
+            new = {"key": jax.random.fold_in(old["key"], number), "count": number}
+            return mean_change(old, new, jnp.float32(1.0), ("data",))
+
+        mesh = make_mesh(MeshConfig(ici_mesh_shape=(8,), axis_names=("data",)))
+        return jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
+
+    actual = changed(jnp.arange(8))
+    assert actual["count"] == 5
+    expected = jax.random.fold_in(old["key"], 5)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (actual["key"], expected)))
 
 
 # ---- A language model of the library's layers: FSDP by hand, tensor parallel by the compiler.

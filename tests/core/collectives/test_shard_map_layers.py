@@ -97,11 +97,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "by_hand", [pytest.param(("data",), marks=pytest.mark.nightly), ("data", "mdl")], ids="-".join
-)
 @pytest.mark.parametrize("name", slow_but({"dropless experts"}, LAYERS))
-def test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows(mesh_of, name, by_hand):
+def test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows(mesh_of, name):
+    by_hand = ("data", "mdl")
     values, params = LAYERS[name]()
     x = draw(ROWS, LENGTH, 8 if name == "pipeline" else DIMS)
 

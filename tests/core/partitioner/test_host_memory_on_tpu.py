@@ -7,7 +7,7 @@ import pytest
 from tests.support import offload_runs
 from tests.support.on_tpu import needs_libtpu, printed_by
 
-# Three minutes of a compiler; where the arrays are: core/learner/test_host_slots.py.
+# Three minutes of a compiler; where the arrays are: layers/stacking/test_host_weights.py.
 pytestmark = [pytest.mark.nightly, needs_libtpu]
 printed = functools.cache(printed_by)
 

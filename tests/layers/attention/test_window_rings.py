@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from praxis_lite.core import NnxModel
-from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES, update_cache
+from praxis_lite.layers.attention.masks import AttentionMask
 from tests.layers.attention.test_attentions import ATTENTION, BIAS, random_params
 from tests.support.marks import slow_or_nightly
 
@@ -82,6 +83,28 @@ def test_a_ring_gives_what_the_whole_sequence_gives_at_every_position(name):
     whole, actual = decoded(name)
     assert np.abs(whole).max() > 0.1
     np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=4e-6)
+
+
+def test_a_ring_keeps_the_last_tokens_of_a_block_that_are_not_padding():
+    length = R + 3
+    starts, num_real = np.array([0, R + 7]), np.array([length, SPARE_PLACES + 2])
+    rows = 1000.0 * np.arange(2)[:, None]  # The entry of a token is its row and position.
+    slots, positions = np.arange(R), starts[:, None] + np.arange(length)
+    before = rows + starts[:, None] - 1 - (starts[:, None] - 1 - slots) % R
+    visible = np.arange(length) < num_real[:, None]
+
+    @jax.jit
+    def updated(old, new, positions, visible):
+        mask = AttentionMask(W, 0, kv_visible_BS=visible)
+        cache, kv = {"key": old[:, None, :, None]}, {"key": new[:, :, None, None]}
+        update = update_cache(cache, kv, positions, mask, None, is_cross=False)
+        return update.cache["key"][:, 0, :, 0]
+
+    actual = updated(before, np.where(visible, rows + positions, -1.0), positions, visible)
+    for row, end in enumerate(starts + num_real):
+        assert {i: int(x) for i, x in enumerate(actual[row])} == {
+            position % R: 1000 * row + position for position in range(end - R, end)
+        }
 
 
 def test_short_sequences_need_no_ring():

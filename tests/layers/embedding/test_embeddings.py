@@ -97,6 +97,16 @@ def test_both_lookups_have_the_same_vectors_and_gradients():
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("lookup_style", ["index", "matmul"])
+def test_vectors_have_the_dtype_of_activations(lookup_style):
+    layer = layers.Embedding(
+        5, 3, lookup_style=lookup_style, fprop_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    actual, table = layer(jnp.array([4, 1])), np.asarray(layer.emb_var[...])
+    assert actual.dtype == jnp.bfloat16 and table.dtype == np.float32
+    np.testing.assert_array_equal(actual, table[[4, 1]].astype(jnp.bfloat16))
+
+
 SPLIT = ("mdl", "data")
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.core import Learner, NnxModel
+from praxis_lite.core import NnxModel
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.layers import RgLru, RgLruBlock
 from tests.support.marks import slow_but
@@ -284,34 +283,6 @@ def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
         )
         if name.startswith("greedy"):
             np.testing.assert_array_equal(new, log_probs.argmax(-1))
-
-
-@pytest.mark.nightly
-def test_a_small_lm_of_it_learns_to_remember():
-    """The token to say is the first of the sequence: what lies between must be carried."""
-    model, length = lm(), 9
-    learner = Learner(optax.adam, 0.01)
-    specs = model.weight_specs()["params"]
-    params = jax.jit(model.init)(jax.random.key(0))["params"]
-
-    @jax.jit
-    def train(params, key):
-        def step(carry, key):
-            ids = jax.random.randint(key, (32, length), 0, VOCAB)
-
-            def loss_of(params):
-                logits = model.module({"params": params, "non_trainable": {}})(ids)[0][:, -1]
-                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 0]))
-
-            loss, grads = jax.value_and_grad(loss_of)(carry[0])
-            return learner.bind(specs).update(grads, carry[1], carry[0], loss)[:2], loss
-
-        keys = jax.random.split(key, 150)
-        return jax.lax.scan(step, (params, learner.bind(specs).init(params)), keys)[1]
-
-    losses = np.asarray(train(params, jax.random.key(1)))
-    assert losses[:5].mean() > 1.5  # log 5 = 1.61: nothing known.
-    assert losses[-10:].mean() < 0.3
 
 
 WRONG = {

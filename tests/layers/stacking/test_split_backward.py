@@ -25,7 +25,7 @@ from tests.layers.stacking.pipeline_cases import (
     program,
     repeated,
 )
-from tests.support.marks import nightly_but, slow_but
+from tests.support.marks import slow_but
 
 # R repeats, S stages, M microbatches.
 
@@ -77,11 +77,8 @@ def test_arguments_that_results_depend_on():
     ]
 
 
-SPLIT = ["gpipe_fewer_microbatches_than_stages", "gpipe_uneven", "circular", "circular_uneven"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", nightly_but({"gpipe_uneven", "circular_uneven"}, SPLIT))
+@pytest.mark.parametrize("case", ["gpipe_uneven", "circular_uneven"])
 def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     actual = pipelined(case, split_backward=True)
     assert_trees_close(actual, repeated(case)[1], rtol=1e-4, atol=1e-5)
@@ -213,11 +210,18 @@ class Poisoned(BaseLayer):
         return y.at[:, 0].set(x[:, 0] + 1), cache
 
 
-@pytest.mark.parametrize("split_backward", slow_but({True}, [False, True]))
-@pytest.mark.parametrize("sizes", slow_but({(5, 3, 1, 4)}, [(5, 3, 1, 4), (6, 2, 2, 3)]), ids=str)
-def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
-    sizes, split_backward
-):
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ((5, 3, 1, 4), {"split_backward": True}),
+        pytest.param((8, 3, 2, 6), {"stream_io": True}, marks=pytest.mark.slow),
+        pytest.param(
+            (6, 2, 2, 3), {"split_backward": True, "stream_io": True}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(sizes, more):
     num_layers, num_stages, num_repeats, num_microbatches = sizes
     form = functools.partial(from_repeated, num_stages=num_stages, circular_repeat=num_repeats)
     rng = np.random.default_rng(4)
@@ -250,36 +254,21 @@ def test_what_idle_stages_and_free_places_compute_reaches_nothing_nan_neither(
 
     expected = run(pipelined=False)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(expected))
-    actual = run(pipelined=True, split_backward=split_backward)
-    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_trees_close(run(pipelined=True, **more), expected, rtol=1e-4, atol=1e-5)
 
 
 # Layers, S, M, rows, R: stages of 2, 2, 2, 1 layers; microbatches that divide neither rows nor
 # stages, and fewer than stages that go round several times.
 UNEQUAL = {
-    (7, 4, 5, 15, 1): {},
-    (10, 4, 3, 9, 2): {"stream_io": True},
+    (7, 4, 5, 15, 1): {"split_backward": True, "stream_io": True},
+    (10, 4, 3, 9, 2): {"split_backward": True},
     (6, 2, 3, 10, 3): {"stream_io": True},
-    (4, 2, 1, 3, 2): {},
-    (8, 4, 6, 13, 2): {"stream_io": True},
 }
 
 
-WITH_SPLIT = [
-    ((7, 4, 5, 15, 1), True),
-    ((6, 2, 3, 10, 3), False),
-    ((10, 4, 3, 9, 2), True),
-    ((6, 2, 3, 10, 3), True),
-    ((4, 2, 1, 3, 2), False),
-    ((8, 4, 6, 13, 2), True),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "split_backward"), nightly_but(WITH_SPLIT[:3], WITH_SPLIT), ids=str
-)
-def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes, split_backward):
+@pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
+def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes):
     num_layers, num_stages, num_microbatches, num_rows, num_repeats = sizes
     block, rng = functools.partial(Block, 7, 11), np.random.default_rng(2)
     x = rng.normal(size=(num_rows, 7)), rng.normal(size=(num_rows, 3, 11))
@@ -296,7 +285,6 @@ def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes
             num_microbatches=num_microbatches,
             circular_repeat=num_repeats,
             pipelined=True,
-            split_backward=split_backward,
             rngs=rngs,
             **UNEQUAL[sizes],
         )

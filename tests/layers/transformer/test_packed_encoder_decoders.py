@@ -12,7 +12,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner
-from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+from praxis_lite.layers import set_sharding_params
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from tests.support import packed_rows
 from tests.support.marks import nightly_but
@@ -61,10 +61,8 @@ def batch_of(packings, *, has_positions: bool = True) -> dict[str, np.ndarray]:
     return batch
 
 
-def task_of(name: str, kernel: str = "auto", preset=None) -> SequenceToSequenceTask:
-    attention = Partial(
-        layers.DotProductAttention, atten_kernel=kernel, atten_chunk_size=4, **ATTENTION[name]
-    )
+def task_of(name: str, preset=None) -> SequenceToSequenceTask:
+    attention = Partial(layers.DotProductAttention, **ATTENTION[name])
     block = Partial(layers.Transformer, tr_atten_tpl=attention)
     model = Partial(
         layers.TransformerEncoderDecoder,
@@ -111,33 +109,11 @@ def test_positions_begin_anew_in_each_segment_if_a_batch_has_none():
     check("sinusoids", task_of("sinusoids"), has_positions=False)
 
 
-# attention/test_packed_documents.py has each kernel in `make test-all`.
-@pytest.mark.nightly
-@pytest.mark.parametrize("kernel", ["splash", "chunked", "blocked"])
-def test_so_it_is_in_other_kernels(kernel):
-    check("rotary", task_of("rotary", kernel))
-
-
+# test_packed_models.py has other ways to split a sequence.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset",
-    [
-        pytest.param(SHARDING_PRESETS["sequence"], marks=pytest.mark.nightly),
-        pytest.param(
-            {
-                **SHARDING_PRESETS["sequence"],
-                "attention_collectives": "gather",
-                "mlp_collectives": "ring",
-            },
-            marks=pytest.mark.nightly,
-        ),
-        {"batch": "data", "length": "mdl", "residual_length": "mdl"},
-        pytest.param(SHARDING_PRESETS["fsdp+ring"], marks=pytest.mark.nightly),
-    ],
-    ids=["sequence", "gather", "length", "ring"],
-)
-def test_so_it_is_where_an_axis_splits_both_sequences(preset, mesh_of):
-    check("rotary", task_of("rotary", preset=preset), mesh_of(1, 2, 3))
+def test_so_it_is_where_an_axis_splits_both_sequences(mesh_of):
+    preset = {"batch": "data", "length": "mdl", "residual_length": "mdl"}
+    check("rotary", task_of("rotary", preset), mesh_of(1, 2, 3))
 
 
 @pytest.mark.parametrize("name", ["input_segment_ids", "target_segment_ids"])

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import types
 
 import fiddle as fdl
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import praxis_lite
 from praxis_lite import ConfigError, NotCertified
@@ -18,6 +21,7 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.step_store import DiskSteps
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
+from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_tools.certificates import element_hash, rerun
 from praxis_tools.certificates.certificates_hook import NotRestored
@@ -26,7 +30,7 @@ from praxis_tools.certificates.diagnosis import (
     replica_differences,
     restored_state_differences,
 )
-from praxis_tools.certificates.placements import other_meshes, rotated_order
+from praxis_tools.certificates.placements import MeshTransfer, other_meshes, rotated_order
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.certificates.update import UpdateCheck
 from praxis_tools.check import tolerances
@@ -79,6 +83,30 @@ def test_digests_are_the_same_on_every_mesh_and_as_by_hand():
             assert digests.of_state == saved["state"]
             assert not restored_state_differences(layout, mesh, saved, digests)
         saved = digests.to_save()
+
+
+def test_padding_behind_the_127th_element_of_a_block_is_not_in_a_digest(mesh_of):
+    mesh = mesh_of(2, axis_names=("data",))
+    shapes = {"w": jax.ShapeDtypeStruct((263,), np.float32)}
+    layout = StateLayout(shapes, {"w": PartitionSpec("data")}, {"data": 2})
+    w = RNG.normal(size=264).astype(np.float32)  # The last element is padding.
+    state = jax.device_put({"w": w}, layout.shardings(mesh))
+    assert StateDigests(layout, mesh)(state).by_leaf == {"w": digest_by_hand(w[:263])}
+
+
+def test_arrays_and_keys_move_to_another_order_of_the_devices(mesh_of):
+    mesh = mesh_of(4, axis_names=("data",))
+    other = Mesh(mesh.devices[[2, 0, 3, 1]], mesh.axis_names)
+    keys = jax.random.split(jax.random.key(7), 4)
+    arrays = {"keys": keys, "w": RNG.normal(size=(8, 3)).astype(np.float32)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    specs = {"keys": PartitionSpec("data"), "w": PartitionSpec("data", None)}
+    layout = StateLayout(shapes, specs, {"data": 4})
+    state = jax.device_put(arrays, layout.shardings(mesh))
+    moved = MeshTransfer(layout, mesh, layout, other)(state)
+    assert all(x.sharding.mesh == other for x in moved.values())
+    np.testing.assert_array_equal(moved["w"], arrays["w"])
+    np.testing.assert_array_equal(*map(jax.random.key_data, (moved["keys"], keys)))
 
 
 def test_a_copy_that_drifts_and_a_stale_block_are_named():
@@ -464,6 +492,41 @@ FOUND_BY_SEARCH = (
     pytest.param("psum on the other axis", marks=pytest.mark.nightly),
     pytest.param(planted.spoiled_states()[-1].name, marks=pytest.mark.nightly),
 )
+
+
+class SimulatedSearch(CauseSearch):
+    """A search in which the results depend on faulty devices, or on whether an axis is split."""
+
+    _job_rerun = _rows = None
+
+    def __init__(self, mesh, devices=(), axes=()):
+        self._mesh, self._faulty, self._axes = mesh, set(devices), axes
+
+    def _differing_rows(self, rerun):
+        return None
+
+    def _differs_if_rotated(self, positions):
+        assert len(positions) > 1
+        return not self._faulty.isdisjoint(positions)
+
+    def _rerun_on(self, mesh):
+        return types.SimpleNamespace(measure=lambda rows: dict(mesh.shape))
+
+    def _differs_from_other_mesh(self, actual):
+        return any(actual[axis] > 1 for axis in self._axes)
+
+
+def test_the_faulty_devices_are_found_by_rotations_alone(mesh_of):
+    mesh = mesh_of(2, 2, 2)
+    for count in (1, 2, 3):
+        for devices in itertools.combinations(range(8), count):
+            assert SimulatedSearch(mesh, devices)._faulty_positions() == list(devices)
+
+
+def test_the_faulty_axes_are_those_whose_split_gives_the_difference(mesh_of):
+    for axes in (["data"], ["replica", "mdl"]):
+        assert SimulatedSearch(mesh_of(2, 2, 2), axes=axes)._faulty_axes() == axes
+    assert SimulatedSearch(mesh_of(1, 2, 2))._faulty_axes() == ["data", "mdl"]
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
+from praxis_lite.core import StateLayout
 from praxis_lite.experiments import lm
 from praxis_tools.check import CompiledStep, assert_collectives, compiled_step
 from praxis_tools.explain.hlo import Collective
@@ -55,6 +58,25 @@ def test_whole_weights_are_gathered_by_fsdp_and_not_by_megatron(step):
     assert_collectives(
         compiled_step(Megatron, "eval", mesh=(1, 4, 2)), no_gather_of_full_weights=True
     )
+
+
+def test_only_weights_that_are_split_can_be_gathered_entirely():
+    split = {"over_two": P("mdl"), "over_four": P("data"), "replicated": P(None)}
+    sizes = {"over_two": 26, "over_four": 28, "replicated": 29}
+    shapes = {name: jax.ShapeDtypeStruct((size,), np.float32) for name, size in sizes.items()}
+    layout = StateLayout(
+        {"mdl_vars": {"params": shapes}}, {"mdl_vars": {"params": split}}, {"data": 4, "mdl": 2}
+    )
+    for name, size in sizes.items():
+        gather = Collective(
+            "all-gather", 4 * size, ("f32",), 1, False, False, 8, "", (), ("data",), "", ((size,),)
+        )
+        step = CompiledStep("train", [gather], layout)
+        if name == "replicated":
+            assert_collectives(step, no_gather_of_full_weights=True)
+            continue
+        with pytest.raises(AssertionError, match=f"size of mdl_vars/params/{name}"):
+            assert_collectives(step, no_gather_of_full_weights=True)
 
 
 def test_reshardings_above_a_size(step):

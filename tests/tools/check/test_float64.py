@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_tools.check.runs.float64 import in_float64
+from praxis_tools.check.runs.float64 import fingerprint, in_float64
 
 X = np.random.default_rng(0).normal(size=(7, 13)).astype(np.float32)
 
@@ -71,6 +71,18 @@ def test_a_gradient_and_an_update_are_those_of_numpy_in_float64():
     right = right - rate * (mu / (np.sqrt(nu) + numbers["eps"]) + decay * right)
     # The constants of optax are float32 here and there: 1e-8 of a step of 0.1, and not 1e-17.
     np.testing.assert_allclose(wide(step, w), right, rtol=0, atol=1e-8)
+
+
+def test_the_fingerprint_of_a_layer_depends_on_the_order_of_its_values():
+    def by_numpy(x):
+        i, j = np.indices(x.shape)
+        return x.sum(), (x * np.cos(i + 0.5) * np.cos(j * 8 / 7 + 0.5)).sum()
+
+    orders = [X.astype(np.float64), X[::-1].astype(np.float64), X[:, ::-1].astype(np.float64)]
+    with jax.enable_x64(True):
+        actual = jax.device_get(jax.jit(jax.vmap(fingerprint))(np.stack(orders)))
+    np.testing.assert_allclose(actual, [by_numpy(x) for x in orders], rtol=1e-12)
+    assert np.ptp(actual[:, 0]) < 1e-12 and len(np.unique(actual[:, 1].round(1))) == 3
 
 
 def test_draws_are_those_of_float32_or_none_at_all():

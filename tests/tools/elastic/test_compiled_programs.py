@@ -71,19 +71,6 @@ def test_a_program_is_there_whole_or_not_at_all_and_the_first_one_stays(tmp_path
 
 
 @pytest.mark.nightly
-def test_a_start_on_a_mesh_that_was_seen_compiles_nothing_on_any_process(job):
-    mesh = "mesh.ici_mesh_shape=(1,2,1)"
-    first = generation(job, (0, 1), mesh, "run.num_train_steps=2")
-    assert all(reports["compiled"] > 10 for reports in first)
-    # What a restore needs besides is new.
-    generation(job, (0, 1), mesh, "run.num_train_steps=4")
-    third = generation(job, (3, 5), mesh, "run.num_train_steps=6")
-    assert [reports["compiled"] for reports in third] == [0, 0]
-    assert all(reports["programs"] > 10 for reports in third)
-    assert [line["step"] for line in lines_of(job.metrics_jsonl)] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.nightly
 def test_what_a_generation_of_seven_devices_left_is_evaluated_elsewhere(job):
     # Two processes of seven devices each were there, and one of them is left.
     (reports,) = generation(job, (1,), "mesh.ici_mesh_shape=(1,7,2)", "run.num_train_steps=3")

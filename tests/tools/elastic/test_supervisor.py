@@ -320,6 +320,7 @@ def test_a_spare_worker_that_dies_disturbs_nobody(working):
     for _ in range(20):
         w.tick()
     assert w.works_with(range(2)) and w.kinds() == ["start"]
+    assert w.hosts[1]._spare is None  # It is replaced later, in case that it cannot start.
     w.until(lambda: w.hosts[1]._spare)
     w.kill_worker(1)
     w.until(lambda: w.works_with(range(2)))

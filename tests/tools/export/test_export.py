@@ -357,6 +357,15 @@ def test_a_program_that_counts_its_rows_asks_for_a_number():
             exported_program(partitioner, "predict", inputs)
 
 
+def test_an_input_must_not_have_the_name_of_the_random_key():
+    loss = lambda params, inputs, key: inputs["key"][:, 0] * params["b"]  # noqa: E731
+    task = LossTask(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1), predict=loss)
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+    inputs = inputs_of(task, "predict", {}, given=["key=float32[2,3]"])
+    with pytest.raises(ConfigError, match="'key' is reserved"):
+        exported_program(partitioner, "predict", inputs)
+
+
 def test_a_callback_to_the_host_is_refused():
     def predict(params, inputs, key):
         shape = jax.ShapeDtypeStruct((2, 3), np.float32)

@@ -308,6 +308,10 @@ def test_a_line_that_was_cut_short_stays_apart_from_the_next_launch(job):
     launch.spends(COMPILE, 3)
     launch.ends()
     assert seconds_of(job) == {COMPILE: 3.0}
+    launch = FakeLaunch(job.timeline_jsonl, clocks)  # After a complete line.
+    launch.spends(COMPILE, 4)
+    launch.ends()
+    assert [line[:1] for line in job.timeline_jsonl.read_text().splitlines()] == ["{"] * 3
 
 
 def test_no_file_is_no_goodput_and_a_file_that_cannot_be_read_is_named(job):

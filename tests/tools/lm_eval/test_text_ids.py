@@ -4,7 +4,8 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.inputs.tokenizers import ByteTokenizer, load_tokenizer
-from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, RefusedConversation
+from praxis_lite.inputs.tokenizers.chat_messages import RefusedConversation
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_tools.lm_eval.chat_text import chat_text
 from praxis_tools.lm_eval.text_ids import TextIds
 from tests.support.goldens import GOLDENS, golden

@@ -161,7 +161,6 @@ def bench(partitioner=Partitioner, shape=(1, 1, 1), accumulation_steps=1, unroll
 
 
 BENCHES = [
-    pytest.param({}, id="one device", marks=pytest.mark.slow),
     pytest.param({"shape": (1, 4, 2)}, id="mesh"),
     pytest.param(
         {"shape": (1, 4, 2), "partitioner": explicit_partitioner},

@@ -92,6 +92,14 @@ def test_rows_that_the_devices_do_not_divide_cost_what_is_filled_up(monkeypatch)
     assert 4 / 16 < ranked[1, 5, 1] / whole < 4 / 16 * 35 / 32
 
 
+def test_the_sizes_of_a_model_are_guessed_from_its_weights():
+    job = job_of("lm.Synthetic")
+    specs = job.task.model.weight_specs()
+    mesh = MeshConfig(ici_mesh_shape=(1, 2, 1))
+    shape, _ = mesh_choice._formula_inputs(job.task, specs, mesh, rows=16, tokens_per_row=32)
+    assert (shape.model_dims, shape.hidden_dims, shape.num_layers) == (32, 128, 2)
+
+
 def test_equally_fast_meshes_are_chosen_by_their_distance_from_the_experiments_own(monkeypatch):
     monkeypatch.setattr(mesh_choice, "step_seconds", lambda *given: 1.0)
     assert chosen("lm.Synthetic", 8).shape == (1, 4, 2)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,27 @@ def test_the_front_is_what_nothing_beats_in_both():
     lines = table(plans).splitlines()
     assert [line[0] for line in lines[1:]] == [" ", "*", "*", " ", " "]
     assert searching.fastest(plans)[1] is best
+
+
+def test_candidates_are_compiled_until_the_minutes_are_over(monkeypatch):
+    clock, compiled = types.SimpleNamespace(seconds=1000.0), []
+
+    def compile_for_half_a_minute(launched, packages, candidate, topology):
+        clock.seconds += 30
+        compiled.append(candidate.name)
+        return Plan(1.0, 100)
+
+    clock.monotonic = lambda: clock.seconds
+    monkeypatch.setattr(searching, "time", clock)
+    monkeypatch.setattr(searching, "shape_of", lambda config, topology: None)
+    tried = [types.SimpleNamespace(name=f"{k}", seconds=1.0, bytes=0) for k in range(9)]
+    monkeypatch.setattr(searching, "candidates", lambda config, shape, topology: tried)
+    monkeypatch.setattr(searching, "diversify", lambda candidates: candidates)
+    monkeypatch.setattr(searching, "plan_candidate", compile_for_half_a_minute)
+    monkeypatch.setattr(searching, "_write", lambda *args: None)
+    launched = types.SimpleNamespace(config=None)
+    searching.search(launched, (), topology_of("cpu:8"), minutes=2.4, file=None)
+    assert compiled == ["0", "1", "2", "3", "4"]
 
 
 def test_a_mesh_of_other_axes_is_refused():

@@ -124,7 +124,10 @@ def test_layers_and_collectives_of_a_trace_by_hand(tmp_path):
     text = profile_text(measured, peak_memory(tmp_path))
     assert re.search(r"enc/ffn +30 us +30\.0% +3 ", text)
     assert re.search(r"all-reduce data  gradient of enc/ffn +60 us +60\.0% +3 ", text)
-    assert "on 2 cpu devices (1 of them traced)" in text
+    assert "on 2 cpu devices (1 of them traced)" in text and " more " not in text
+    # Of two layers and of two arrays, the larger ones.
+    text = profile_text(measured, peak_memory(tmp_path), max_rows=1)
+    assert re.search(r"1 more +4 us +4\.0% +1 ", text) and OUTSIDE not in text
 
 
 def test_memory_adds_up_to_what_the_compiler_plans(tmp_path):

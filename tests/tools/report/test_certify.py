@@ -10,8 +10,12 @@ import jax
 import pytest
 
 from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.config.config_json import dump_config
+from praxis_lite.config.experiment_overrides import configured
+from praxis_lite.experiment.registry import get_experiment
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.main import main
+from praxis_tools.goodput.spans import THE_END, Span
 from praxis_tools.report.certified.job_files import JobFiles
 from tests.support.job_runs import succeed
 from tests.support.line_jobs import LINE
@@ -172,6 +176,27 @@ def test_other_data_differ_and_data_that_are_not_there_cannot_be_made_again(orig
     assert status == 0, out
     assert verdicts["examples: recomputed"].startswith("cannot be recomputed here")
     assert verdicts["examples: on record"] == "same"
+
+
+def test_the_last_line_of_a_running_launch_is_not_certified(job, tmp_path):
+    closed = job.timeline_jsonl.read_bytes()
+    with job.timeline_jsonl.open("a") as file:
+        file.write(Span(1e9, 29, 29, {"step": 1.0}).line())  # It will be rewritten.
+    file = tmp_path / "certificate.json"
+    assert certify(job.path, f"--json={file}", "--recorded_only")[0] == 0
+    assert facts_in(file)["time: timeline.jsonl"]["value"]["bytes"] == len(closed)
+
+
+@pytest.mark.parametrize("ended_by, lacks", [(THE_END, True), ("SIGTERM", False), (None, False)])
+def test_a_launch_that_ended_has_evaluated_its_last_step(tmp_path, ended_by, lacks):
+    job = JobDir(tmp_path)
+    settings = ["run.num_train_steps=9", "run.evaluation.every_steps=7"]
+    config = configured(get_experiment("lm.PyDocs"), settings)
+    job.config_json.write_text(dump_config(config, "praxis_lite.experiments.lm.PyDocs"))
+    spans = [Span(1e9, 0, 3, {}, "SIGTERM" if lacks else THE_END), Span(1e9, 3, 7, {}, ended_by)]
+    job.timeline_jsonl.write_text("".join(span.line() for span in spans))
+    faults = list(JobFiles(job, step=7, newest_step=7).faults_of_evaluations())
+    assert faults == ["eval_metrics.jsonl lacks evaluations of the steps 7"] * lacks
 
 
 def test_a_certificate_that_was_changed_says_so_itself(original, tmp_path):

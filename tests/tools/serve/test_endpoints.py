@@ -1,5 +1,6 @@
 """OpenAI's own client against a server: texts by hand, draws as alone, errors by field."""
 
+import dataclasses
 import json
 import urllib.error
 import urllib.request
@@ -73,6 +74,20 @@ def test_stop_strings_are_not_sent_nor_begun(client, stop, expected):
         sent += chunk.choices[0].text
         assert expected.startswith(sent)
     assert sent == expected
+
+
+def test_the_stop_strings_of_the_job_end_answers_too():
+    model, engine = toy_server.model_and_engine()
+    model = dataclasses.replace(model, stop_strings=("f", "yz"))
+    with (
+        toy_server.serving(engine, model) as running,
+        toy_server.decoding(engine),
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert completion(client).choices[0].text == "bc\u00e9\u20ac de"
+        assert completion(client, stop="d").choices[0].text == "bc\u00e9\u20ac "
+        answer = client.chat.completions.create(model=NAME, messages=CHAT, temperature=0)
+        assert answer.choices[0].message.content == "bc\u00e9\u20ac de"
 
 
 def test_a_chat_is_answered_by_its_template_whole_and_streamed(client):
@@ -203,6 +218,13 @@ def test_another_models_name_is_not_found(client):
     ("/v1/completions", b"[" * 900 + b"]" * 900, {}, 400, "JSON object"),
     ("/v1/completions", b'{"prompt": "\\ud800"}', {}, 400, "not JSON"),
     ("/v1/completions", b'{"prompt": "a"}', {}, 400, "model is missing"),
+    ("/v1/completions", b'{"model": "toy", "prompt": "a", "prompt": "b"}', {}, 400,
+     "the key 'prompt' occurs twice"),
+    ("/v1/chat/completions", b'{"model": "toy", "messages": [{"role": "user", "content": "a", '
+     b'"content": "b"}]}', {}, 400, "the key 'content' occurs twice"),
+    ("/v1/completions", b'{"model": "toy", "prompt": "a", "seed": 1' + b"0" * 30 + b"}", {}, 400,
+     "seed"),
+    ("/v1/completions", b'{"model": "toy", "prompt": [1' + b"0" * 30 + b"]}", {}, 400, "prompt"),
     ("/v1/completions", b"a" * (4 << 20) + b"a", {}, 413, "4194304 bytes"),
     ("/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ("/v1/chat/completions", b'{"model": "toy", "messages": [{"role": "user"}]}', {}, 400,

@@ -79,6 +79,7 @@ def test_more_answers_than_rows_all_come_and_a_full_queue_refuses_whole_requests
     with decoding(engine):
         assert all(item.done.wait(30) for item in asked)
     assert {bytes(item.ids[:-1]).decode() for item in asked} == {TEXT[1:]}
+    assert (engine.num_prompts, engine.num_tokens) == (R + 4, (R + 4) * len(TEXT.encode()))
     with pytest.raises(ApiError) as error:
         engine.submit([Asked(engine).generation])
     assert error.value.status == 503

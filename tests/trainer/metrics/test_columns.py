@@ -64,6 +64,20 @@ def test_every_number_is_that_of_json(tmp_path):
     assert num_unreadable == 0
 
 
+def test_lines_of_the_same_keys_and_finite_numbers_are_parsed_together(tmp_path, monkeypatch):
+    monkeypatch.delattr(MetricsColumns, "_parse_lines")  # Which parses a line at a time.
+    lines = [
+        {
+            key: value if math.isfinite(value) and value < 2**53 else 0.5
+            for key, value in line.items()
+        }
+        for line in random_lines(37)
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(map(json_line, lines)))
+    assert_same(columns_in(file)[0], lines)
+
+
 def test_lines_of_other_keys_have_nan_where_they_have_no_number(tmp_path):
     lines = random_lines(37)
     lines[7].pop("accuracy")

@@ -9,6 +9,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.atomic_files import not_written
+from praxis_lite.host.file_reading import has_extension
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.places import local_files
 
@@ -94,10 +95,10 @@ def make_files(files: str, folder: str, make: Make) -> None:
 
 
 def _write_examples(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None:
-    if files.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+    if has_extension(files, ".jsonl", ".jsonl.gz", ".jsonl.zst"):
         _write_json_lines(path, examples)
         return
-    if not files.endswith(".parquet"):
+    if not has_extension(files, ".parquet"):
         raise ConfigError(
             f"The source's `make` function returns examples, but they cannot be written to "
             f"{files!r}. Set `files` to a name ending in .jsonl, .jsonl.gz, .jsonl.zst or .parquet."
@@ -109,11 +110,12 @@ def _write_examples(path: str, files: str, examples: Iterable[Mapping[str, Any]]
 
 def _write_json_lines(path: str, examples: Iterable[Mapping[str, Any]]) -> None:
     lines = (json.dumps(example).encode() for example in examples)
-    if path.endswith(".jsonl"):
+    if has_extension(path, ".jsonl"):
         with open(path, "wb") as file:
             # Do not add a final newline: existing jobs have recorded digests of files without it.
             file.write(b"\n".join(lines))
         return
-    with optional_module("pyarrow", path).output_stream(path, compression="detect") as file:
+    compression = "gzip" if has_extension(path, ".gz") else "zstd"
+    with optional_module("pyarrow", path).output_stream(path, compression=compression) as file:
         for line in lines:
             file.write(line + b"\n")
