@@ -90,8 +90,8 @@ class DotProductAttention(AttentionHeads):
       output_proj_use_nhd_shape: Whether to store the output weight as [N, K, D].
       output_init: Initializer of the output weight. If None, that of the other projections. GPT-2
         uses a smaller scale for weights whose outputs are added to the residual stream.
-      atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
-        "blocked"; see `choose_kernel`. The choice and its reason are logged once.
+      atten_kernel: "auto", "einsum", "cudnn", "splash", "tokamax", "chunked" or "blocked"; see
+        `choose_kernel`. The choice and its reason are logged once.
       atten_chunk_size: Number of queries and keys per chunk of the chunked kernel, or of queries
         per block of the blocked kernel.
       weight_split_dims_mapping: Sharding of the projections' weights, [D, N, K].

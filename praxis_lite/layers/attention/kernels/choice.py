@@ -20,10 +20,7 @@ from praxis_lite.layers.attention.kernels.context_parallel import (
     is_context_parallel,
 )
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels.fused import (
-    cudnn_attention,
-    dot_product_attention,
-)
+from praxis_lite.layers.attention.kernels.fused import cudnn_attention
 from praxis_lite.layers.attention.kernels.splash import (
     SPLASHES,
     require_splash,
@@ -66,16 +63,6 @@ _SPLASH = frozenset(
 # Settings and arguments that each kernel supports, in addition to plain and causal attention.
 KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
-    "dot_product": _ALL
-    - {
-        "atten_dropout_prob",
-        "atten_logit_cap",
-        "atten_mask",
-        "attention_extra_logit",
-        "attention_sinks",
-        "float32_logits=False",
-        "zero_fully_masked",
-    },
     "cudnn": frozenset({"num_kv_heads", "window"}),
     "splash": _SPLASH,
     "tokamax": _SPLASH,
@@ -306,7 +293,7 @@ def attend(
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask
-    # Only the einsum supports dropout and an atten_mask.
+    # Only the einsum supports dropout, an atten_mask and a bias.
     if name == "einsum":
         encoded_BTNK = einsum_attention(
             *args,
@@ -324,7 +311,6 @@ def attend(
         k: jax.Array,
         v: jax.Array,
         mask: AttentionMask,
-        bias: jax.Array | None,
         sinks_N: jax.Array | None,
     ) -> jax.Array:
         args = q, k, v, mask, options
@@ -334,8 +320,6 @@ def attend(
             return chunked_attention(
                 *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
             )
-        if name == "dot_product":
-            return dot_product_attention(*args, bias=bias)
         if name == "cudnn":
             return cudnn_attention(*args, split=split)
         interpret = work.platform != "tpu"
@@ -344,7 +328,7 @@ def attend(
         )
 
     # JAX cannot infer the types of kernels or their gradients over Explicit axes.
-    encoded_BTNK = untyped(run_kernel, *args, bias, sinks_N, out=type_spec)
+    encoded_BTNK = untyped(run_kernel, *args, sinks_N, out=type_spec)
     return finish(encoded_BTNK, is_named=name in _NAMING)
 
 
