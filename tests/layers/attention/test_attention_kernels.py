@@ -15,6 +15,7 @@ from praxis_lite.layers.attention.kernels.blocks import blocked_attention
 from praxis_lite.layers.attention.kernels.choice import Workload, choose_kernel
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_tools.explain import hlo_matmuls
@@ -339,7 +340,7 @@ def test_of_packed_rows_that_attend_to_themselves_no_kernel_asks_what_each_query
         mask = AttentionMask(None, 0, q_segments_BT=segments, kv_segments_BS=segments, **settings)
         return str(
             jax.make_jaxpr(
-                lambda x: attention_kernels.attend(kernel, x, x, x, mask, LogitOptions())
+                lambda x: attention_kernels.attend(AttentionSettings(kernel), x, x, x, mask)
             )(x)
         )
 
