@@ -79,8 +79,6 @@ class MultiHeadLatentAttention(BaseLayer):
     cache_skips_padding = True
 
     splits = HEAD_SPLITS | splits(output=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims
     preset_settings = {"context_parallel": "attention_context"}
 

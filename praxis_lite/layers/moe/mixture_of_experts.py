@@ -130,9 +130,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         dispatch=(),
         hidden=(),
     )
-    weight_split_dims_mapping: SplitDims
     gate_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     dispatch_split_dims_mapping: SplitDims
     hidden_split_dims_mapping: SplitDims
     couples_rows = "experts' balance"
