@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,10 +245,26 @@ def _backward(options, chunk_size, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
-    dq, dk, dv = gradients_in_chunks(
-        q, k, v, mask, options, chunk_size, log_sums, inner, d_encoded, q.dtype
-    )
+    d_outputs = OutputGradients(d_encoded, log_sums, inner)
+    dq, dk, dv = gradients_in_chunks(q, k, v, mask, options, chunk_size, d_outputs, q.dtype)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+class OutputGradients(NamedTuple):
+    """The gradient with respect to attention outputs.
+
+    The gradients of some of the keys can be computed from it, because `log_sums` is over all keys.
+
+    Attributes:
+      encoded: Gradient with respect to the outputs, [B, T, G, R, K].
+      log_sums: Logsumexp over all keys, float32 [B, G, R, T].
+      inner: `inner_products` of outputs and their gradient, minus the gradient with respect to
+        `log_sums`, [B, G, R, T].
+    """
+
+    encoded: jax.Array
+    log_sums: jax.Array
+    inner: jax.Array
 
 
 def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
@@ -263,9 +279,7 @@ def gradients_in_chunks(
     mask: AttentionMask,
     options: LogitOptions,
     chunk_size: int,
-    log_sums: jax.Array,
-    inner: jax.Array,
-    d_encoded: jax.Array,
+    d_outputs: OutputGradients,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients with respect to q, k and v; the latter two are float32.
@@ -277,17 +291,13 @@ def gradients_in_chunks(
       mask: Mask of queries and keys.
       options: Options for the logits.
       chunk_size: Number of queries and keys in a chunk.
-      log_sums: Logsumexp over all keys, float32 [B, G, R, T], although k may contain only some of
-        these keys.
-      inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
-        [B, G, R, T].
-      d_encoded: Gradient with respect to the outputs, [B, T, G, R, K].
+      d_outputs: Gradient with respect to the outputs.
       dtype: Dtype of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
-    d_encoded = chunks.padded_rows(d_encoded)
+    d_encoded = chunks.padded_rows(d_outputs.encoded)
     pad = [(0, 0)] * 3 + [(0, chunks.q.shape[1] - q.shape[1])]
-    log_sums, inner = jnp.pad(log_sums, pad), jnp.pad(inner, pad)
+    log_sums, inner = jnp.pad(d_outputs.log_sums, pad), jnp.pad(d_outputs.inner, pad)
 
     def one_chunk_of_queries(i, carry):
         dq, dk, dv = carry
