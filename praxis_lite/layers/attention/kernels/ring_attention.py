@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.chunks import (
+    Chunks,
     OutputGradients,
     attend_in_chunks,
     gradients_in_chunks,
@@ -158,22 +159,32 @@ class ChunkedBlocks(NamedTuple):
     chunk_size: int
 
     def attend(self, q, k, v, step):
-        return merge_by_logsumexp(
-            *(
-                attend_in_chunks(q, *kv, piece_mask, *self, jnp.float32)
-                for piece_mask, kv in _pieces(step, q, k, v)
-            )
-        )
+        pieces = self._pieces(step, q, k, v)
+        return merge_by_logsumexp(*(attend_in_chunks(piece, jnp.float32) for piece in pieces))
 
     def gradients(self, q, k, v, step, d_outputs):
-        dq, dk, dv = zip(
-            *(
-                gradients_in_chunks(q, *kv, piece_mask, *self, d_outputs, jnp.float32)
-                for piece_mask, kv in _pieces(step, q, k, v)
-            ),
-            strict=True,
-        )
+        pieces = self._pieces(step, q, k, v)
+        grads = (gradients_in_chunks(piece, d_outputs, jnp.float32) for piece in pieces)
+        dq, dk, dv = zip(*grads, strict=True)
         return sum(dq), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
+
+    def _pieces(self, step: RingStep, q: jax.Array, k: jax.Array, v: jax.Array) -> list[Chunks]:
+        """Returns this group's queries with each piece of the keys' group."""
+        query_mask = mask_of_queries(step.mask, step.ring, q.shape[1])
+        assert query_mask.q_index_BT is not None
+        pieces, first = [], 0
+        for start, length in step.ring.starts(step.key_group(), k.shape[1]):
+            of_piece = functools.partial(
+                jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1
+            )
+            key_mask = query_mask.mapped(lambda x: x, of_piece)
+            # Make indices relative to the piece's first key, so that fully masked chunks are
+            # skipped.
+            mask = dataclasses.replace(key_mask, q_index_BT=query_mask.q_index_BT - start)
+            k_piece, v_piece = (x[:, first : first + length] for x in (k, v))
+            pieces.append(Chunks(q, k_piece, v_piece, mask, *self))
+            first += length
+        return pieces
 
 
 def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> AttentionMask:
@@ -182,22 +193,3 @@ def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> Attent
     index = [start + jnp.arange(length, dtype=jnp.int32) for start, length in pieces]
     local = mask.mapped(lambda x: ring.part_of(x, ring.group_index(), num_queries), lambda x: x)
     return dataclasses.replace(local, q_index_BT=jnp.concatenate(index)[None])
-
-
-def _pieces(
-    step: RingStep, q: jax.Array, *kv: jax.Array
-) -> list[tuple[AttentionMask, list[jax.Array]]]:
-    """Returns (mask, [keys, values]) for each piece of the keys' group."""
-    query_mask = mask_of_queries(step.mask, step.ring, q.shape[1])
-    pieces, first = [], 0
-    for start, length in step.ring.starts(step.key_group(), kv[0].shape[1]):
-        of_piece = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1
-        )
-        key_mask = query_mask.mapped(lambda x: x, of_piece)
-        # Make indices relative to the piece's first key, so that fully masked chunks are skipped.
-        assert query_mask.q_index_BT is not None
-        piece_mask = dataclasses.replace(key_mask, q_index_BT=query_mask.q_index_BT - start)
-        pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))
-        first += length
-    return pieces

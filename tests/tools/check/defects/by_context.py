@@ -50,9 +50,9 @@ def _pieces(change):
     """Returns a planter of other arguments of the masks of a group's pieces."""
 
     def new(old):
-        return lambda step, *arrays: old(change(step), *arrays)
+        return lambda self, step, *arrays: old(self, change(step), *arrays)
 
-    return replaced(f"{KERNELS}.ring_attention:_pieces", new)
+    return replaced(f"{KERNELS}.ring_attention:ChunkedBlocks._pieces", new)
 
 
 def _without(**fields):
