@@ -195,8 +195,7 @@ class DotProductAttention(AttentionHeads):
         check_context_parallel(
             self,
             self.attention_settings,
-            {name: uses[name] for name in ("atten_dropout_prob", "relative_bias_tpl")}
-            | {"tensor_parallel": tensor_parallel is not None},
+            uses | {"tensor_parallel": tensor_parallel is not None},
         )
 
     def init_cache(

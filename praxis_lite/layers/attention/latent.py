@@ -118,7 +118,8 @@ class MultiHeadLatentAttention(BaseLayer):
             v_head_dim=V,
             atten_chunk_size=atten_chunk_size,
         )
-        check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
+        uses = {"atten_dropout_prob": atten_dropout_prob > 0.0}
+        check_kernel(atten_kernel, uses)
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
         # Latents are replicated; the heads that are computed from them are sharded.
@@ -151,9 +152,7 @@ class MultiHeadLatentAttention(BaseLayer):
         self.attention_settings = AttentionSettings(
             atten_kernel, atten_chunk_size, context_parallel
         )
-        check_context_parallel(
-            self, self.attention_settings, {"atten_dropout_prob": atten_dropout_prob > 0.0}
-        )
+        check_context_parallel(self, self.attention_settings, uses)
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty cache of latents followed by positional keys, [B, S, L + R]."""

@@ -70,24 +70,26 @@ CONTEXT_PARALLEL = {
     "all_to_all": "heads: each device receives some heads of the complete sequence",
     "all_to_all+ring": "heads within groups of devices, keys and values in a ring of groups",
 }
+_UNSUPPORTED = ("atten_dropout_prob", "relative_bias_tpl", "tensor_parallel")
 Kernel = Callable[..., jax.Array]
 
 
 def check_context_parallel(
-    layer: object, settings: AttentionSettings, unsupported: Mapping[str, bool]
+    layer: object, settings: AttentionSettings, uses: Mapping[str, bool]
 ) -> None:
     """Checks a layer's `context_parallel` setting and the layer's kernel.
 
     Args:
       layer: The layer, for error messages.
       settings: The layer's settings.
-      unsupported: Maps settings that context parallelism does not support to whether they are used.
+      uses: Maps the layer's other settings to whether they are used.
 
     Raises:
       ConfigError: See `check_collectives_setting`; or the kernel does not support context
         parallelism.
     """
     method = settings.context_parallel
+    unsupported = {name: uses.get(name, False) for name in _UNSUPPORTED}
     check_collectives_setting(
         layer, "context_parallel", method, CONTEXT_PARALLEL, unsupported, "attention by time"
     )
