@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
@@ -24,8 +24,6 @@ class Linear(Dense):
     """Computes `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
 
     splits = splits(weight=(None, None), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     equation = "...d,df->...f"
 
     def __init__(
@@ -67,8 +65,6 @@ class Bias(BaseLayer):
     """
 
     splits = splits(weight=(None,), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -108,8 +104,6 @@ class FeedForward(BaseLayer):
     """
 
     splits = splits(weight=(None, None), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -162,8 +156,6 @@ class Mlp(BaseLayer):
     """
 
     splits = splits(weight=(None, None), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -228,8 +220,6 @@ class Einsum(Dense):
     """
 
     splits = splits(weight=(), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

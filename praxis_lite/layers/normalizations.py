@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import is_number, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import SplitSetting, splits
@@ -49,8 +49,6 @@ class _LastDimNorm(Norm):
     """Normalizes inputs [..., dim] over the last dim, and returns them in their dtype."""
 
     splits = splits(weight=(None,), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __call__(
         self,
@@ -195,7 +193,6 @@ class WeightNormL2(BaseLayer):
     """
 
     splits = splits(weight=(None,))
-    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,

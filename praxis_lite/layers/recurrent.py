@@ -47,7 +47,6 @@ class RgLru(BaseLayer):
     """
 
     splits = splits(weight=(None, None, None))
-    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -123,7 +122,6 @@ class CausalConv(BaseLayer):
     """Computes, per channel of x [B, T, N, K], the sum of w_j x_{t-j} over taps j, plus a bias."""
 
     splits = splits(weight=(None, None, None))
-    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -191,8 +189,6 @@ class RgLruBlock(BaseLayer):
     cache_skips_padding = True
 
     splits = HEAD_SPLITS | splits(output=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims
 
     def __init__(

@@ -202,7 +202,7 @@ def test_outputs_and_gradients_equal_pax(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["chunked", "dot_product"])
+@pytest.mark.parametrize("kernel", ["chunked", "blocked"])
 def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
     golden, tolerance = load("stacked_transformer")
     assert golden["in"]["paddings"].any()  # A padded token of a causal stack sees no token.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.layers.attention.kernels.choice import attend
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 from praxis_tools.explain.hlo_text import parse
@@ -20,7 +20,7 @@ ROWS, EXPERTS, INPUTS, OUTPUTS = 1024, 4, 1408, 256
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     mask = AttentionMask(None, 0)
-    return jnp.sum(attend("tokamax", q, k, v, mask, LogitOptions()).astype(jnp.float32) ** 2)
+    return jnp.sum(attend(AttentionSettings("tokamax"), q, k, v, mask).astype(jnp.float32) ** 2)
 
 
 def experts(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from praxis_lite.layers.attention.heads import AttentionHeads
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
 from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kv_cache import (
     Cache,
     constrain_cache,
@@ -90,8 +91,8 @@ class DotProductAttention(AttentionHeads):
       output_proj_use_nhd_shape: Whether to store the output weight as [N, K, D].
       output_init: Initializer of the output weight. If None, that of the other projections. GPT-2
         uses a smaller scale for weights whose outputs are added to the residual stream.
-      atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
-        "blocked"; see `choose_kernel`. The choice and its reason are logged once.
+      atten_kernel: "auto", "einsum", "cudnn", "splash", "tokamax", "chunked" or "blocked"; see
+        `choose_kernel`. The choice and its reason are logged once.
       atten_chunk_size: Number of queries and keys per chunk of the chunked kernel, or of queries
         per block of the blocked kernel.
       weight_split_dims_mapping: Sharding of the projections' weights, [D, N, K].
@@ -171,12 +172,15 @@ class DotProductAttention(AttentionHeads):
         elif right_context is None and window is not None:
             right_context = window - 1
         self.left_context, self.right_context = window, right_context
-        self.logit_options = LogitOptions(
+        options = LogitOptions(
             scale=self.dim_per_head**-0.5 if scale_logits_by_head_dims else 1.0,
             cap=atten_logit_cap,
             extra=attention_extra_logit,
             zero_fully_masked=zero_fully_masked,
             float32_logits=float32_logits,
+        )
+        self.attention_settings = AttentionSettings(
+            atten_kernel, atten_chunk_size, context_parallel, options
         )
         uses = {
             "atten_dropout_prob": atten_dropout_prob > 0.0,
@@ -186,17 +190,13 @@ class DotProductAttention(AttentionHeads):
             "window": window is not None,
             "window without is_causal": window is not None and not is_causal,
         }
-        check_kernel(atten_kernel, uses | self.logit_options.needs)
-        self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
+        check_kernel(atten_kernel, uses | options.needs)
         self.atten_dropout = dropout_tpl(atten_dropout_prob)
         check_context_parallel(
             self,
-            context_parallel,
-            atten_kernel,
-            {name: uses[name] for name in ("atten_dropout_prob", "relative_bias_tpl")}
-            | {"tensor_parallel": tensor_parallel is not None},
+            self.attention_settings,
+            uses | {"tensor_parallel": tensor_parallel is not None},
         )
-        self.context_parallel = context_parallel
 
     def init_cache(
         self,
@@ -333,21 +333,18 @@ class DotProductAttention(AttentionHeads):
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(
-            self.atten_kernel,
+            self.attention_settings,
             q_BTNK,
             k_BSGK,
             v_BSGK,
             mask,
-            self.logit_options,
             has_cache=cache is not None,
             bias=bias,
             atten_mask=atten_mask,
             dropout=self.atten_dropout,
             key=key,
-            chunk_size=self.atten_chunk_size,
             split=self.activation_split_dims_mapping,
             sinks_N=None if self.sinks is None else self.sinks[...],
-            context_parallel=self.context_parallel,
             dtype=inputs.dtype,  # Rotary embeddings may return float32.
         )
         if is_cross:

@@ -34,8 +34,6 @@ class AttentionHeads(BaseLayer):
     """
 
     splits = HEAD_SPLITS | splits(kv=(), output=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     kv_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims
 

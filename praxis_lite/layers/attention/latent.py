@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain,
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
 from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kv_cache import (
     Cache,
     append,
@@ -79,8 +79,6 @@ class MultiHeadLatentAttention(BaseLayer):
     cache_skips_padding = True
 
     splits = HEAD_SPLITS | splits(output=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     output_split_dims_mapping: SplitDims
     preset_settings = {"context_parallel": "attention_context"}
 
@@ -120,7 +118,8 @@ class MultiHeadLatentAttention(BaseLayer):
             v_head_dim=V,
             atten_chunk_size=atten_chunk_size,
         )
-        check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
+        uses = {"atten_dropout_prob": atten_dropout_prob > 0.0}
+        check_kernel(atten_kernel, uses)
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
         # Latents are replicated; the heads that are computed from them are sharded.
@@ -150,11 +149,10 @@ class MultiHeadLatentAttention(BaseLayer):
         self.rope_interleave = rope_interleave
         self.sizes = (num_heads, K, R, V, L)
         self.atten_dropout = Dropout(atten_dropout_prob)
-        self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
-        check_context_parallel(
-            self, context_parallel, atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0}
+        self.attention_settings = AttentionSettings(
+            atten_kernel, atten_chunk_size, context_parallel
         )
-        self.context_parallel = context_parallel
+        check_context_parallel(self, self.attention_settings, uses)
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty cache of latents followed by positional keys, [B, S, L + R]."""
@@ -293,18 +291,15 @@ class MultiHeadLatentAttention(BaseLayer):
         has_cache: bool = False,
     ) -> jax.Array:
         return attend(
-            self.atten_kernel,
+            self.attention_settings,
             q,
             k,
             v.astype(q.dtype),
             mask,
-            LogitOptions(),
             has_cache=has_cache,
             dropout=self.atten_dropout,
             key=key,
-            chunk_size=self.atten_chunk_size,
             split=self.activation_split_dims_mapping,
-            context_parallel=self.context_parallel,
             value_dims=value_dims,
         )
 

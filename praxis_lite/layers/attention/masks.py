@@ -32,8 +32,8 @@ class AttentionMask:
       q_segments_BT: Segments of the queries, int. A query attends only to keys in its segment.
       kv_segments_BS: Segments of the keys, int.
       kv_visible_BS: Bool [B, S]. False masks a key for all queries.
-      kv_index_BS: Indices of the keys, int [B or 1, S]. If None, 0 to S - 1. Only the chunked,
-        dot_product and einsum kernels support it.
+      kv_index_BS: Indices of the keys, int [B or 1, S]. If None, 0 to S - 1. Only the chunked and
+        einsum kernels support it.
       is_to_itself: Whether queries and keys belong to the same tokens in the same order. Each query
         that is not padding then attends at least to its own key.
     """

@@ -7,7 +7,6 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
@@ -38,8 +37,6 @@ class AttentionProjection(Dense):
     """
 
     splits = splits(weight=(None, None, None), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -90,8 +87,6 @@ class OneHeadedAttentionProjection(Dense):
     """
 
     splits = splits(weight=(None, None), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     equation = "...d,dk->...k"
 
     def __init__(
@@ -132,7 +127,6 @@ class CombinedQKVProjectionLayer(Dense):
     """
 
     splits = splits(weight=(None, None, None))
-    weight_split_dims_mapping: SplitDims
     equation = "...d,cdnk->c...nk"
 
     def __init__(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import BaseLayer, xavier
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import NONE, SplitSetting, splits
@@ -31,7 +30,6 @@ class RelativeBias(BaseLayer):
     """
 
     splits = splits(weight=(None, None))
-    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,

@@ -47,8 +47,10 @@ class BaseLayer(nnx.Module):
     __signature__ = ConstructorSignature()
     # Sharding settings of the layer, as returned by `splits`. They become keyword arguments of the
     # constructor, and are set as attributes before the constructor runs. Constructors and classes
-    # declare them only for type checkers.
+    # declare them only for type checkers; the two most common ones are declared here.
     splits: Mapping[str, tuple[str | None, ...]] = {}
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
     # Maps the name of a setting to the name of the value that a sharding preset has for it.
     preset_settings: Mapping[str, str] = {}
     # Maps templates, such as "softmax_tpl", to settings that override the settings of the layers

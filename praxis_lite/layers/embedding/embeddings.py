@@ -40,8 +40,6 @@ class Embedding(BaseLayer):
     """
 
     splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

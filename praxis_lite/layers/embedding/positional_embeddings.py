@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import SplitSetting, splits
@@ -44,7 +44,6 @@ class PositionalEmbedding(BaseLayer):
     """
 
     splits = splits(activation=())
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

@@ -53,8 +53,6 @@ class FullSoftmax(BaseLayer):
     """
 
     splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ hidden activations.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,12 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.collectives.vmapped_axes import vmapped_axes
-from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.exchange import Exchange, exchange_in_rounds
-from praxis_lite.layers.moe.experts import Glu, Weights, expert_ffn, first_axes
+from praxis_lite.layers.moe.experts import Experts, Weights, first_axes
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts per device, K experts per
@@ -30,46 +30,44 @@ from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
 
 def dropless(
+    experts: Experts,
+    kernel: str,
     x_BTD: jax.Array,
     experts_BTK: jax.Array,
     gates_BTK: jax.Array,
-    weights: Weights,
-    activation: Glu,
-    *,
-    tokens_split: SplitDims,
-    weights_split: SplitDims,
-    kernel: str = "auto",
 ) -> jax.Array:
     """Computes the gated sum of each token's expert outputs, [B, T, D].
 
     Args:
+      experts: The experts.
+      kernel: Kernel for the matmuls, a name in `grouped_matmul.EXPERT_KERNELS`.
       x_BTD: Tokens.
       experts_BTK: Chosen experts, int32.
       gates_BTK: Their gates, float32; choices with a gate of 0 are not computed.
-      weights: See `experts.expert_ffn`.
-      activation: See `experts.expert_ffn`.
-      tokens_split: Sharding of the tokens, [B, T, D]; only its first entry is used.
-      weights_split: Sharding of wi_0, [E, D, F].
-      kernel: Kernel for the matmuls, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    roles = _AxisRoles.of(free, tokens_split, weights_split, shard_time=x_BTD.shape[1] > 1)
+    roles = _AxisRoles.of(free, experts, shard_time=x_BTD.shape[1] > 1)
     num_shards = {
         name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in roles._asdict().items()
     }
     # `without_vma` takes arrays with gradients first, so the experts' indices are passed last.
-    names, arrays = tuple(weights), tuple(weights.values())
+    names, arrays = tuple(experts.weights), tuple(experts.weights.values())
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
-        weights, experts = dict(zip(names, rest[:-1], strict=True)), rest[-1]
+        weights, chosen = dict(zip(names, rest[:-1], strict=True)), rest[-1]
         if num_shards["hidden"] > 1 and "bo_0" in weights:  # Add it once, not per shard of F.
             is_first = jax.lax.axis_index(roles.hidden) == 0
             weights["bo_0"] = jnp.where(is_first, weights["bo_0"], 0)
-        x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, experts))
-        local_experts = functools.partial(
-            _gated_sums, activation=activation, kernel=kernel, expected_rows=experts_nK.size
-        )
+        x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, chosen))
+
+        def local_experts(
+            x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights
+        ) -> jax.Array:
+            local = experts._replace(weights=weights)
+            matmul = functools.partial(grouped_matmul, kernel, expected_rows=chosen.size)
+            return _gated_sums(local, matmul, x_nD, experts_nK, gates_nK)
+
         if num_shards["expert"] == 1:
             outputs = local_experts(x_nD, experts_nK, gates_nK, weights)
         else:
@@ -136,16 +134,16 @@ class _AxisRoles(NamedTuple):
     def of(
         cls,
         free: tuple[str, ...],
-        tokens_split: SplitDims,
-        weights_split: SplitDims,
+        experts: Experts,
         *,
         shard_time: bool,
     ) -> "_AxisRoles":
         """Assigns roles to `free`, the axes that are not manual."""
+        weights_split = experts.weights_split
         expert = first_axes(weights_split)
         # Tokens must be sharded over the experts' axes. Otherwise several devices would send the
         # same tokens.
-        rows = first_axes(tokens_split)
+        rows = first_axes(experts.tokens_split)
         rows += tuple(axis for axis in expert if axis not in rows)
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
@@ -157,28 +155,23 @@ class _AxisRoles(NamedTuple):
 
 
 def _gated_sums(
+    experts: Experts,
+    matmul: Callable[..., jax.Array],
     x_nD: jax.Array,
     experts_nK: jax.Array,
     gates_nK: jax.Array,
-    weights: Weights,
-    *,
-    activation: Glu,
-    kernel: str,
-    expected_rows: int,
 ) -> jax.Array:
     """Returns the gated sums [n, D] over a device's experts.
 
     Args:
+      experts: This device's experts.
+      matmul: Takes (rows sorted by expert, weights, number of rows per expert).
       x_nD: Tokens.
       experts_nK: Indices among this device's experts. Choices of other experts have index L or a
         gate of 0.
       gates_nK: Gates.
-      weights: Weights of this device's experts.
-      activation: See `experts.expert_ffn`.
-      kernel: Kernel for the matmuls.
-      expected_rows: Number of choices on this device if all loads are equal.
     """
-    num_local = next(iter(weights.values())).shape[0]
+    num_local = next(iter(experts.weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
     # Index L stands for choices that this device does not compute. They come last in the sort.
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
@@ -188,15 +181,11 @@ def _gated_sums(
     row = jnp.argsort(jnp.argsort(expert, stable=True))
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
-
-    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        return grouped_matmul(kernel, x, w, rows_of_expert_L, expected_rows)
-
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
 
     def at_rows(bias_LF: jax.Array) -> jax.Array:
         # Rows are sorted by expert; the last rows have no expert.
         return jnp.take(bias_LF, jnp.sort(expert)[:num_rows], axis=0, mode="clip")
 
-    y_RD = expert_ffn(matmul, x_RD, weights, activation, at_rows=at_rows)
+    y_RD = experts.ffn(lambda x, w: matmul(x, w, rows_of_expert_L), x_RD, at_rows=at_rows)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,85 +65,92 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
     return gated
 
 
-def expert_ffn(
-    matmul: Callable[[jax.Array, jax.Array], jax.Array],
-    x: jax.Array,
-    weights: Weights,
-    activation: Glu,
-    on_hidden: Function = lambda hidden: hidden,
-    *,
-    at_rows: Function,
-) -> jax.Array:
-    """Returns the experts' feed-forward outputs, with the shape of `x`.
+class Experts(NamedTuple):
+    """The experts of a layer: their weights and activation, and how weights and tokens are sharded.
 
-    The matmul outputs have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and
-    "expert_ffn2".
-
-    Args:
-      matmul: Multiplies tokens by the weight [E, in, out] of their expert.
-      x: Tokens, grouped by expert, [..., D].
+    Attributes:
       weights: Weights, keyed by name: wi_0 [E, D, F], wo_0 [E, F, D], wi_gate_0 if there is a gate,
         and if there are biases, bi_0, bi_gate_0 [E, F] and bo_0 [E, D].
       activation: Takes the hidden activations and the gate activations (or None).
-      on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
-      at_rows: Broadcasts a bias [E, dims] to a result of `matmul`.
+      tokens_split: Sharding of the tokens outside the experts, of which only the first entry, for
+        the batch or G, is used.
+      weights_split: Sharding of wi_0, [E, D, F].
     """
 
-    def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
-        y = named(matmul(x, weights[f"w{name}"]), activation_name)
-        if f"b{name}" not in weights:
-            return y
-        return y + broadcast_typed_like(at_rows(weights[f"b{name}"]), y)
+    weights: Weights
+    activation: Glu
+    tokens_split: SplitDims
+    weights_split: SplitDims
 
-    gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None
-    hidden = on_hidden(activation(affine(x, "i_0", "expert_ffn1"), gate))
-    return affine(hidden, "o_0", "expert_ffn2")
+    def ffn(
+        self,
+        matmul: Callable[[jax.Array, jax.Array], jax.Array],
+        x: jax.Array,
+        on_hidden: Function = lambda hidden: hidden,
+        *,
+        at_rows: Function,
+    ) -> jax.Array:
+        """Returns the experts' feed-forward outputs, with the shape of `x`.
+
+        The matmul outputs have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and
+        "expert_ffn2".
+
+        Args:
+          matmul: Multiplies tokens by the weight [E, in, out] of their expert.
+          x: Tokens, grouped by expert, [..., D].
+          on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
+          at_rows: Broadcasts a bias [E, dims] to a result of `matmul`.
+        """
+        weights = self.weights
+
+        def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
+            y = named(matmul(x, weights[f"w{name}"]), activation_name)
+            if f"b{name}" not in weights:
+                return y
+            return y + broadcast_typed_like(at_rows(weights[f"b{name}"]), y)
+
+        gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None
+        hidden = on_hidden(self.activation(affine(x, "i_0", "expert_ffn1"), gate))
+        return affine(hidden, "o_0", "expert_ffn2")
 
 
 def apply_experts(
+    experts: Experts,
     x_GECD: jax.Array,
-    weights: Weights,
-    activation: Glu,
     dropout: Function,
     *,
-    tokens_split: SplitDims,
-    weights_split: SplitDims,
     dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
     """Returns the experts' outputs for the tokens in their slots, [G, E, C, D].
 
     Args:
+      experts: The experts.
       x_GECD: Tokens in slots.
-      weights: See `expert_ffn`.
-      activation: See `expert_ffn`.
       dropout: Applied to the hidden activations.
-      tokens_split: Sharding of the tokens; its first entry applies to G outside the experts.
-      weights_split: Sharding of wi_0, [E, D, F].
       dispatch_split: Sharding of [G, E, C, D] inside the experts. If None, E is sharded like the
         weights, and G over its remaining axes.
       hidden_split: Sharding of [G, E, C, F] inside the experts. If None, G and E are sharded as in
         dispatch_split, and F like the weights.
     """
-    assert weights_split is not None
-    split_E, _, split_F = weights_split
+    assert experts.weights_split is not None
+    split_E, _, split_F = experts.weights_split
+    outside = first_dim(experts.tokens_split)
     if dispatch_split is None:
-        dispatch_split = _groups_and_experts_split(tokens_split, split_E)
+        dispatch_split = _groups_and_experts_split(outside, split_E)
     if hidden_split is None:
         assert dispatch_split is not None
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
     # XLA implements the change between two successive constraints, and its reverse, with one
     # all-to-all each.
-    x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
-    y_GECD = expert_ffn(
+    x_GECD = constrain(constrain(x_GECD, outside), dispatch_split)
+    y_GECD = experts.ffn(
         functools.partial(einsum, "gecd,edf->gecf"),
         x_GECD,
-        weights,
-        activation,
         lambda hidden_GECF: dropout(constrain(hidden_GECF, hidden_split)),
         at_rows=lambda bias_EF: bias_EF[None, :, None, :],
     )
-    return constrain(constrain(y_GECD, dispatch_split), first_dim(tokens_split))
+    return constrain(constrain(y_GECD, dispatch_split), outside)
 
 
 def first_dim(split: SplitDims) -> SplitDims:

@@ -19,7 +19,13 @@ from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.moe.dropless import dropless
-from praxis_lite.layers.moe.experts import apply_experts, expert_initializer, first_dim, glu
+from praxis_lite.layers.moe.experts import (
+    Experts,
+    apply_experts,
+    expert_initializer,
+    first_dim,
+    glu,
+)
 from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.grouped_matmul import check_kernel
 from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
@@ -130,9 +136,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         dispatch=(),
         hidden=(),
     )
-    weight_split_dims_mapping: SplitDims
     gate_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
     dispatch_split_dims_mapping: SplitDims
     hidden_split_dims_mapping: SplitDims
     couples_rows = "experts' balance"
@@ -311,20 +315,17 @@ class TransformerFeedForwardMoe(ResidualBranch):
         )
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
-        # The experts have two implementations, `in_slots` and `dropless`, which share these
-        # arguments.
         weights = {name: getattr(self, name) for name in _EXPERT_WEIGHTS}
-        shared: dict[str, Any] = {
-            "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
-            "activation": glu(
-                activation_fn(self.activation, self), self.swiglu_limit, self.swiglu_alpha
-            ),
-            "tokens_split": self.activation_split_dims_mapping,
-            "weights_split": self.weight_split_dims_mapping,
-        }
+        experts = Experts(
+            {name: w[...].astype(x_BTD.dtype) for name, w in weights.items() if w is not None},
+            glu(activation_fn(self.activation, self), self.swiglu_limit, self.swiglu_alpha),
+            tokens_split=self.activation_split_dims_mapping,
+            weights_split=self.weight_split_dims_mapping,
+        )
+        # The experts have two implementations, `in_slots` and `dropless`.
         in_slots = functools.partial(
             apply_experts,
-            **shared,
+            experts,
             dropout=lambda hidden_GECF: self.relu_dropout(hidden_GECF, relu_key),
             dispatch_split=self.dispatch_split_dims_mapping,
             hidden_split=self.hidden_split_dims_mapping,
@@ -340,7 +341,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             outputs, report = gating.top_k(
                 tokens,
                 routing_key,
-                functools.partial(dropless, **shared, kernel=self.expert_kernel),
+                functools.partial(dropless, experts, self.expert_kernel),
                 in_slots,
                 # With one token per sequence, as in decoding, sequences do not compete for slots.
                 is_capped=x_BTD.shape[1] > 1,

@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require, shortened
 from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import DimSplit, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, splits
@@ -99,7 +99,6 @@ class Pipeline(BaseLayer):
     cache_skips_padding = True
 
     splits = splits(activation=RESIDUAL)
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

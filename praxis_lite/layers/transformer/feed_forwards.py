@@ -57,9 +57,7 @@ class TransformerFeedForward(ResidualBranch):
     splits = splits(
         weight=("embed", "mlp"), hidden=("batch", "length", "activation_mlp"), activation=RESIDUAL
     )
-    weight_split_dims_mapping: SplitDims
     hidden_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     preset_settings = {"tensor_parallel": "mlp_collectives"}
 

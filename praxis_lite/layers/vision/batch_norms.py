@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import NONE, SplitSetting, split_of, splits
@@ -28,8 +28,6 @@ class _PaddedNorm(Norm):
     """
 
     splits = splits(weight=(None,), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     set_padded_output_to_zero: bool
     gamma: nnx.Param | None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import inherit_params, require_positive
@@ -69,8 +69,6 @@ class Conv2D(BaseLayer):
     """
 
     splits = splits(weight=(), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -190,8 +188,6 @@ class DepthwiseConv1D(BaseLayer):
     """
 
     splits = splits(weight=(), activation=())
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import SplitSetting, splits
@@ -50,7 +50,6 @@ class Pooling(BaseLayer):
     """
 
     splits = splits(activation=())
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -116,7 +115,6 @@ class GlobalPooling(BaseLayer):
     """
 
     splits = splits(activation=())
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -188,7 +186,6 @@ class Pooling1D(BaseLayer):
     """
 
     splits = splits(activation=())
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

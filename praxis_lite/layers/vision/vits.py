@@ -15,7 +15,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import typed_as
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
@@ -81,8 +81,6 @@ class VitEntryLayers(BaseLayer):
     """
 
     splits = splits(weight=(None, "embed"), activation=RESIDUAL)
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -204,8 +202,6 @@ class VitExitLayers(BaseLayer):
 
     # Features may belong to an image or to each token.
     splits = splits(weight=("embed", None), activation=("batch",))
-    weight_split_dims_mapping: SplitDims
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -265,7 +261,6 @@ class VisionTransformer(BaseLayer):
     """
 
     splits = splits(activation=RESIDUAL)
-    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,

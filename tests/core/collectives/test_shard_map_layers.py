@@ -19,7 +19,7 @@ from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.moe.dropless import dropless
-from praxis_lite.layers.moe.experts import glu
+from praxis_lite.layers.moe.experts import Experts, glu
 from tests.decode.toy_models import Recurrent, row_keys
 from tests.layers.stacking.pipeline_cases import drawn, pipeline_model
 from tests.support.marks import slow_but
@@ -60,15 +60,13 @@ def experts_without_a_capacity():
     def values(params, x):
         gates, experts = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
         weights = {name: params[name] for name in ("wi_0", "wo_0")}
-        return dropless(
-            x,
-            experts,
-            gates,
+        layer = Experts(
             weights,
             glu(jax.nn.silu, None),
             tokens_split=(("data", "mdl"), None, None),
             weights_split=("mdl", None, None),
         )
+        return dropless(layer, "auto", x, experts, gates)
 
     return values, {
         "router": draw(DIMS, 5),

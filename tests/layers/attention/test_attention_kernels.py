@@ -11,11 +11,11 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import choice as attention_kernels
-from praxis_lite.layers.attention.kernels import fused as attention_fused
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention
 from praxis_lite.layers.attention.kernels.choice import Workload, choose_kernel
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_tools.explain import hlo_matmuls
@@ -103,7 +103,6 @@ def all_answers(is_quick: bool) -> dict:
         "einsum": einsum_attention,
         "chunks_of_4": functools.partial(chunked_attention, chunk_size=4),
         "blocks_of_4": functools.partial(blocked_attention, block_size=4),
-        "dot_product": attention_fused.dot_product_attention,
     }
 
     def run():
@@ -111,9 +110,8 @@ def all_answers(is_quick: bool) -> dict:
             name: {
                 kernel: answers(fn, *case)
                 for kernel, fn in kernels.items()
-                # One knows of no option that changes logits, one of no indices but its own.
-                if not (kernel == "dot_product" and case[1])
-                and not (kernel == "blocks_of_4" and name == "positions")
+                # One supports only indices that start at 0.
+                if not (kernel == "blocks_of_4" and name == "positions")
             }
             for name, case in MASKS.items()
             if (name in QUICK) == is_quick
@@ -159,15 +157,12 @@ def test_a_bias_is_added_before_logits_are_scaled():
     q, k, v = (rng.normal(size=(1, 4, 2, 3)).astype(np.float32) for _ in range(3))
     bias = rng.normal(size=(1, 2, 4, 4)).astype(np.float32)
     mask, options = AttentionMask(None, 0), LogitOptions(scale=0.5)
-    outputs = [
-        jax.jit(functools.partial(kernel, mask=mask, options=options, bias=bias))(q, k, v)
-        for kernel in (einsum_attention, attention_fused.dot_product_attention)
-    ]
+    run = functools.partial(einsum_attention, mask=mask, options=options, bias=bias)
+    actual = jax.jit(run)(q, k, v)
     for head in range(2):
         weights = np.tril(np.exp(0.5 * (q[0, :, head] @ k[0, :, head].T + bias[0, head])))
         expected = weights / weights.sum(-1, keepdims=True) @ v[0, :, head]
-        for actual in outputs:
-            np.testing.assert_allclose(actual[0, :, head], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual[0, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -256,7 +251,7 @@ CHOICES = [
     ("auto", ("cache",), on("tpu", queries=1), "einsum", "splash does not support cache"),
     ("splash", ("cache",), on("tpu", queries=1), "einsum", "splash does not support cache"),
     ("chunked", ("cache", "window"), on(), "chunked", "set by the user"),
-    ("dot_product", ("segment_ids",), on(), "dot_product", "set by the user"),
+    ("blocked", ("segment_ids",), on(), "blocked", "set by the user"),
 ]
 
 
@@ -286,7 +281,6 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(setting, nee
     [
         ("auto", "einsum kernel: the default on cpu"),
         ("einsum", "einsum kernel: set by the user"),
-        ("dot_product", "dot_product kernel: set by the user"),
         ("splash", "splash kernel: set by the user"),
         pytest.param("tokamax", "tokamax kernel: set by the user", marks=needs_tokamax),
         ("chunked", "chunked kernel: set by the user"),
@@ -346,7 +340,7 @@ def test_of_packed_rows_that_attend_to_themselves_no_kernel_asks_what_each_query
         mask = AttentionMask(None, 0, q_segments_BT=segments, kv_segments_BS=segments, **settings)
         return str(
             jax.make_jaxpr(
-                lambda x: attention_kernels.attend(kernel, x, x, x, mask, LogitOptions())
+                lambda x: attention_kernels.attend(AttentionSettings(kernel), x, x, x, mask)
             )(x)
         )
 

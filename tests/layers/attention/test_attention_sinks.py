@@ -62,7 +62,7 @@ def test_the_sink_takes_its_share_of_each_head():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"atten_kernel": "dot_product"}, "attention_sinks"),
+        ({"atten_kernel": "cudnn"}, "attention_sinks"),
         ({"attention_extra_logit": 0.0}, "attention_extra_logit 0.0 .*attention_sinks"),
     ],
 )

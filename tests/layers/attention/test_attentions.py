@@ -228,7 +228,6 @@ VARIANTS = {
         "scale_logits_by_head_dims": True,
     },
     "chunked": {"atten_kernel": "chunked", "atten_chunk_size": 2, "window": 4, "num_kv_heads": 2},
-    "dot_product": {"atten_kernel": "dot_product", "num_kv_heads": 2},
     "zero_fully_masked": {"zero_fully_masked": True, "output_proj_use_nhd_shape": True},
     "cross_grouped": {
         "is_cross_attention": True,

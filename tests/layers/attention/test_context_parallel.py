@@ -16,6 +16,7 @@ from praxis_lite.layers.attention.kernels.choice import attend
 from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.ring_groups import Ring
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
@@ -80,14 +81,11 @@ CASES = {
 
 def loss(kernel, how, mask, options, split, cotangent, args):
     outputs = attend(
-        kernel,
+        AttentionSettings(kernel, 3, how, LogitOptions(**options)),
         *args[:3],
         AttentionMask(**mask),
-        LogitOptions(**options),
-        chunk_size=3,
         split=split,
         sinks_N=args[3] if len(args) > 3 else None,
-        context_parallel=how,
     )
     return jnp.sum(outputs * cotangent), outputs
 
@@ -233,7 +231,7 @@ def test_a_ring_of_tokamaxs_splash_is_attention_on_one_device(case, how, devices
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernel", nightly_but({"einsum", "splash"}, ["einsum", "blocked", "splash", "dot_product"])
+    "kernel", nightly_but({"einsum", "splash"}, ["einsum", "blocked", "splash"])
 )
 def test_shared_heads_take_any_kernel(kernel):
     near("causal", "all_to_all", kernel)
@@ -288,17 +286,9 @@ def program(
     ]
 
     def function(q, k, v):
-        return attend(
-            "auto",
-            q,
-            k,
-            v,
-            AttentionMask(**(mask or {"right_context": 0})),
-            LogitOptions(),
-            chunk_size=chunk_size,
-            split=split,
-            context_parallel=how,
-        )
+        mask_of_call = AttentionMask(**(mask or {"right_context": 0}))
+        settings = AttentionSettings("auto", chunk_size, how)
+        return attend(settings, q, k, v, mask_of_call, split=split)
 
     def gradients(*args):
         return jax.grad(lambda *args: jnp.sum(function(*args) ** 2), (0, 1, 2))(*args)

@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.layers.attention.kernels.choice import attend
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.activation_names import offloaded
 from praxis_tools.explain import hlo_matmuls
@@ -21,17 +21,8 @@ BY_TIME = ("data", "mdl", None, None)
 
 
 def loss(kernel, how, q):
-    outputs = attend(
-        kernel,
-        q,
-        q,
-        q,
-        AttentionMask(None, 0),
-        LogitOptions(),
-        chunk_size=4,
-        split=BY_TIME,
-        context_parallel=how,
-    )
+    settings = AttentionSettings(kernel, 4, how)
+    outputs = attend(settings, q, q, q, AttentionMask(None, 0), split=BY_TIME)
     return jnp.sum(jnp.sin(outputs))  # Its gradient needs the outputs, as that of a matmul does.
 
 

@@ -170,7 +170,7 @@ def test_nor_in_a_recurrence():
 OF_ANY_KIND = {
     ("multi_query", "splash"),
     ("seeing_later_tokens", "tokamax"),
-    ("relative_bias", "dot_product"),
+    ("relative_bias", "einsum"),
     ("capped", "splash"),
     ("capped", "blocked"),
     ("extra_logit", "chunked"),

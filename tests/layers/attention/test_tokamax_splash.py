@@ -14,6 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import splash
 from praxis_lite.layers.attention.kernels.choice import Workload, attend, choose_kernel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kernels.splash_kernels import TokamaxSplash
 from praxis_lite.layers.attention.masks import AttentionMask
 from tests.support.marks import needs_tokamax, nightly_but
@@ -37,7 +38,8 @@ def answers(attention, dtype, q, k, v, cotangent):
 
 
 def of_kernel(name, mask):
-    return lambda q, k, v: attend(name, q, k, v, mask, LogitOptions(scale=0.3))
+    settings = AttentionSettings(name, options=LogitOptions(scale=0.3))
+    return lambda q, k, v: attend(settings, q, k, v, mask)
 
 
 def errors(actual, expected):

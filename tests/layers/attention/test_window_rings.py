@@ -30,7 +30,6 @@ VARIANTS = {
     "multi_query_cap": {"num_kv_heads": 1, "atten_logit_cap": 1.5},
     "sinks": {"attention_sinks": True, "use_rotary_position_emb": True},
     "chunked": {"atten_kernel": "chunked", "atten_chunk_size": 4, "num_kv_heads": 2},
-    "dot_product": {"atten_kernel": "dot_product", "use_rotary_position_emb": True},
 }
 
 

@@ -206,7 +206,7 @@ CASES = [
     ("sequence", "einsum"),
     ("gather", "splash"),
     ("all_to_all", "splash"),
-    ("all_to_all", "dot_product"),
+    ("all_to_all", "einsum"),
     *((word, "chunked") for word in ("gathered_keys", "ring", "all_to_all+ring")),
     ("ring_of_rows", "chunked"),
     ("two_way_ring", "einsum"),

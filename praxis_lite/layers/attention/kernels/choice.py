@@ -19,11 +19,9 @@ from praxis_lite.layers.attention.kernels.context_parallel import (
     context_parallel_attention,
     is_context_parallel,
 )
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels.fused import (
-    cudnn_attention,
-    dot_product_attention,
-)
+from praxis_lite.layers.attention.kernels.einsum import einsum_attention
+from praxis_lite.layers.attention.kernels.fused import cudnn_attention
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kernels.splash import (
     SPLASHES,
     require_splash,
@@ -66,16 +64,6 @@ _SPLASH = frozenset(
 # Settings and arguments that each kernel supports, in addition to plain and causal attention.
 KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
-    "dot_product": _ALL
-    - {
-        "atten_dropout_prob",
-        "atten_logit_cap",
-        "atten_mask",
-        "attention_extra_logit",
-        "attention_sinks",
-        "float32_logits=False",
-        "zero_fully_masked",
-    },
     "cudnn": frozenset({"num_kv_heads", "window"}),
     "splash": _SPLASH,
     "tokamax": _SPLASH,
@@ -207,22 +195,19 @@ def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
 
 
 def attend(
-    setting: str,
+    settings: AttentionSettings,
     q_BTNK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
     mask: AttentionMask,
-    options: LogitOptions,
     *,
     has_cache: bool = False,
     bias: jax.Array | None = None,
     atten_mask: jax.Array | None = None,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
-    chunk_size: int = 512,
     split: SplitDims = None,
     sinks_N: jax.Array | None = None,
-    context_parallel: str | None = None,
     dtype: Any = None,
     value_dims: int | None = None,
     is_part: bool = False,
@@ -236,11 +221,9 @@ def attend(
     Arguments that are not listed are those of `einsum_attention`.
 
     Args:
-      setting: A name in KERNELS, or "auto".
+      settings: The layer's settings.
       has_cache: Whether keys and values come from a cache.
-      chunk_size: Chunk size of the chunked kernel, or block size of the blocked kernel.
       split: Sharding of queries and outputs, [B, T, N, K].
-      context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is sharded.
       dtype: Dtype of the outputs. If None, the dtype of the queries.
       value_dims: Number of value dims without padding. If None, values are not padded.
       is_part: Whether this call runs on one device inside another `attend`, which then names
@@ -259,32 +242,27 @@ def attend(
 
     # Time is sharded. `local_kernel` is used only if devices exchange heads, so that each has
     # complete sequences of some heads.
-    if not has_cache and is_context_parallel(context_parallel, split):
-        assert context_parallel is not None
+    if not has_cache and is_context_parallel(settings.context_parallel, split):
         if atten_mask is not None:
             raise ConfigError(
-                f"DotProductAttention.context_parallel is {context_parallel!r}, which does not "
-                "support an atten_mask. Pass segment_ids or paddings instead, or set "
+                f"DotProductAttention.context_parallel is {settings.context_parallel!r}, which "
+                "does not support an atten_mask. Pass segment_ids or paddings instead, or set "
                 "context_parallel=None to let the compiler shard attention along time."
             )
-        local_kernel = functools.partial(
-            attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
-        )
+        local_kernel = functools.partial(attend, settings, dtype=dtype, is_part=True)
         encoded_BTNK = context_parallel_attention(
-            context_parallel,
+            settings,
             q_BTNK,
             k_BSGK,
             v_BSGK,
             mask,
-            options,
             local_kernel,
-            atten_kernel=setting,
-            chunk_size=chunk_size,
             split=split,
             sinks_N=sinks_N,
             residual_name=residual_name,
         )
         return finish(encoded_BTNK, is_named=True)
+    options, chunk_size = settings.options, settings.chunk_size
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     # The options of this call, with their names in KERNELS. On a first read, skip to
     # `einsum_attention`, the reference for the other kernels.
@@ -303,10 +281,11 @@ def attend(
     }
     T, S, K = q_BTNK.shape[1], k_BSGK.shape[1], q_BTNK.shape[3]
     work = Workload(compiled_platform(), q_BTNK.dtype, T, S, K)
-    name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
+    needs = (need for need, used in uses.items() if used)
+    name, reason = choose_kernel(settings.kernel, needs, work)
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask
-    # Only the einsum supports dropout and an atten_mask.
+    # Only the einsum supports dropout, an atten_mask and a bias.
     if name == "einsum":
         encoded_BTNK = einsum_attention(
             *args,
@@ -324,7 +303,6 @@ def attend(
         k: jax.Array,
         v: jax.Array,
         mask: AttentionMask,
-        bias: jax.Array | None,
         sinks_N: jax.Array | None,
     ) -> jax.Array:
         args = q, k, v, mask, options
@@ -334,8 +312,6 @@ def attend(
             return chunked_attention(
                 *args, chunk_size=chunk_size, sinks_N=sinks_N, residual_name=residual_name
             )
-        if name == "dot_product":
-            return dot_product_attention(*args, bias=bias)
         if name == "cudnn":
             return cudnn_attention(*args, split=split)
         interpret = work.platform != "tpu"
@@ -344,7 +320,7 @@ def attend(
         )
 
     # JAX cannot infer the types of kernels or their gradients over Explicit axes.
-    encoded_BTNK = untyped(run_kernel, *args, bias, sinks_N, out=type_spec)
+    encoded_BTNK = untyped(run_kernel, *args, sinks_N, out=type_spec)
     return finish(encoded_BTNK, is_named=name in _NAMING)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,18 +98,36 @@ def to_output_layout(x_BGRT: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
     """Calls `attend_in_chunks`, with checkpoint names for the results and a custom gradient."""
-    results = attend_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
+    results = attend_in_chunks(Chunks(q, k, v, mask, options, chunk_size), q.dtype)
     return name_residuals(results, residual_name)
 
 
-class _Chunks:
-    """Arguments padded to multiples of the chunk size, and the masks for pairs of chunks."""
+class Chunks:
+    """The arrays of attention, padded to multiples of the chunk size, and the logits of each chunk.
 
-    def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
+    Args:
+      q: Queries [B, T, G, R, K].
+      k: Keys [B, S, G, K].
+      v: Values [B, S, G, K].
+      mask: Mask of queries and keys.
+      options: Options for the logits; `extra` and `zero_fully_masked` are not used.
+      size: Number of queries and keys in a chunk.
+    """
+
+    def __init__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: AttentionMask,
+        options: LogitOptions,
+        size: int,
+    ):
         T, S = q.shape[1], k.shape[1]
         self.q_size, self.kv_size = min(size, T), min(size, S)
         self.num_q, self.num_kv = -(-T // self.q_size), -(-S // self.kv_size)
-        self.S, self.dims = S, (q.shape[0], *q.shape[2:4])
+        self.T, self.S, self.dims = T, S, (q.shape[0], *q.shape[2:4])
+        self.options = options
         rows, columns = self.padded_rows, self.padded_columns
         self.q, self.k, self.v = rows(q), columns(k), columns(v)
         self.q_index = rows(mask.q_index(T), mode="edge")
@@ -135,7 +153,8 @@ class _Chunks:
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the range [first, end) of key chunks to which queries in chunk i may attend."""
         first: int | jax.Array = 0
-        end, index = self.num_kv, self.rows(self.q_index, i)
+        end: int | jax.Array = self.num_kv
+        index = self.rows(self.q_index, i)
         if self.mask.kv_index_BS is not None:  # Keys may be in any order.
             return first, end
         if self.mask.right_context is not None:
@@ -146,7 +165,7 @@ class _Chunks:
             first = jnp.maximum(first_key // self.kv_size, 0)
         return first, end
 
-    def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
+    def logits(self, i: jax.Array, j: jax.Array) -> tuple[Any, Any]:
         """Returns the capped logits [B, G, R, C, C] and their mask [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
         index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
@@ -157,18 +176,10 @@ class _Chunks:
         allowed = mask.visible_at(self.rows(self.q_index, i), index_BS)
         if allowed is not None:
             visible = allowed & jnp.broadcast_to(visible, allowed.shape)
-        return options.apply(logits), visible[:, None, None]
+        return self.options.apply(logits), visible[:, None, None]
 
 
-def attend_in_chunks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    chunk_size: int,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
+def attend_in_chunks(chunks: Chunks, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns attention outputs, and the logsumexp of each query's logits.
 
     The outer loop is over chunks of queries. The inner loop is over chunks of keys and carries, per
@@ -176,28 +187,22 @@ def attend_in_chunks(
     When a larger logit is found, `decay` rescales the two sums.
 
     Args:
-      q: Queries [B, T, G, R, K].
-      k: Keys [B, S, G, K].
-      v: Values [B, S, G, K].
-      mask: Mask of queries and keys.
-      options: Options for the logits, except `extra` and `zero_fully_masked`.
-      chunk_size: Number of queries and keys in a chunk.
+      chunks: Queries, keys and values.
       dtype: Dtype of the outputs.
 
     Returns:
       Outputs [B, T, G, R, K] and logsumexp, float32 [B, G, R, T]; zeros and LARGE_NEGATIVE for
       fully masked queries.
     """
-    chunks = _Chunks(q, k, v, mask, chunk_size)
     B, G, R = chunks.dims
-    Cq = chunks.q_size
+    Cq, K = chunks.q_size, chunks.v.shape[-1]
 
     def one_chunk_of_queries(i, carry):
         encoded, log_sums = carry
 
         def add_keys(j, carry):
             highest, total, acc = carry
-            logits, visible = chunks.logits(i, j, options)
+            logits, visible = chunks.logits(i, j)
             logits = jnp.where(visible, logits, LARGE_NEGATIVE)
             new_highest = jnp.maximum(highest, jnp.max(logits, axis=-1))
             # If no logit is visible so far, new_highest is LARGE_NEGATIVE, and exp(0) would be 1
@@ -213,7 +218,7 @@ def attend_in_chunks(
         start = (
             jnp.full((B, G, R, Cq), LARGE_NEGATIVE, jnp.float32),
             jnp.zeros((B, G, R, Cq), jnp.float32),
-            jnp.zeros((B, Cq, G, R, v.shape[-1]), jnp.float32),
+            jnp.zeros((B, Cq, G, R, K), jnp.float32),
         )
         start = varying_alike(start, chunks.arrays)
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
@@ -227,12 +232,12 @@ def attend_in_chunks(
 
     # The carry of the outer loop: the outputs and logsumexps of all queries, filled chunk by chunk.
     empty = (
-        jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), dtype),
+        jnp.zeros((*chunks.q.shape[:-1], K), dtype),
         jnp.zeros((B, G, R, chunks.q.shape[1]), jnp.float32),
     )
     empty = varying_alike(empty, chunks.arrays)
     encoded, log_sums = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, empty)
-    return encoded[:, : q.shape[1]], log_sums[..., : q.shape[1]]
+    return encoded[:, : chunks.T], log_sums[..., : chunks.T]
 
 
 def _forward_with_residuals(q, k, v, mask, options, chunk_size, residual_name):
@@ -245,10 +250,27 @@ def _backward(options, chunk_size, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
-    dq, dk, dv = gradients_in_chunks(
-        q, k, v, mask, options, chunk_size, log_sums, inner, d_encoded, q.dtype
-    )
+    d_outputs = OutputGradients(d_encoded, log_sums, inner)
+    chunks = Chunks(q, k, v, mask, options, chunk_size)
+    dq, dk, dv = gradients_in_chunks(chunks, d_outputs, q.dtype)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+class OutputGradients(NamedTuple):
+    """The gradient with respect to attention outputs.
+
+    The gradients of some of the keys can be computed from it, because `log_sums` is over all keys.
+
+    Attributes:
+      encoded: Gradient with respect to the outputs, [B, T, G, R, K].
+      log_sums: Logsumexp over all keys, float32 [B, G, R, T].
+      inner: `inner_products` of outputs and their gradient, minus the gradient with respect to
+        `log_sums`, [B, G, R, T].
+    """
+
+    encoded: jax.Array
+    log_sums: jax.Array
+    inner: jax.Array
 
 
 def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
@@ -257,37 +279,19 @@ def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
 
 
 def gradients_in_chunks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    chunk_size: int,
-    log_sums: jax.Array,
-    inner: jax.Array,
-    d_encoded: jax.Array,
-    dtype: Any,
+    chunks: Chunks, d_outputs: OutputGradients, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients with respect to q, k and v; the latter two are float32.
 
     Args:
-      q: Queries [B, T, G, R, K].
-      k: Keys [B, S, G, K].
-      v: Values [B, S, G, K].
-      mask: Mask of queries and keys.
-      options: Options for the logits.
-      chunk_size: Number of queries and keys in a chunk.
-      log_sums: Logsumexp over all keys, float32 [B, G, R, T], although k may contain only some of
-        these keys.
-      inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
-        [B, G, R, T].
-      d_encoded: Gradient with respect to the outputs, [B, T, G, R, K].
+      chunks: Queries, keys and values.
+      d_outputs: Gradient with respect to the outputs.
       dtype: Dtype of the gradient of q.
     """
-    chunks = _Chunks(q, k, v, mask, chunk_size)
-    d_encoded = chunks.padded_rows(d_encoded)
-    pad = [(0, 0)] * 3 + [(0, chunks.q.shape[1] - q.shape[1])]
-    log_sums, inner = jnp.pad(log_sums, pad), jnp.pad(inner, pad)
+    options = chunks.options
+    d_encoded = chunks.padded_rows(d_outputs.encoded)
+    pad = [(0, 0)] * 3 + [(0, chunks.q.shape[1] - chunks.T)]
+    log_sums, inner = jnp.pad(d_outputs.log_sums, pad), jnp.pad(d_outputs.inner, pad)
 
     def one_chunk_of_queries(i, carry):
         dq, dk, dv = carry
@@ -296,7 +300,7 @@ def gradients_in_chunks(
         def add_keys(j, carry):
             dq_part, dk, dv = carry
             with jax.named_scope(RECOMPUTED):
-                logits, visible = chunks.logits(i, j, options)
+                logits, visible = chunks.logits(i, j)
             log_sum = chunks.rows(log_sums, i, 3)[..., None]
             # With the saved logsumexp, probabilities need no second pass over the keys.
             probs = jnp.where(visible, jnp.exp(logits - log_sum), 0.0)
@@ -309,7 +313,7 @@ def gradients_in_chunks(
                 d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
             if options.scale != 1.0:
                 d_logits = d_logits * options.scale
-            d_logits, probs = d_logits.astype(q.dtype), probs.astype(q.dtype)
+            d_logits, probs = d_logits.astype(q_part.dtype), probs.astype(q_part.dtype)
             dq_part += _einsum("bgrts,bsgk->btgrk", d_logits, keys)
             dk = add_at(dk, _einsum("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
             dv = add_at(dv, _einsum("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
@@ -331,7 +335,7 @@ def gradients_in_chunks(
     )
     start = varying_alike(start, (chunks.arrays, d_encoded))
     dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+    return dq[:, : chunks.T], dk[:, : chunks.S], dv[:, : chunks.S]
 
 
 def add_at(total: jax.Array, part: jax.Array, start: int | jax.Array) -> jax.Array:

@@ -36,7 +36,6 @@ from praxis_lite.core.sharding.split_dims import (
     without_axes,
 )
 from praxis_lite.layers.attention.kernels.chunks import apply_sinks, attention_with_log_sums
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.head_parts import pad_heads
 from praxis_lite.layers.attention.kernels.ring_attention import (
     BlockAttention,
@@ -50,6 +49,7 @@ from praxis_lite.layers.attention.kernels.ring_splash import (
     length_multiple,
     unsupported_feature,
 )
+from praxis_lite.layers.attention.kernels.settings import AttentionSettings
 from praxis_lite.layers.attention.kernels.splash import (
     SPLASHES,
     splash_is_installed,
@@ -70,47 +70,53 @@ CONTEXT_PARALLEL = {
     "all_to_all": "heads: each device receives some heads of the complete sequence",
     "all_to_all+ring": "heads within groups of devices, keys and values in a ring of groups",
 }
+_UNSUPPORTED = ("atten_dropout_prob", "relative_bias_tpl", "tensor_parallel")
 Kernel = Callable[..., jax.Array]
 
 
 def check_context_parallel(
-    layer: object, value: str | None, atten_kernel: str, unsupported: Mapping[str, bool]
+    layer: object, settings: AttentionSettings, uses: Mapping[str, bool]
 ) -> None:
     """Checks a layer's `context_parallel` setting and the layer's kernel.
+
+    Args:
+      layer: The layer, for error messages.
+      settings: The layer's settings.
+      uses: Maps the layer's other settings to whether they are used.
 
     Raises:
       ConfigError: See `check_collectives_setting`; or the kernel does not support context
         parallelism.
     """
+    method = settings.context_parallel
+    unsupported = {name: uses.get(name, False) for name in _UNSUPPORTED}
     check_collectives_setting(
-        layer, "context_parallel", value, CONTEXT_PARALLEL, unsupported, "attention by time"
+        layer, "context_parallel", method, CONTEXT_PARALLEL, unsupported, "attention by time"
     )
-    if value in ("gather", "ring"):
-        _check_kernel(type(layer).__name__, value, atten_kernel, "")
+    if method in ("gather", "ring"):
+        _check_kernel(type(layer).__name__, settings)
 
 
 def _check_kernel(
-    name: str, method: str, atten_kernel: str, context: str, cannot: str = ""
+    name: str, settings: AttentionSettings, context: str = "", cannot: str = ""
 ) -> None:
+    method, kernel = settings.context_parallel, settings.kernel
     able = ["chunked", "auto"] if method == "gather" else ["chunked", *SPLASHES, "auto"]
-    if atten_kernel not in able:
+    if kernel not in able:
         cannot = "it"
-    able = [name for name in able if name != atten_kernel]
+    able = [name for name in able if name != kernel]
     if cannot:
         raise ConfigError(
             f"{name}.context_parallel is {method!r}{context}, but atten_kernel is "
-            f"{atten_kernel!r}, which does not support {cannot}. Set atten_kernel to one of "
+            f"{kernel!r}, which does not support {cannot}. Set atten_kernel to one of "
             f"{able}, or context_parallel='all_to_all', which supports any kernel."
         )
 
 
 def _block_attention(
-    method: str,
-    atten_kernel: str,
+    settings: AttentionSettings,
     context: str,
     mask: AttentionMask,
-    options: LogitOptions,
-    chunk_size: int,
     ring: Ring,
     num_queries: int,
     num_keys: int,
@@ -118,16 +124,17 @@ def _block_attention(
     """Chooses how to attend to one group's keys: splash if set or on TPU, otherwise chunked.
 
     Raises:
-      ConfigError: atten_kernel selects splash, which does not support the mask.
+      ConfigError: The settings select splash, which does not support the mask.
     """
-    in_chunks = ChunkedBlocks(options, chunk_size)
-    if method == "gather" or atten_kernel == "chunked":
+    kernel, options = settings.kernel, settings.options
+    in_chunks = ChunkedBlocks(options, settings.chunk_size)
+    if settings.context_parallel == "gather" or kernel == "chunked":
         return in_chunks
     cannot = unsupported_feature(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
-    if atten_kernel in SPLASHES:
-        _check_kernel("DotProductAttention", method, atten_kernel, context, cannot)
-        return SplashBlocks(options, not is_tpu, splash_of(atten_kernel))
+    if kernel in SPLASHES:
+        _check_kernel("DotProductAttention", settings, context, cannot)
+        return SplashBlocks(options, not is_tpu, splash_of(kernel))
     is_short = min(num_queries, num_keys) < length_multiple(ring.num_groups)
     if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
         return in_chunks
@@ -145,16 +152,13 @@ def is_context_parallel(method: str | None, split: SplitDims) -> bool:
 
 
 def context_parallel_attention(
-    method: str,
+    settings: AttentionSettings,
     q_BTNK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
     mask: AttentionMask,
-    options: LogitOptions,
     kernel: Kernel,
     *,
-    atten_kernel: str,
-    chunk_size: int,
     split: SplitDims,
     sinks_N: jax.Array | None = None,
     residual_name: str | None = None,
@@ -169,18 +173,17 @@ def context_parallel_attention(
     Arguments that are not listed are those of `einsum_attention`.
 
     Args:
-      method: A name in CONTEXT_PARALLEL.
+      settings: The layer's settings, with `context_parallel`.
       mask: A mask without indices.
-      kernel: Attention on one device; takes (q, k, v, mask, options, sinks_N=) for complete
-        sequences.
-      atten_kernel: The layer's setting.
-      chunk_size: Number of queries and keys per chunk, for chunked attention.
+      kernel: Attention on one device; takes (q, k, v, mask, sinks_N=) for complete sequences.
       split: Sharding of q.
       residual_name: Checkpoint name of the residuals, or None.
 
     Raises:
       ConfigError: A ring is needed, but the selected kernel does not support it.
     """
+    method, options = settings.context_parallel, settings.options
+    assert method is not None, "See `is_context_parallel`."
     mesh = jax.sharding.get_abstract_mesh()
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
     rows, time, heads, _ = without_axes(spec, mesh.manual_axes)
@@ -198,10 +201,8 @@ def context_parallel_attention(
     if is_by_time:
         is_grouped = ring.group_size > 1
         context = f" and {N} heads require a ring of {ring.num_groups} groups" if is_grouped else ""
-        _check_kernel("DotProductAttention", method, atten_kernel, context)
-        block_attention = _block_attention(
-            method, atten_kernel, context, mask, options, chunk_size, ring, T, S
-        )
+        _check_kernel("DotProductAttention", settings, context)
+        block_attention = _block_attention(settings, context, mask, ring, T, S)
         if isinstance(block_attention, SplashBlocks):
             multiple = math.lcm(multiple, length_multiple(ring.num_groups))
     # Sinks, the extra logit and the mean for fully masked queries depend on the logsumexp over all
@@ -231,7 +232,6 @@ def context_parallel_attention(
                 k[:, :S],
                 v[:, :S],
                 local_mask.mapped(lambda x: x[:, :T], lambda x: x[:, :S]),
-                options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
             return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
@@ -242,7 +242,7 @@ def context_parallel_attention(
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             local_mask = mask_of_queries(local_mask, ring, t)
             encoded, log_sums = attention_with_log_sums(
-                q, k, v, local_mask, options, chunk_size, residual_name
+                q, k, v, local_mask, options, settings.chunk_size, residual_name
             )
         else:
             k, v = map(ring.to_zigzag, (k, v))

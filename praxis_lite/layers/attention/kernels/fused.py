@@ -1,4 +1,4 @@
-"""Attention with `jax.nn` (XLA or cuDNN), and a function that runs kernels on each device."""
+"""Attention with cuDNN, and a function that runs kernels on each device."""
 
 import math
 from collections.abc import Callable
@@ -15,29 +15,6 @@ from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
 # B batch, T queries, S keys, N query heads, G key/value heads, K dims per head.
-
-
-def dot_product_attention(
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    bias: jax.Array | None = None,
-) -> jax.Array:
-    """Computes attention outputs [B, T, N, K] with XLA's `jax.nn.dot_product_attention`."""
-    visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
-    return jax.nn.dot_product_attention(
-        q_BTNK,
-        k_BSGK,
-        v_BSGK,
-        # jax.nn adds the bias after scaling the logits; Pax adds it before.
-        bias=None if bias is None else bias * options.scale,
-        mask=None if visible_BTS is None else visible_BTS[:, None],
-        scale=options.scale,
-        implementation="xla",
-    )
 
 
 def cudnn_attention(

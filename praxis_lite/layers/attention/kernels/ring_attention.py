@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.chunks import (
+    Chunks,
+    OutputGradients,
     attend_in_chunks,
     gradients_in_chunks,
     inner_products,
@@ -25,20 +27,29 @@ from praxis_lite.layers.base.activation_names import name_residuals
 # B batch, T queries, S keys, G key/value heads, R query heads per key/value head, K dims per head.
 
 
-class BlockAttention(Protocol):
-    """Attention from this group's queries to the keys of the group `step` positions earlier.
+class RingStep(NamedTuple):
+    """A step in which each group attends to the keys of the group `offset` positions earlier.
 
-    `mask` is for the complete sequence; all other arrays belong to one group.
+    Attributes:
+      mask: Mask for the complete sequence.
+      ring: The ring.
+      offset: Distance to the group that owns the keys; 0 for this group.
     """
 
+    mask: AttentionMask
+    ring: Ring
+    offset: int | jax.Array
+
+    def key_group(self) -> jax.Array:
+        """Returns the index of the group that owns the keys."""
+        return (self.ring.group_index() - self.offset) % self.ring.num_groups
+
+
+class BlockAttention(Protocol):
+    """Attention from this group's queries to one group's keys; all arrays belong to one group."""
+
     def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask: AttentionMask,
-        ring: Ring,
-        step: int | jax.Array,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, step: RingStep
     ) -> tuple[jax.Array, jax.Array]:
         """Returns outputs [B, T, G, R, K] and logsumexp [B, G, R, T], both float32."""
         ...
@@ -48,12 +59,8 @@ class BlockAttention(Protocol):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        mask: AttentionMask,
-        ring: Ring,
-        step: int | jax.Array,
-        log_sums: jax.Array,
-        inner: jax.Array,
-        d_encoded: jax.Array,
+        step: RingStep,
+        d_outputs: OutputGradients,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns float32 gradients of q, k and v, like `gradients_in_chunks`."""
         ...
@@ -77,21 +84,21 @@ def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
-    def add_step(step: Any, kv: Any, result: Any) -> tuple[jax.Array, jax.Array]:
-        return merge_by_logsumexp(result, block_attention.attend(q, *kv, mask, ring, step))
+    def attend(offset: Any, kv: Any) -> tuple[jax.Array, jax.Array]:
+        return block_attention.attend(q, *kv, RingStep(mask, ring, offset))
 
-    def ring_step(step: Any, carry: Any) -> Any:
+    def ring_step(offset: Any, carry: Any) -> Any:
         kv, result = carry
         next_kv = ring.shift(kv, 1)  # Overlaps with the attention.
-        return next_kv, add_step(step, kv, result)
+        return next_kv, merge_by_logsumexp(result, attend(offset, kv))
 
     # The loop excludes the first step, which uses this group's keys, and the last step, which sends
     # nothing.
     next_kv = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
-    result = block_attention.attend(q, k, v, mask, ring, 0)
+    result = attend(0, (k, v))
     if num_steps > 1:
         next_kv, result = jax.lax.fori_loop(1, num_steps - 1, ring_step, (next_kv, result))
-        result = add_step(num_steps - 1, next_kv, result)
+        result = merge_by_logsumexp(result, attend(num_steps - 1, next_kv))
     return name_residuals((result[0].astype(q.dtype), result[1]), residual_name)
 
 
@@ -113,21 +120,23 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
+    d_outputs = OutputGradients(d_encoded, log_sums, inner)
     num_steps = _num_steps(ring, mask, k.shape[1])
 
-    def gradients(step: Any, kv: Any) -> tuple[jax.Array, tuple]:
-        dq, *d_kv = block_attention.gradients(q, *kv, mask, ring, step, log_sums, inner, d_encoded)
+    def gradients(offset: Any, kv: Any) -> tuple[jax.Array, tuple]:
+        step = RingStep(mask, ring, offset)
+        dq, *d_kv = block_attention.gradients(q, *kv, step, d_outputs)
         return dq, tuple(d_kv)
 
     # The gradients of keys and values travel with them, and each group adds its part.
-    def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
+    def add_step(offset: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
         arrived = ring.shift(d_kv, 1)
-        dq_part, d_local = gradients(step, kv)
+        dq_part, d_local = gradients(offset, kv)
         return dq + dq_part, jax.tree.map(jnp.add, arrived, d_local)
 
-    def ring_step(step: Any, carry: Any) -> Any:
+    def ring_step(offset: Any, carry: Any) -> Any:
         kv, dq, d_kv = carry
-        return ring.shift(kv, 1), *add_step(step, kv, dq, d_kv)
+        return ring.shift(kv, 1), *add_step(offset, kv, dq, d_kv)
 
     next_kv = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
     dq, d_kv = gradients(0, (k, v))
@@ -149,25 +158,33 @@ class ChunkedBlocks(NamedTuple):
     options: LogitOptions
     chunk_size: int
 
-    def attend(self, q, k, v, mask, ring, step):
-        return merge_by_logsumexp(
-            *(
-                attend_in_chunks(q, *kv, piece_mask, *self, jnp.float32)
-                for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
-            )
-        )
+    def attend(self, q, k, v, step):
+        pieces = self._pieces(step, q, k, v)
+        return merge_by_logsumexp(*(attend_in_chunks(piece, jnp.float32) for piece in pieces))
 
-    def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
-        dq, dk, dv = zip(
-            *(
-                gradients_in_chunks(
-                    q, *kv, piece_mask, *self, log_sums, inner, d_encoded, jnp.float32
-                )
-                for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
-            ),
-            strict=True,
-        )
+    def gradients(self, q, k, v, step, d_outputs):
+        pieces = self._pieces(step, q, k, v)
+        grads = (gradients_in_chunks(piece, d_outputs, jnp.float32) for piece in pieces)
+        dq, dk, dv = zip(*grads, strict=True)
         return sum(dq), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
+
+    def _pieces(self, step: RingStep, q: jax.Array, k: jax.Array, v: jax.Array) -> list[Chunks]:
+        """Returns this group's queries with each piece of the keys' group."""
+        query_mask = mask_of_queries(step.mask, step.ring, q.shape[1])
+        assert query_mask.q_index_BT is not None
+        pieces, first = [], 0
+        for start, length in step.ring.starts(step.key_group(), k.shape[1]):
+            of_piece = functools.partial(
+                jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1
+            )
+            key_mask = query_mask.mapped(lambda x: x, of_piece)
+            # Make indices relative to the piece's first key, so that fully masked chunks are
+            # skipped.
+            mask = dataclasses.replace(key_mask, q_index_BT=query_mask.q_index_BT - start)
+            k_piece, v_piece = (x[:, first : first + length] for x in (k, v))
+            pieces.append(Chunks(q, k_piece, v_piece, mask, *self))
+            first += length
+        return pieces
 
 
 def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> AttentionMask:
@@ -176,23 +193,3 @@ def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> Attent
     index = [start + jnp.arange(length, dtype=jnp.int32) for start, length in pieces]
     local = mask.mapped(lambda x: ring.part_of(x, ring.group_index(), num_queries), lambda x: x)
     return dataclasses.replace(local, q_index_BT=jnp.concatenate(index)[None])
-
-
-def _pieces(
-    mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, *kv: jax.Array
-) -> list[tuple[AttentionMask, list[jax.Array]]]:
-    """Returns (mask, [keys, values]) for each piece of the group `step` positions earlier."""
-    query_mask = mask_of_queries(mask, ring, q.shape[1])
-    group = (ring.group_index() - step) % ring.num_groups
-    pieces, first = [], 0
-    for start, length in ring.starts(group, kv[0].shape[1]):
-        of_piece = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1
-        )
-        key_mask = query_mask.mapped(lambda x: x, of_piece)
-        # Make indices relative to the piece's first key, so that fully masked chunks are skipped.
-        assert query_mask.q_index_BT is not None
-        piece_mask = dataclasses.replace(key_mask, q_index_BT=query_mask.q_index_BT - start)
-        pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))
-        first += length
-    return pieces

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.attention.kernels.chunks import OutputGradients
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.ring_groups import Ring
+from praxis_lite.layers.attention.kernels.ring_attention import RingStep
 from praxis_lite.layers.attention.kernels.splash_kernels import LANES, RowSplash
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 
@@ -36,8 +37,8 @@ class SplashBlocks(NamedTuple):
     interpret: bool
     splash: type[RowSplash]
 
-    def attend(self, q, k, v, mask, ring, step):
-        segments = _segments(mask, ring, step, q, k)
+    def attend(self, q, k, v, step):
+        segments = _segments(step, q, k)
         # Length of a zig-zag piece. `_by_order` explains which pieces attend to each other.
         half = k.shape[1] // 2
 
@@ -58,23 +59,20 @@ class SplashBlocks(NamedTuple):
         def to_all_keys(is_causal: bool) -> tuple[jax.Array, jax.Array]:
             return self._attend(q, k, v, segments, is_causal=is_causal)
 
-        return _by_order(mask, ring, step, to_all_keys, to_earlier_group, to_later_group)
+        return _by_order(step, to_all_keys, to_earlier_group, to_later_group)
 
-    def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
-        segments = _segments(mask, ring, step, q, k)
+    def gradients(self, q, k, v, step, d_outputs):
+        segments = _segments(step, q, k)
         half = k.shape[1] // 2
-        query_arrays = log_sums, inner, d_encoded
 
         def for_later_group() -> tuple[jax.Array, ...]:
+            d_second_half = OutputGradients(
+                d_outputs.encoded[:, half:],
+                d_outputs.log_sums[..., half:],
+                d_outputs.inner[..., half:],
+            )
             dq, dk, dv = self._gradients(
-                q[:, half:],
-                k,
-                v,
-                _parts(segments, half, 0),
-                log_sums[..., half:],
-                inner[..., half:],
-                d_encoded[:, half:],
-                is_causal=False,
+                q[:, half:], k, v, _parts(segments, half, 0), d_second_half, is_causal=False
             )
             # Queries in the first piece do not attend to a later group, so their gradient is 0.
             return _with_zeros_before(dq, half, 1), dk, dv
@@ -82,16 +80,16 @@ class SplashBlocks(NamedTuple):
         def for_earlier_group() -> tuple[jax.Array, ...]:
             kv = k[:, :half], v[:, :half]
             dq, *d_kv = self._gradients(
-                q, *kv, _parts(segments, 0, -half), *query_arrays, is_causal=False
+                q, *kv, _parts(segments, 0, -half), d_outputs, is_causal=False
             )
             # No query attends to the second piece of an earlier group, so the gradient of its keys
             # is 0.
             return dq, *(jnp.pad(x, [(0, 0), (0, half), (0, 0), (0, 0)]) for x in d_kv)
 
         def for_all_keys(is_causal: bool) -> tuple[jax.Array, ...]:
-            return self._gradients(q, k, v, segments, *query_arrays, is_causal=is_causal)
+            return self._gradients(q, k, v, segments, d_outputs, is_causal=is_causal)
 
-        return _by_order(mask, ring, step, for_all_keys, for_earlier_group, for_later_group)
+        return _by_order(step, for_all_keys, for_earlier_group, for_later_group)
 
     def _row_kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> RowSplash:
         """Returns the kernels for all heads of one sequence."""
@@ -123,23 +121,24 @@ class SplashBlocks(NamedTuple):
         k: jax.Array,
         v: jax.Array,
         segments: Segments,
-        log_sums: jax.Array,
-        inner: jax.Array,
-        d_encoded: jax.Array,
+        d_outputs: OutputGradients,
         *,
         is_causal: bool,
     ) -> tuple[jax.Array, ...]:
         shape = (q.shape[0], -1, q.shape[1])
         # The logits of fully masked queries equal their logsumexp, but their softmax must be 0.
-        sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
+        log_sums = d_outputs.log_sums
+        log_sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
         dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
             _to_splash_layout(q * self.options.scale),
             _to_splash_layout(k),
             _to_splash_layout(v),
             segments,
-            sums.reshape(shape),
-            inner.reshape(shape),
-            _to_splash_layout(d_encoded),
+            OutputGradients(
+                _to_splash_layout(d_outputs.encoded),
+                log_sums.reshape(shape),
+                d_outputs.inner.reshape(shape),
+            ),
         )
         return (
             _to_query_layout(dq, q.shape) * self.options.scale,
@@ -147,34 +146,29 @@ class SplashBlocks(NamedTuple):
         )
 
 
-def _by_order(
-    mask: AttentionMask, ring: Ring, step: int | jax.Array, all_keys: Any, earlier: Any, later: Any
-) -> Any:
+def _by_order(step: RingStep, all_keys: Any, earlier: Any, later: Any) -> Any:
     """Calls the function for a group's own keys, or for the keys of an earlier or later group.
 
     In a zig-zag, all queries attend to the first piece of an earlier group, but not to its second
     piece. Queries in the second piece attend to both pieces of a later group, and queries in the
     first piece to neither.
     """
-    is_causal = mask.right_context == 0
-    if not is_causal or (isinstance(step, int) and step == 0):
+    is_causal = step.mask.right_context == 0
+    if not is_causal or (isinstance(step.offset, int) and step.offset == 0):
         return all_keys(is_causal)
-    return jax.lax.cond(ring.group_index() >= step, earlier, later)
+    return jax.lax.cond(step.ring.group_index() >= step.offset, earlier, later)
 
 
-def _segments(
-    mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, k: jax.Array
-) -> Segments:
+def _segments(step: RingStep, q: jax.Array, k: jax.Array) -> Segments:
     """Returns the segments of this group's queries q and of the keys k; -1 for masked keys."""
+    mask, ring = step.mask, step.ring
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
-    group = ring.group_index()
-    key_group = (group - step) % ring.num_groups
     lengths = (n * ring.num_groups for n in (q.shape[1], k.shape[1]))
     q_segments, kv_segments = mask.segments(q.shape[0], *lengths)
     return (
-        ring.part_of(q_segments, group, q.shape[1]),
-        ring.part_of(kv_segments, key_group, k.shape[1]),
+        ring.part_of(q_segments, ring.group_index(), q.shape[1]),
+        ring.part_of(kv_segments, step.key_group(), k.shape[1]),
     )
 
 

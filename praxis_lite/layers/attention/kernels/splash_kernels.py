@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from praxis_lite.layers.attention.kernels.chunks import OutputGradients
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
@@ -57,20 +58,11 @@ class RowSplash(abc.ABC):
         k: jax.Array,
         v: jax.Array,
         ids: Ids,
-        log_sums: jax.Array,
-        inner: jax.Array,
-        d_encoded: jax.Array,
+        d_outputs: OutputGradients,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients with respect to q, k and v for a softmax over more keys than k.
 
-        Args:
-          q: Scaled queries [N, T, K].
-          k: Keys [G, S, K].
-          v: Values [G, S, K].
-          ids: Segments.
-          log_sums: Logsumexp over all keys, [N, T].
-          inner: Inner product of each output and its gradient, [N, T].
-          d_encoded: Gradients with respect to the outputs, [N, T, K].
+        The arrays in `d_outputs` are [N, T, K], [N, T] and [N, T].
         """
 
     @abc.abstractmethod
@@ -125,7 +117,7 @@ class JaxSplash(RowSplash):
             encoded, (log_sums,) = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, log_sums
 
-    def gradients(self, q, k, v, ids, log_sums, inner, d_encoded):
+    def gradients(self, q, k, v, ids, d_outputs):
         # The kernel's own gradient assumes a softmax over k. These private functions accept the
         # logsumexp over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -143,6 +135,7 @@ class JaxSplash(RowSplash):
                 "interpret",
             )
         } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+        d_encoded, log_sums, inner = d_outputs
         arrays = q, k, v, self.segments(ids), None, log_sums, d_encoded, inner
         with self.annotated():
             _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
@@ -215,7 +208,7 @@ class TokamaxSplash(RowSplash):
             encoded, sums = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, sums["logsumexp"]
 
-    def gradients(self, q, k, v, ids, log_sums, inner, d_encoded):
+    def gradients(self, q, k, v, ids, d_outputs):
         kernel = self.kernel()
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
@@ -225,9 +218,9 @@ class TokamaxSplash(RowSplash):
                 k,
                 v,
                 self.segments(ids),
-                log_sums,
-                d_encoded,
-                inner,
+                d_outputs.log_sums,
+                d_outputs.encoded,
+                d_outputs.inner,
                 bq=block_q,
                 bkv=block_kv,
                 bkv_compute=block_kv,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining.buffers import shift
-from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule, Place
 from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
@@ -110,7 +110,8 @@ class InterleavedTicks:
             (assigned, grad_values, reported),
         )
         stages = self.work.stages
-        _, residuals = jax.eval_shape(self.input_grads, stages, stages, x_S, x_S, grad_values)
+        places = Place(stages, stages, stages)
+        _, residuals = jax.eval_shape(self.input_grads, places, x_S, x_S, grad_values)
         saved_SK = jnp.broadcast_to(
             x_S[:, None], (num_stages, self.schedule.num_saved_inputs, *x.shape)
         )
@@ -171,24 +172,19 @@ class InterleavedTicks:
         saved_SK = self.work.layout.constrain(saved_SK, row_dim=2)
 
         def work(
-            arrays: list,
-            values: Values,
-            stage: Any,
-            microbatch: Any,
-            repeat: Any,
-            is_valid: Any,
-            x: Any,
+            arrays: list, values: Values, place: Place, is_valid: Any, x: Any
         ) -> tuple[jax.Array, Values]:
-            y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
-            at = microbatch, repeat
+            y, new = self.work.work(*self.picked(arrays, place), x)
+            at = place.microbatch, place.repeat
             values = {
                 path: a.at[at].set(jnp.where(is_valid, new[path], a[at]))
                 for path, a in values.items()
             }
             return y, values
 
-        y_S, values = self.work.vmap(work, in_axes=(1, 2, 0, 0, 0, 0, 0), out_axes=(0, 2))(
-            self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
+        place = Place(self.work.stages, microbatch, repeat)
+        y_S, values = self.work.vmap(work, in_axes=(1, 2, 0, 0, 0), out_axes=(0, 2))(
+            self.arrays, carry.values, place, is_valid, x_S
         )
         return carry._replace(saved_SK=saved_SK, values=values), self.constrain_activations(y_S)
 
@@ -225,8 +221,9 @@ class InterleavedTicks:
         # The input that each stage saved in its forward tick, from which the stage is recomputed.
         index = self.schedule.tick_forward(t, stages) % self.schedule.num_saved_inputs
         x_S = self.constrain_activations(self.work.vmap(pick)(carry.saved_SK, index))
+        grad_y_S = self.constrain_activations(carry.grad_x_S)
         grad_x_S, residuals = self.input_grads(
-            microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
+            Place(stages, microbatch, repeat), x_S, grad_y_S, carry.grad_values
         )
         # Idle stages and microbatches with weight 0 may produce NaN.
         has_weight = has_weight.reshape(-1, *[1] * (x_S.ndim - 1))
@@ -252,23 +249,19 @@ class InterleavedTicks:
         )
 
     def input_grads(
-        self,
-        microbatch: jax.Array,
-        repeat: jax.Array,
-        x_S: jax.Array,
-        grad_y_S: jax.Array,
-        grad_values: Values,
+        self, place: Place, x_S: jax.Array, grad_y_S: jax.Array, grad_values: Values
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients of the stages' inputs, and residuals for the weight gradients."""
 
         def stage_input_grads(
-            arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
+            arrays: list, place: Place, x: Any, grad_y: Any, grad_values: Values
         ) -> tuple:
-            grad_values = {path: a[m, r] for path, a in grad_values.items()}
-            return self.split.first(*self.picked(arrays, stage, m, r), x, grad_y, grad_values)
+            at = place.microbatch, place.repeat
+            grad_values = {path: a[at] for path, a in grad_values.items()}
+            return self.split.first(*self.picked(arrays, place), x, grad_y, grad_values)
 
-        return self.work.vmap(stage_input_grads, self.split, in_axes=(1, 0, 0, 0, 0, 0, 2))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
+        return self.work.vmap(stage_input_grads, self.split, in_axes=(1, 0, 0, 0, 2))(
+            self.arrays, place, x_S, grad_y_S, grad_values
         )
 
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
@@ -284,30 +277,31 @@ class InterleavedTicks:
             arrays: list,
             totals: list,
             residuals: list,
-            stage: Any,
+            place: Place,
             delay: Any,
-            m: Any,
-            r: Any,
             has_weight: Any,
         ) -> list:
             index = (t - delay) % self.schedule.num_residuals
             residuals = [pick(residual, index) for residual in residuals]
-            parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
+            parts = self.split.second(residuals, *self.picked(arrays, place))
             return jax.tree.map(
-                lambda total, part: add_at(total, _zero_unless(has_weight, part), r), totals, parts
+                lambda total, part: add_at(total, _zero_unless(has_weight, part), place.repeat),
+                totals,
+                parts,
             )
 
         slot_axis = 0 if microbatch.ndim else None  # None if all stages share one microbatch.
         grad_floats = self.work.vmap(
-            stage_weight_grads, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
+            stage_weight_grads,
+            self.split,
+            in_axes=(1, 1, 0, Place(0, slot_axis, slot_axis), 0, slot_axis),
+            out_axes=1,
         )(
             self.arrays,
             carry.grad_floats,
             carry.residuals,
-            stages,
+            Place(stages, microbatch, repeat),
             delay,
-            microbatch,
-            repeat,
             has_weight,
         )
         return carry._replace(
@@ -316,13 +310,11 @@ class InterleavedTicks:
             )
         )
 
-    def picked(
-        self, arrays: list, stage: Any, microbatch: Any, repeat: Any
-    ) -> tuple[list[jax.Array], Any, Any, Any, Any]:
+    def picked(self, arrays: list, place: Place) -> tuple[list[jax.Array], Any, Place]:
         """Returns the arguments of `StageWork.work` except x."""
-        key = None if self.keys_M is None else pick(self.keys_M, microbatch)
+        key = None if self.keys_M is None else pick(self.keys_M, place.microbatch)
         # The key is already specific to the microbatch, so `work` folds in index 0.
-        return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
+        return self.work.picked(arrays, place), key, place._replace(microbatch=0 * place.microbatch)
 
     def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
         """Returns `function(*args)`, or zeros if the condition is False."""

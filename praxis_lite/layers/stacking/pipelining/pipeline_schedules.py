@@ -6,11 +6,19 @@ circular schedule of arXiv:2104.04473 and Pax), and the bubbles shrink by a fact
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ("Schedule",)
 
 # S stages, M microbatches, R repeats.
+
+
+class Place(NamedTuple):
+    """A stage, and the microbatch and repeat that it processes in a tick; arrays or indices."""
+
+    stage: Any
+    microbatch: Any
+    repeat: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover, transpose
-from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Place, Schedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, add_at, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -93,14 +93,13 @@ class _Ticks:
         old_values = assigned_values(jax.tree.unflatten(self.work.treedef, leaves))
         arrays = self.work.arrays(leaves, inputs)
 
-        def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> tuple:
-            picked = self.work.picked(arrays, microbatch, repeat)
-            return self.work.work(picked, key, stage, microbatch, repeat, x)
+        def work(arrays: list, place: Place, x: Any) -> tuple:
+            return self.work.work(self.work.picked(arrays, place), key, place, x)
 
-        work_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))
+        work_S = self.work.vmap(work, in_axes=(1, 0, 0))
 
-        def run_stages(x_S: Any, cache: None, microbatch: Any, repeat: Any, _: Any) -> tuple:
-            y_S, values = work_S(arrays, self.work.stages, microbatch, repeat, x_S)
+        def run_stages(x_S: Any, cache: None, place: Place, _: Any) -> tuple:
+            y_S, values = work_S(arrays, place, x_S)
             return y_S, cache, values
 
         x_M, _, values, x_TS = scan_ticks(
@@ -129,20 +128,12 @@ class _Ticks:
         handover, started = self.handover, jax.eval_shape(self.handover.start, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
-        def input_grads(
-            arrays: list,
-            stage: Any,
-            microbatch: Any,
-            repeat: Any,
-            x: Any,
-            grad_y: Any,
-            grad_values: Any,
-        ) -> tuple:
-            grad_values = {path: pick(a, repeat) for path, a in grad_values.items()}
-            picked = self.work.picked(arrays, microbatch, repeat)
-            return split.first(picked, key, stage, microbatch, repeat, x, grad_y, grad_values)
+        def input_grads(arrays: list, place: Place, x: Any, grad_y: Any, grad_values: Any) -> tuple:
+            grad_values = {path: pick(a, place.repeat) for path, a in grad_values.items()}
+            picked = self.work.picked(arrays, place)
+            return split.first(picked, key, place, x, grad_y, grad_values)
 
-        input_grads_S = self.work.vmap(input_grads, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
+        input_grads_S = self.work.vmap(input_grads, split, in_axes=(1, 0, 0, 0, 1))
 
         def input_grads_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             # The carry contains the gradients of the arrays that arrived at the stages and of the
@@ -152,9 +143,8 @@ class _Ticks:
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
             leave, enter = (functools.partial(f, t=t) for f in (handover.leave, handover.enter))
             grad_y_S, grad_stored = transpose(leave, started, (grad_arrived_S, grad_stored))
-            grad_x_S, new_residuals = input_grads_S(
-                arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
-            )
+            place = Place(self.work.stages, microbatch, repeat)
+            grad_x_S, new_residuals = input_grads_S(arrays, place, x_S, grad_y_S, grad_values)
             # Idle stages may produce NaN.
             is_valid = is_valid.reshape(-1, *[1] * (grad_x_S.ndim - 1))
             grad_x_S = self.work.layout.constrain(jnp.where(is_valid, grad_x_S, 0), row_dim=1)
@@ -166,24 +156,25 @@ class _Ticks:
             ]
             return (*transpose(enter, started, (grad_x_S, grad_stored)), residuals), None
 
-        def weight_grads(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
+        def weight_grads(arrays: list, place: Place, residuals: list, t: Any) -> list:
             # The microbatch that stage 0 has at tick t was on stage s at tick t + s.
-            residuals = [pick(residual, (t + stage) % num_stages) for residual in residuals]
-            return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
+            residuals = [pick(residual, (t + place.stage) % num_stages) for residual in residuals]
+            return split.second(residuals, self.work.picked(arrays, place), key, place)
 
         def weight_grads_tick(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             carry, grad_floats = carry
             carry, _ = input_grads_tick(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
+            place = Place(self.work.stages, microbatch, repeat)
             # carry[-1] contains the residuals, including those that this tick has just stored.
-            new = self.work.vmap(weight_grads, split, in_axes=(1, 0, 0, None, None, None))(
-                arrays, self.work.stages, carry[-1], t, microbatch, repeat
+            new = self.work.vmap(weight_grads, split, in_axes=(1, Place(0, None, None), 0, None))(
+                arrays, place, carry[-1], t
             )
             grad_floats = [
                 jax.tree.map(
                     lambda total, part, i=i: add_at(
-                        total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
+                        total, jnp.where(is_valid, part, 0), self.work.index(i, place)
                     ),
                     totals,
                     parts,
@@ -194,7 +185,7 @@ class _Ticks:
 
         # The initial carry. Residuals are [S, S, ...]: a slot per tick, modulo S, for each stage.
         _, residuals = jax.eval_shape(
-            input_grads_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
+            input_grads_S, arrays, Place(*[self.work.stages] * 3), x_TS[0], x_TS[0], grad_values
         )
         empty = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
         totals = [self.work.unstack_layers(i, jnp.zeros_like(arrays[i]), 2) for i in floats]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.collectives.vmapped_axes import before_vmap, vmap_over
 from praxis_lite.layers.base.variables import assigned_values
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Place
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitFunction, split_function
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -82,21 +83,19 @@ class StageWork:
         """Returns the values of the variables that the blocks assign, [R, S, P, ...]."""
         return assigned_values(jax.tree.unflatten(self.treedef, arrays[: self.num_leaves]))
 
-    def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
-        """Indexes the arrays by a repeat (weights) or a microbatch (inputs)."""
-        return [pick(a, self.index(i, microbatch, repeat)) for i, a in enumerate(arrays)]
+    def picked(self, arrays: Sequence[jax.Array], place: Place) -> list[jax.Array]:
+        """Indexes the arrays by the repeat (weights) or the microbatch (inputs)."""
+        return [pick(a, self.index(i, place)) for i, a in enumerate(arrays)]
 
-    def index(self, number: int, microbatch: Any, repeat: Any) -> Any:
+    def index(self, number: int, place: Place) -> Any:
         """Returns the repeat if array `number` is a weight, or the microbatch if it is an input."""
-        return repeat if number < self.num_leaves else microbatch
+        return place.repeat if number < self.num_leaves else place.microbatch
 
     def work(
         self,
         arrays: Sequence[jax.Array],
         key: Any,
-        stage: jax.Array,
-        microbatch: jax.Array,
-        repeat: jax.Array,
+        place: Place,
         x: jax.Array,
     ) -> tuple[jax.Array, Values]:
         """Runs a stage on arrays from `picked`; returns (x, assigned values [P, ...]).
@@ -111,9 +110,8 @@ class StageWork:
             x, _, values = apply_layer_at(
                 block,
                 x,
-                stage * layers_per_stage + index,
-                repeat,
-                microbatch,
+                place.stage * layers_per_stage + index,
+                place,
                 num_layers=self.num_layers,
                 has_padding_layers=layers_per_stage * self.num_stages > self.num_layers,
                 key=key,
@@ -156,14 +154,14 @@ class StageWork:
           x_S: An array [S, rows, ...], or its `jax.ShapeDtypeStruct`.
           values: Assigned values [R, S, P, ...], or their shapes; only floats have gradients.
         """
-        num_shared = 5  # The arguments of `work` before x.
+        num_shared = 3  # The arguments of `work` before x.
 
         def backward(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
-            arrays, key, stage, microbatch, repeat, x, grad_y, grad_values = args
+            arrays, key, place, x, grad_y, grad_values = args
 
             def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
                 given = dict(enumerate(arrays)) | dict(zip(floats, values, strict=True))
-                y, assigned = self.work(list(given.values()), key, stage, microbatch, repeat, x)
+                y, assigned = self.work(list(given.values()), key, place, x)
                 return y, {path: assigned[path] for path in grad_values}
 
             # Differentiate with respect to x and the float arrays, with separate arrays per layer.
@@ -180,7 +178,7 @@ class StageWork:
             lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, grad_values)
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
-        args = arrays, key, index, index, index, x, x, grad_values
+        args = arrays, key, Place(index, index, index), x, x, grad_values
         with before_vmap(self.layout.vmapped_axes(self.num_stages)):
             return split_function(backward, args, num_shared)
 

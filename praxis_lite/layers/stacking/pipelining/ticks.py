@@ -26,7 +26,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover
-from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Place, Schedule
 
 # R repeats, S stages, P layers per stage and repeat, M microbatches. Name suffixes give the leading
 # dims of arrays: x_M is [M, rows, ...].
@@ -154,25 +154,22 @@ def run_ticks(
       layout: The sharding of arrays with a stage dim.
     """
     num_stages = schedule.num_stages
-    stages = jnp.arange(num_stages)
 
     def work(
         x: jax.Array,
         blocks_RP: Any,
         cache_RP: PyTree,
         inputs_M: PyTree,
-        stage: jax.Array,
-        microbatch: jax.Array,
-        repeat: jax.Array,
+        place: Place,
         is_valid: jax.Array,
     ) -> tuple[jax.Array, PyTree, Values]:
         """Runs one stage in one tick."""
-        inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
-        block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
+        inputs = jax.tree.map(lambda a: pick(a, place.microbatch), inputs_M)
+        block_P, cache_P = jax.tree.map(lambda a: pick(a, place.repeat), (blocks_RP, cache_RP))
         # Idle stages also compute, with an arbitrary layer and rows of the batch.
         block_P, x, inputs = stop_gradient_unless(is_valid, (block_P, x, inputs))
         layers_per_stage = jax.tree.leaves(block_P)[0].shape[0]
-        first = stage * layers_per_stage
+        first = place.stage * layers_per_stage
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, index_in_repeat, cache = layer
@@ -180,8 +177,7 @@ def run_ticks(
                 block,
                 x,
                 index_in_repeat,
-                repeat,
-                microbatch,
+                place,
                 num_layers=num_layers,
                 has_padding_layers=layers_per_stage * num_stages > num_layers,
                 key=key,
@@ -196,7 +192,7 @@ def run_ticks(
         # Idle stages must not write to the cache.
         cache_RP = jax.tree.map(
             lambda all_R, old, new: jax.lax.dynamic_update_index_in_dim(
-                all_R, jnp.where(is_valid, new, old), repeat, axis=0
+                all_R, jnp.where(is_valid, new, old), place.repeat, axis=0
             ),
             cache_RP,
             cache_P,
@@ -211,11 +207,11 @@ def run_ticks(
         work_S = vmap_over(
             layout.vmapped_axes(num_stages),
             work,
-            in_axes=(0, 1, 1, 0, 0, 0, 0, 0),
+            in_axes=(0, 1, 1, 0, 0, 0),
             out_axes=(0, 1, 0),
         )
         x_M, cache, values, _ = scan_ticks(
-            lambda x_S, cache, *at: work_S(x_S, blocks, cache, inputs_SM, stages, *at),
+            lambda x_S, cache, *at: work_S(x_S, blocks, cache, inputs_SM, *at),
             Handover(schedule, layout, stream_io),
             x_M,
             cache,
@@ -238,8 +234,8 @@ def scan_ticks(
     """Scans over the ticks of a forward pass.
 
     Args:
-      work_S: Runs all stages; takes (x_S, cache, microbatch, repeat, is_valid), the last three with
-        an entry per stage, and returns (x_S, cache, values assigned in the tick [S, P, ...]).
+      work_S: Runs all stages; takes (x_S, cache, place, is_valid), the last two with an entry per
+        stage, and returns (x_S, cache, values assigned in the tick [S, P, ...]).
       handover: The transfer of activations between stages.
       x_M: See `run_ticks`.
       cache: See `run_ticks`.
@@ -256,7 +252,7 @@ def scan_ticks(
         x_S, stored, cache, values = carry
         microbatch, repeat, is_valid = schedule.work(t, stages)
         x_S, stored = handover.enter(x_S, stored, t)
-        y_S, cache, new_values = work_S(x_S, cache, microbatch, repeat, is_valid)
+        y_S, cache, new_values = work_S(x_S, cache, Place(stages, microbatch, repeat), is_valid)
         y_S = layout.constrain(y_S, row_dim=1)
         is_updated_RS = (repeats == repeat[None]) & is_valid[None]
         for path, new in new_values.items():
@@ -276,8 +272,7 @@ def apply_layer_at(
     block: Any,
     x: jax.Array,
     index_in_repeat: jax.Array,
-    repeat: jax.Array,
-    microbatch: jax.Array,
+    place: Place,
     *,
     num_layers: int,
     has_padding_layers: bool,
@@ -289,7 +284,7 @@ def apply_layer_at(
     Returns:
       (x, cache, assigned values).
     """
-    layer = repeat * num_layers + index_in_repeat
+    layer, microbatch = place.repeat * num_layers + index_in_repeat, place.microbatch
     if not has_padding_layers:
         return apply_layer(block, x, layer, microbatch, cache=cache, **inputs)
     exists = index_in_repeat < num_layers

@@ -50,13 +50,13 @@ def _pieces(change):
     """Returns a planter of other arguments of the masks of a group's pieces."""
 
     def new(old):
-        return lambda mask, ring, step, *arrays: old(*change(mask, ring, step), *arrays)
+        return lambda self, step, *arrays: old(self, change(step), *arrays)
 
-    return replaced(f"{KERNELS}.ring_attention:_pieces", new)
+    return replaced(f"{KERNELS}.ring_attention:ChunkedBlocks._pieces", new)
 
 
 def _without(**fields):
-    return lambda mask, ring, step: (dataclasses.replace(mask, **fields), ring, step)
+    return lambda step: step._replace(mask=dataclasses.replace(step.mask, **fields))
 
 
 def _starts(change):
@@ -103,14 +103,16 @@ IN_A_RING = {
         f"{KERNELS}.ring_attention:_num_steps", lambda x, *_: max(x - 1, 1)
     ),
     "the mask is lost after the first station": _pieces(
-        lambda mask, ring, step: (
-            (mask, ring, step)
-            if isinstance(step, int) and step == 0
-            else _without(right_context=None)(mask, ring, step)
+        lambda step: (
+            step
+            if isinstance(step.offset, int) and step.offset == 0
+            else _without(right_context=None)(step)
         )
     ),
-    "the mask is that of the station itself": _pieces(lambda mask, ring, step: (mask, ring, 0)),
-    "the mask is that of another station": _pieces(lambda mask, ring, step: (mask, ring, step + 1)),
+    "the mask is that of the station itself": _pieces(lambda step: step._replace(offset=0)),
+    "the mask is that of another station": _pieces(
+        lambda step: step._replace(offset=step.offset + 1)
+    ),
     "a window is begun": _pieces(_without(left_context=3)),
     "positions begin anew on each device": _starts(lambda ring, start, length: start * 0),
     "positions are one device off": _starts(
@@ -142,7 +144,7 @@ DEFECTS += [
         "the mask is lost": replaced(
             f"{KERNELS}.context_parallel:mask_of_queries",
             lambda old: (
-                lambda mask, *rest: _without(right_context=None)(old(mask, *rest), None, None)[0]
+                lambda mask, *rest: dataclasses.replace(old(mask, *rest), right_context=None)
             ),
         ),
     }.items()
