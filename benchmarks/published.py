@@ -178,8 +178,11 @@ def differences(
 
 def environment() -> str:
     """Returns a table cell with the commit, the jax version and the machine."""
-    git = ["git", "-C", str(DOCS), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    git = ["git", "-C", str(DOCS.parent)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    # The results of earlier rows are changes too, so only changes outside of docs count.
+    diff = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":!docs"])
+    commit = (head.stdout.strip() or "unknown") + ("-dirty" if diff.returncode == 1 else "")
     device = jax.devices()[0]
     kind = f"{os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
     return f"{commit}, jax {importlib.metadata.version('jax')}, {platform.machine()}, {kind}"
