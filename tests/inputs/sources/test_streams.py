@@ -170,5 +170,8 @@ def nested(dataset, **settings):
     ],
 )
 def test_errors_say_what_to_change(pipeline, message):
+    if message == "0 elements":
+        # Older versions repeat a stream without examples forever.
+        pytest.importorskip("datasets", minversion="5.1")
     with pytest.raises(ConfigError, match=message):
         list(itertools.islice(pipeline.batches(), 10))
