@@ -96,7 +96,8 @@ def test_padding_behind_the_127th_element_of_a_block_is_not_in_a_digest(mesh_of)
 
 def test_arrays_and_keys_move_to_another_order_of_the_devices(mesh_of):
     mesh = mesh_of(4, axis_names=("data",))
-    other = Mesh(mesh.devices[[2, 0, 3, 1]], mesh.axis_names)
+    devices = mesh.devices[[2, 0, 3, 1]]
+    other = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
     keys = jax.random.split(jax.random.key(7), 4)
     arrays = {"keys": keys, "w": RNG.normal(size=(8, 3)).astype(np.float32)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
