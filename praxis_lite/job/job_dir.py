@@ -21,7 +21,13 @@ from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes.exits import temporary_folder
 
-__all__ = ("JobDir", "open_for_supervisors", "open_for_reading", "recorded_experiment")
+__all__ = (
+    "JobDir",
+    "job_dir_at",
+    "open_for_supervisors",
+    "open_for_reading",
+    "recorded_experiment",
+)
 
 # Name under decode/ of the dataset that contains the prompts from --prompt and --prompts.
 COMMAND_LINE = "command_line"

@@ -72,8 +72,8 @@ def test_a_trial_in_a_store_is_claimed_by_one_process(store):
         assert not thread.is_alive()
         first.release(5)
         assert [second.claim(number) for number in (3, 5, 7)] == [False, True, True]
-    third = StoredClaims(store)
-    assert [third.claim(number) for number in (3, 5, 7)] == [True] * 3
+    with StoredClaims(store) as third:
+        assert [third.claim(number) for number in (3, 5, 7)] == [True] * 3
 
 
 def test_no_entry_of_a_journal_in_a_store_is_lost_or_duplicated(store, monkeypatch):
