@@ -102,7 +102,9 @@ def try_out() -> str:
     python = WORK / "installed/bin/python"
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", "praxis_lite"]
-        settings = ["run.num_train_steps=30", "corpus.files=*.txt"]
+        # The text has five documents, of which two are held out.
+        corpus = ["corpus.files=*.txt", "corpus.heldout_percent=40"]
+        settings = ["run.num_train_steps=30", *corpus]
         Path(folder, "a.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(3000)))
         train = [*command, "--exp=lm.PyDocs", "--job_log_dir=job", "--set", *settings]
         run(train, folder)
