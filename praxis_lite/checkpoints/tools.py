@@ -36,7 +36,9 @@ _SET_ASIDE = {
 def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
     """Yields the items, and shows a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
-    return track(items, "reading", console=console, transient=True, disable=not console.is_terminal)
+    if not console.is_terminal:
+        return items
+    return track(items, "reading", console=console, transient=True)
 
 
 @dataclasses.dataclass(frozen=True)
