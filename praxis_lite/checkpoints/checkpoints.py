@@ -31,7 +31,7 @@ from praxis_lite.checkpoints.steps.verified_steps import Metrics, Step, Verified
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, FailedSave, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import AnyPath
+from praxis_lite.host.object_stores import AnyPath, StorePath
 from praxis_lite.job.local_directory import directory as directory_at
 from praxis_lite.job.processes.broadcast import from_first
 
@@ -319,7 +319,9 @@ class Checkpoints:
         saved = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
         check_same(self.directory / str(step), saved, expected)
         with self._steps.read(step) as manifest:
-            return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)
+            step_dir = self.directory / str(step)
+            in_store = isinstance(step_dir, StorePath)
+            return read_arrays(stored_arrays(step_dir, manifest), leaves, mesh, in_store=in_store)
 
     def _choose(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Verifies a step, and returns its number and manifest."""

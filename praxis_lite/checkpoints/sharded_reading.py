@@ -12,16 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import AnyPath
+from praxis_lite.host.object_stores import AnyPath, StorePath
 
 __all__ = ("read_state",)
 
 # Maximum number of bytes that a process reads at a time, unless a single array is larger. The host
 # needs this memory once for the arrays, and again for the decoded chunks.
 _MAX_GROUP_BYTES = 1 << 30
-# Number of arrays that are read at a time. In an object store, each read waits for an answer, so
-# this is the number of requests that TensorStore sends at a time.
-_NUM_THREADS = 32
+# Number of arrays that are read at a time. Each needs memory for its shards and for its decoded
+# chunks. In an object store, each read waits for an answer, so more of them are needed.
+_NUM_THREADS, _NUM_THREADS_IN_STORE = 4, 32
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
@@ -62,7 +62,8 @@ def read_state(
     saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
     leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(prefixes)}
     check_same(step_dir, saved, {path: manifest_leaf(leaf) for path, leaf in leaves.items()})
-    read = read_arrays(arrays(), leaves, mesh)
+    in_store = isinstance(step_dir, StorePath)
+    read = read_arrays(arrays(), leaves, mesh, in_store=in_store)
     shapes, opt_shapes = layout.shapes.mdl_vars, layout.shapes.opt_states
     keys = sorted(opt_shapes) if opt_states_keys is None else opt_states_keys
     structure = jax.tree.structure((shapes, {key: opt_shapes[key] for key in keys}))
@@ -71,7 +72,11 @@ def read_state(
 
 
 def read_arrays(
-    arrays: Mapping[str, ReadableArray], leaves: Mapping[str, LeafLayout], mesh: Mesh
+    arrays: Mapping[str, ReadableArray],
+    leaves: Mapping[str, LeafLayout],
+    mesh: Mesh,
+    *,
+    in_store: bool = False,
 ) -> dict[str, jax.Array]:
     """Reads arrays into their shards, padded for the mesh.
 
@@ -80,6 +85,7 @@ def read_arrays(
       leaves: The layout of each array to read, keyed by path. Unpadded shapes and dtypes must match
         the stored arrays.
       mesh: The mesh.
+      in_store: Whether the arrays are in an object store, so that more are read at a time.
 
     Returns:
       The padded arrays, keyed by path, in the order of `leaves`.
@@ -94,7 +100,7 @@ def read_arrays(
         for path, leaf in leaves.items()
     }
     for group in in_groups(sizes, _MAX_GROUP_BYTES):
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS_IN_STORE if in_store else _NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), group)
             by_path |= dict(zip(group, read, strict=True))
     return by_path

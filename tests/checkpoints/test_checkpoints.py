@@ -414,8 +414,8 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
         for step in (1, 2):
             saved.save(step, small_state(mesh, step), SMALL)
 
-    def read_and_delete(arrays, leaves, mesh):
-        values = read_arrays(arrays, leaves, mesh)
+    def read_and_delete(arrays, leaves, mesh, **settings):
+        values = read_arrays(arrays, leaves, mesh, **settings)
         DiskSteps(tmp_path).remove(2)
         return values
 
