@@ -123,7 +123,7 @@ class GatedLines(Lines):
 
 @register
 class Gated(Line):
-    """A line through noisy points, over eight devices."""
+    """Fits a line to noisy points on eight devices."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 8, 1))
@@ -148,7 +148,7 @@ GATED = "--exp=jobzoo.gated.Gated"
 
 
 class Pair:
-    """A job of two processes that wait at gates.
+    """A job of two processes, which wait at gates until the test lets them pass.
 
     Args:
       folder: Folder for the job and for the files of the gates.
@@ -209,7 +209,7 @@ class Interruption:
 
 
 def interrupted(folder, place, *, twice=True):
-    """Launches the job, and sends its second process one or two signals at a place."""
+    """Launches the job, and signals its second process at a gate, once or twice."""
     gates = (place, "write of 14") if place == "evaluation" else (place,)
     # The save of step 14 would else be whole before the signal, or not.
     pair = Pair(folder, *gates)

@@ -76,7 +76,7 @@ def loss(params, inputs, key):
 
 @register
 class Line(Experiment):
-    """A line through noisy points; batch 15 is poisoned."""
+    """Fits a line to noisy points; batch 15 is poisoned."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 2, 1))

@@ -65,7 +65,8 @@ def test_every_number_is_that_of_json(tmp_path):
 
 
 def test_lines_of_the_same_keys_and_finite_numbers_are_parsed_together(tmp_path, monkeypatch):
-    monkeypatch.delattr(MetricsColumns, "_parse_lines")  # Which parses a line at a time.
+    # Without the method that parses one line at a time.
+    monkeypatch.delattr(MetricsColumns, "_parse_lines")
     lines = [
         {
             key: value if math.isfinite(value) and value < 2**53 else 0.5

@@ -7,7 +7,7 @@ from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How a layer computes attention; only `options` affect the results.
+    """Specifies how a layer computes attention. Only `options` change the results.
 
     Attributes:
       kernel: A name in KERNELS, or "auto".
