@@ -177,10 +177,15 @@ class PreferenceData(DocumentPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings_fingerprint(
-            "split", "batch_size", "seq_len", "tokenizer", "seed", "shuffle", "heldout_percent"
+            "split",
+            "batch_size",
+            "seq_len",
+            "tokenizer",
+            "seed",
+            "shuffle",
+            "heldout_percent",
+            "bucket_lengths",
         )
-        if self.bucket_lengths:  # Jobs from before this setting have no such entry.
-            settings["bucket_lengths"] = self.bucket_lengths
         digest = hashlib.sha256()
         for pair in self.pairs:
             for ids, is_answer in pair:

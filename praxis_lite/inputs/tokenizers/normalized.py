@@ -280,7 +280,7 @@ def _require_new_protobuf(model: Path) -> None:
 
 
 def _require_new_transformers(model: Path, version: str) -> None:
-    """Raises ConfigError if this version of transformers changes the ids of SentencePiece models."""
+    """Raises ConfigError if this transformers changes the ids of SentencePiece models."""
     major, minor = map(int, version.split(".")[:2])
     if (major, minor) < (5, 24):
         raise ConfigError(
