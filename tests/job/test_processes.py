@@ -16,6 +16,7 @@ from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
+from praxis_lite.job.processes.beats import Beats
 from praxis_lite.job.processes.logs import PrefixedStream
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.job.processes.start import find_others
@@ -34,6 +35,15 @@ def test_a_command_that_lost_a_peer_exits_with_a_status_after_which_clusters_ret
     with pytest.raises(SystemExit) as exited:
         run(command, continues_without_output=lambda: True)
     assert exited.value.code == 1
+
+
+def test_a_process_that_died_before_its_first_heartbeat_counts_as_silent():
+    beats = Beats(2.0)
+    for _ in range(3):
+        other = json.dumps({"number": 1, "pid": 1})
+        beats.next_beat()
+        beats.receive({1: other})
+    assert (beats.silent_seconds(1), beats.silent_seconds(2)) == (4.0, 6.0)
 
 
 def test_one_process_agrees_with_itself_at_once(mesh_of):

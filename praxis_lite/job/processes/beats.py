@@ -62,8 +62,11 @@ class Beats:
         return None
 
     def silent_seconds(self, process: int) -> float:
-        """Returns the seconds since the latest heartbeat from a process."""
-        return self._num_silent.get(process, 0) * self._seconds
+        """Returns the seconds since the latest heartbeat from a process.
+
+        For a process that has sent none, they count from the first heartbeat of this process.
+        """
+        return self._num_silent.get(process, self._number) * self._seconds
 
     def describe_silence(self, process: int, seconds: float) -> str:
         """Describes how long a process has been silent, and the possible reasons."""
