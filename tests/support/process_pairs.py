@@ -1,6 +1,8 @@
 """Jobs of several processes on this machine, connected over the loopback interface."""
 
+import contextlib
 import dataclasses
+import random
 import signal
 import socket
 import subprocess
@@ -26,10 +28,17 @@ class Ended:
 
 
 def free_port() -> int:
-    """Returns an unused port of this machine."""
-    with socket.socket() as item:
-        item.bind(("127.0.0.1", 0))
-        return item.getsockname()[1]
+    """Returns an unused port of this machine.
+
+    It is below the ports that Linux gives to connections, so that no connection takes it before the
+    test listens on it.
+    """
+    while True:
+        # Unlike the module's functions, this is not seeded: two tests at a time need two ports.
+        port = random.SystemRandom().randint(10_000, 32_767)
+        with socket.socket() as item, contextlib.suppress(OSError):
+            item.bind(("127.0.0.1", port))
+            return port
 
 
 def start_processes(
