@@ -32,6 +32,7 @@ __all__ = (
 )
 
 MAX_SIMULATED_DEVICES = 256
+_NUM_DEVICES = "jax_num_cpu_devices"
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
@@ -63,9 +64,10 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
 def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     """Simulates devices on JAX's CPU backend; call it before JAX creates an array.
 
-    Each process simulates its share, at most MAX_SIMULATED_DEVICES; larger meshes need real
-    devices. Computations on accelerators are not affected. If the user sets the device count in the
-    environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
+    After several calls, there are as many devices as in the largest. Each process simulates its
+    share, at most MAX_SIMULATED_DEVICES; larger meshes need real devices. Computations on
+    accelerators are not affected. If the user sets the device count in the environment
+    (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
     With jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
     devices start collectives in different orders, and each waits for the others to join. To avoid
@@ -89,7 +91,8 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     if not _is_chosen_by_user():
         # JAX cannot change devices that exist already, as in a notebook; `make_mesh` reports this.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", num_simulated)
+            num_before = getattr(jax.config, _NUM_DEVICES)
+            jax.config.update(_NUM_DEVICES, max(num_simulated, num_before))
     return num_simulated
 
 

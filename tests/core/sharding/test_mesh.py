@@ -82,6 +82,17 @@ def test_simulating_devices_keeps_collectives_from_waiting_for_each_other(monkey
     assert os.environ["XLA_FLAGS"] == flags
 
 
+def test_a_job_on_a_smaller_mesh_leaves_the_devices_for_a_later_one(monkeypatch):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert jax.config.jax_num_cpu_devices == 8
+    counts = []
+    monkeypatch.setattr(jax.config, "update", lambda name, count: counts.append(count))
+    for count in (3, 11):
+        simulate_devices(count)
+    assert counts == [8, 11]
+
+
 def test_what_is_attached_is_all_accelerators_or_one_cpu_device(monkeypatch):
     config = MeshConfig(ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(2, 1, 1))
     assert attached_mesh(config).shape == (1, 1, 1)
