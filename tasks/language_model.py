@@ -1,5 +1,6 @@
 """LanguageModelTask: next-token prediction, and decoding of prompts."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -107,7 +108,17 @@ class LanguageModelTask(Task):
             metrics=metrics,
         )
         self.tokenizer, self._has_tokenizer = as_tokenizer(tokenizer), tokenizer is not None
-        self.decoder = for_tokenizer(decoder, self.tokenizer)
+        self._decoder = decoder
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:  # type: ignore[override]
+        """The decoder, with the tokenizer's EOS ids and its encodings of the stop strings."""
+        tokenizer = self.tokenizer
+        if not self._has_tokenizer and self.num_ids().get("ids") not in (256, 257, None):
+            # The ids may not be bytes, so id 3 must not end a row.
+            tokenizer = ByteTokenizer()
+            tokenizer.turn_end_ids = ()
+        return for_tokenizer(self._decoder, tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that ids are integers, and that the model supports the ids' positions."""

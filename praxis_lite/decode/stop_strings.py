@@ -64,7 +64,8 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
 class ContinuationText:
     """Decodes the tokens in a continuation incrementally, up to the first stop string.
 
-    `text` does not include special tokens, but stop strings may match special tokens.
+    `text` does not include special tokens and the tokens that end a turn, but stop strings may
+    match them.
 
     Args:
       tokenizer: Tokenizer that decodes the tokens.
@@ -84,6 +85,7 @@ class ContinuationText:
         stop_strings: Sequence[str] = (),
     ):
         self._tokenizer = tokenizer
+        self._omitted = tokenizer.special_ids.union(tokenizer.turn_end_ids)
         self._decoder = StreamingDecoder(tokenizer, True, prompt_ids)
         self._stop_strings = tuple(
             dict.fromkeys(
@@ -100,9 +102,9 @@ class ContinuationText:
         """Adds a token and returns the text that it completes, which may include a stop string."""
         if self.is_stopped:
             return ""
-        if token not in self._tokenizer.special_ids:
+        if not self.omits(token):
             return self._add(self._decoder.push(token))
-        new = self._add(self._decoder.flush() + self._decoder.push(token))
+        new = self._add(self._decoder.flush())
         # The text of a special token may contain a stop string, but is not part of the
         # continuation.
         if not self.is_stopped and (special := self._tokenizer.decode([token])):
@@ -131,10 +133,14 @@ class ContinuationText:
         taken, self._num_taken = self.waiting, self.num_final
         return taken
 
+    def omits(self, token: int) -> bool:
+        """Returns whether `text` does not include a token, because it is special or ends a turn."""
+        return token in self._omitted
+
     def text_of(self, token: int) -> str:
-        """Returns the text that `token` would add next; for a special token, the token's name."""
-        is_special = token in self._tokenizer.special_ids
-        return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
+        """Returns the text that `token` would add next; for an omitted token, the token's name."""
+        is_omitted = self.omits(token)
+        return self._tokenizer.decode([token]) if is_omitted else self._decoder.text_of(token)
 
     def _add(self, new: str) -> str:
         self.text += new

@@ -147,7 +147,8 @@ def _mesh_of(job: Job) -> Mesh:
 
 
 def _log_turn_ends(tokenizer: Tokenizer | None) -> None:
-    if tokenizer is not None and (ends := tokenizer.turn_end_ids):
+    # The byte tokenizer's template is not in a file, where it could differ from what users expect.
+    if tokenizer is not None and tokenizer.path is not None and (ends := tokenizer.turn_end_ids):
         tokens = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
         _log.info("decoding ends an answer at the chat template's end tokens: %s", tokens)
 

@@ -83,7 +83,7 @@ class ChoiceText:
             if self._text.is_stopped:
                 break
             self.num_tokens += 1
-            if self._has_logprobs and token not in self._tokenizer.special_ids:
+            if self._has_logprobs and not self._text.omits(token):
                 likeliest = piece.likeliest[number] if piece.likeliest else ()
                 self._push(token, piece.logprobs[number], likeliest)
             else:

@@ -1,7 +1,9 @@
 """The tokenizer interface: encoding, decoding, and special tokens."""
 
 import abc
+import functools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,11 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+
+# An answer that does not occur in any template, and the pattern of an end-of-turn token that is not
+# marked as special.
+_ANSWER = "praxislite"
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Tokenizer(abc.ABC):
@@ -41,7 +48,6 @@ class Tokenizer(abc.ABC):
     vocab_size: int | None = None
     eos_id: int | None = None
     model_eos_ids: Sequence[int] = ()
-    turn_end_ids: Sequence[int] = ()
     bos_id: int | None = None
     pad_id: int | None = None
     special_ids: frozenset[int] = frozenset()
@@ -66,6 +72,25 @@ class Tokenizer(abc.ABC):
     def eos_ids(self) -> tuple[int, ...]:
         local = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
+
+    @functools.cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        # Find the token after an answer, if it is a single token such as <|im_end|> or </s>.
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = "" if self.chat is None else self.chat.render(messages)
+        except ConfigError:
+            return ()  # The error is reported when a conversation is rendered.
+        if self.chat is None or _ANSWER not in text:
+            return ()
+        end = text.rpartition(_ANSWER)[2].lstrip()
+        marks = [reserved for reserved in self.chat.reserved if end.startswith(reserved)]
+        if match := _MARK.match(end):
+            marks.append(match[0])
+        for mark in sorted(marks, key=len, reverse=True):
+            if len(ids := self.encode(mark, False).tolist()) == 1:
+                return tuple(ids)
+        return ()
 
     def name_of(self, token: int) -> str | None:
         """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""
