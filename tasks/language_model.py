@@ -212,6 +212,8 @@ class LanguageModelTask(Task):
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
                 text = continuation_text(self.tokenizer, prompt, new_ids, self.decoder.stop_strings)
+                # The decoder may have read tokens after a stop string in a different tokenization.
+                new_ids = new_ids[: text.num_tokens]
                 is_ended = text.is_stopped or bool(
                     len(new_ids) and new_ids[-1] in self.decoder.eos_ids
                 )
@@ -221,7 +223,7 @@ class LanguageModelTask(Task):
                     "prefix_length": len(prompt),
                     "decode_length": len(new_ids),
                     "ended": is_ended,
-                    "log_prob": float(np.sum(outputs["logprobs"][row, hyp])),
+                    "log_prob": float(np.sum(outputs["logprobs"][row, hyp, : len(new_ids)])),
                     "output_ids": new_ids.tolist(),
                 }
                 if "num_model_steps" in outputs:

@@ -75,6 +75,7 @@ class ContinuationText:
     Attributes:
       text: The text so far, without an incomplete last character.
       num_final: Number of characters in `text` that later tokens cannot change.
+      num_tokens: Number of tokens so far, including those of a stop string.
       is_stopped: Whether a stop string has occurred. Later tokens are ignored.
     """
 
@@ -94,7 +95,7 @@ class ContinuationText:
         )
         self._longest = max(map(len, self._stop_strings), default=0)
         self.text, self.num_final, self.is_stopped = "", 0, False
-        self._num_taken = 0
+        self.num_tokens = self._num_taken = 0
         # The text including special tokens, and the (start, stop) range of each special token.
         self._compared, self._special = "", list[tuple[int, int]]()
 
@@ -102,6 +103,7 @@ class ContinuationText:
         """Adds a token and returns the text that it completes, which may include a stop string."""
         if self.is_stopped:
             return ""
+        self.num_tokens += 1
         if not self.omits(token):
             return self._add(self._decoder.push(token))
         new = self._add(self._decoder.flush())
@@ -193,18 +195,6 @@ def continuation_text(
         result.push(int(token))
     result.end()
     return result
-
-
-def until_stop(
-    tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: list[int], stop_strings: Sequence[str]
-) -> list[int]:
-    """Returns the ids of a continuation up to the token that completes a stop string."""
-    text = ContinuationText(tokenizer, prompt_ids, stop_strings)
-    for number, token in enumerate(ids, 1):
-        text.push(token)
-        if text.is_stopped:
-            return ids[:number]
-    return ids
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:

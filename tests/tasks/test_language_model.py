@@ -203,6 +203,7 @@ def test_each_hypothesis_has_a_record_and_its_text_ends_before_a_stop_string():
     assert lm.decoder.stop_sequences == ((45, 45),) and lm.decoder.eos_ids == (256, 3)
     first, second = lm.decode_to_records(inputs, outputs)
     assert (first["continuation"], first["sample"], first["score"]) == ("c", 0, -2.0)
+    assert (first["output_ids"], first["decode_length"], first["log_prob"]) == ([*b"c--"], 3, -1.5)
     assert (second["continuation"], second["sample"], second["score"]) == ("e-f", 1, -2.5)
     assert first["ended"] and second["ended"]
 
