@@ -20,14 +20,20 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     """Returns a decoder with a tokenizer's EOS ids and its encodings of the stop strings.
 
     Args:
-      decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
+      decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used. If, in
+        addition, the chat template ends a turn with text that is not a single token, this text is
+        added to the stop strings.
       tokenizer: Tokenizer that encodes the stop strings.
 
     Raises:
       ConfigError: The tokenizer cannot encode a stop string, so no continuation can contain it.
     """
-    if decoder.eos_id is None and tokenizer.eos_ids:
-        decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
+    if decoder.eos_id is None:
+        if isinstance(decoder, Greedy) and tokenizer.turn_end and not tokenizer.turn_end_ids:
+            stop_strings = dict.fromkeys((*decoder.stop_strings, tokenizer.turn_end))
+            decoder = dataclasses.replace(decoder, stop_strings=tuple(stop_strings))
+        if tokenizer.eos_ids:
+            decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
     if isinstance(decoder, Greedy) and decoder.stop_strings:
         encoded = [ids for text in decoder.stop_strings for ids in _spellings(tokenizer, text)]
         sequences = tuple(dict.fromkeys((*decoder.stop_sequences, *encoded)))

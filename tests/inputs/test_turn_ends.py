@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from praxis_lite import ConfigError
-from praxis_lite.decode import continuation_text
+from praxis_lite.decode import Greedy, continuation_text, for_tokenizer
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
@@ -70,6 +70,16 @@ def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends
     assert tokenizer.eos_ids == all_ends
     ids = [*tokenizer.encode("yes", False), *all_ends[-1:]]
     assert continuation_text(tokenizer, [], ids).text == "yes"
+
+
+def test_an_end_of_turn_of_several_tokens_is_a_stop_string(bare, tmp_path):
+    template = chatml("<|im_start|>", "<|unknown|>")
+    tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
+    decoder = for_tokenizer(Greedy(stop_strings=("hi",)), tokenizer)
+    assert (decoder.stop_strings, decoder.eos_ids) == (("hi", "<|unknown|>"), (1,))
+    ids = tokenizer.encode("yes<|unknown|>\n", False)
+    assert continuation_text(tokenizer, [], ids, decoder.stop_strings).text == "yes"
+    assert for_tokenizer(Greedy(eos_id=7), tokenizer).stop_strings == ()
 
 
 def test_byte_3_ends_answers_and_is_not_part_of_them():

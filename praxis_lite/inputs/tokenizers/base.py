@@ -32,7 +32,9 @@ class Tokenizer(abc.ABC):
       eos_id: Id of the end-of-text token, or None.
       eos_ids: Ids that end a model's output: eos_id, `model_eos_ids` and `turn_end_ids`.
       model_eos_ids: EOS ids listed in generation_config.json, or else in config.json.
-      turn_end_ids: Ids of the end-of-turn tokens that the chat template writes after an answer.
+      turn_end: Name of the end-of-turn token that the chat template writes after an answer, such as
+        "<|im_end|>" or "</s>"; "" if there is none.
+      turn_end_ids: The id of `turn_end`; () if there is none, or if it is several tokens.
       bos_id: Id of the beginning-of-text token, or None.
       pad_id: Id of the padding token, or None.
       special_ids: Ids of the special tokens, which `decode` omits if skip_special_tokens is True.
@@ -74,23 +76,24 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
     @functools.cached_property
-    def turn_end_ids(self) -> tuple[int, ...]:
-        # Find the token after an answer, if it is a single token such as <|im_end|> or </s>.
+    def turn_end(self) -> str:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = "" if self.chat is None else self.chat.render(messages)
         except ConfigError:
-            return ()  # The error is reported when a conversation is rendered.
+            return ""  # The error is reported when a conversation is rendered.
         if self.chat is None or _ANSWER not in text:
-            return ()
+            return ""
         end = text.rpartition(_ANSWER)[2].lstrip()
-        marks = [reserved for reserved in self.chat.reserved if end.startswith(reserved)]
+        marks = [name for name in self.chat.reserved if end.startswith(name)]
         if match := _MARK.match(end):
             marks.append(match[0])
-        for mark in sorted(marks, key=len, reverse=True):
-            if len(ids := self.encode(mark, False).tolist()) == 1:
-                return tuple(ids)
-        return ()
+        return max(marks, key=len, default="")
+
+    @functools.cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        ids = self.encode(self.turn_end, False).tolist() if self.turn_end else []
+        return tuple(ids) if len(ids) == 1 else ()
 
     def name_of(self, token: int) -> str | None:
         """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""
