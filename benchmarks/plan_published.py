@@ -261,13 +261,13 @@ def main() -> None:
 
 def cells(row: Row, efficiencies: Efficiencies) -> tuple[str, ...]:
     """Returns a run's line of the table."""
-    peak = row.record["peak"]
+    error, peak = row.predict(efficiencies) - 1, row.record["peak"]
     return (
         row.run["id"],
         "fitted" if row.is_fitted else "held out",
         f"{row.published:.2f}",
         f"{row.plan['step_seconds']:.2f}",
-        f"{row.predict(efficiencies) - 1:.1%}",
+        f"{error:.1%}",
         f"{peak / 2**30:.1f}",
         "yes" if peak <= row.devices.chip.hbm_bytes else "no",
         f"{row.plan['step_seconds_low']:.2f}-{row.plan['step_seconds_high']:.2f}",

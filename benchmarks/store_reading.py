@@ -146,7 +146,10 @@ def serve(folder: str, latency_ms: float, mib_per_s: float) -> None:
 
     handler = FolderServer
     handler.folder, handler.latency, handler.speed = Path(folder), latency_ms / 1000, mib_per_s
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server_class = http.server.ThreadingHTTPServer
+    # With the default of 5, clients that open many connections wait for a second.
+    server_class.request_queue_size = 128
+    server = server_class(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)

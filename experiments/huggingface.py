@@ -134,12 +134,6 @@ class ChatFull(CausalLm):
     SEQ_LEN = 512
     BATCH_SIZE = 16
 
-    def task(self):
-        task = super().task()
-        # The byte tokenizer has no end-of-turn token.
-        task.decoder.stop_strings = ("\x03",) if self.text.tokenizer is None else ()
-        return task
-
     def datasets(self):
         source = fdl.Config(JsonLines, **lines_of(self.CHAT_FILES, self.folder))
         conversations = fdl.Config(

@@ -1,5 +1,6 @@
 """Evaluates jaxprs operation by operation on custom values (jax 0.10 to 0.12)."""
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ CALLS = {
 }
 
 
-class Interpreter:
+class Interpreter(abc.ABC):
     """Base class for jaxpr interpreters; subclasses define the values and the operations on them.
 
     Attributes:
@@ -63,15 +64,15 @@ class Interpreter:
         }.get(name, self.operation)
         return rule(eqn, operands)
 
+    @abc.abstractmethod
     def constant(self, value: Any, aval: Any) -> Any:
         """Converts a jaxpr constant to a value."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Evaluates a kernel or an equation without an inner jaxpr, and returns its results."""
-        raise NotImplementedError
 
-    # Override these to evaluate the inner jaxprs with `call`.
+    # Subclasses evaluate the inner jaxprs of these equations with `call`.
     scan = while_loop = cond = shard_map = operation
 
 

@@ -1,5 +1,6 @@
 """LanguageModelTask: next-token prediction, and decoding of prompts."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -107,7 +108,17 @@ class LanguageModelTask(Task):
             metrics=metrics,
         )
         self.tokenizer, self._has_tokenizer = as_tokenizer(tokenizer), tokenizer is not None
-        self.decoder = for_tokenizer(decoder, self.tokenizer)
+        self._decoder = decoder
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:  # type: ignore[override]
+        """The decoder, with the tokenizer's EOS ids and its encodings of the stop strings."""
+        tokenizer = self.tokenizer
+        if not self._has_tokenizer and self.num_ids().get("ids") not in (256, 257, None):
+            # The ids may not be bytes, so id 3 must not end a row.
+            tokenizer = ByteTokenizer()
+            tokenizer.turn_end_ids = ()
+        return for_tokenizer(self._decoder, tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that ids are integers, and that the model supports the ids' positions."""
@@ -201,6 +212,8 @@ class LanguageModelTask(Task):
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
                 text = continuation_text(self.tokenizer, prompt, new_ids, self.decoder.stop_strings)
+                # The decoder may have read tokens after a stop string in a different tokenization.
+                new_ids = new_ids[: text.num_tokens]
                 is_ended = text.is_stopped or bool(
                     len(new_ids) and new_ids[-1] in self.decoder.eos_ids
                 )
@@ -210,7 +223,7 @@ class LanguageModelTask(Task):
                     "prefix_length": len(prompt),
                     "decode_length": len(new_ids),
                     "ended": is_ended,
-                    "log_prob": float(np.sum(outputs["logprobs"][row, hyp])),
+                    "log_prob": float(np.sum(outputs["logprobs"][row, hyp, : len(new_ids)])),
                     "output_ids": new_ids.tolist(),
                 }
                 if "num_model_steps" in outputs:

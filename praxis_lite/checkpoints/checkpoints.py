@@ -31,7 +31,7 @@ from praxis_lite.checkpoints.steps.verified_steps import Metrics, Step, Verified
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, FailedSave, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import AnyPath, StorePath
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.local_directory import directory as directory_at
 from praxis_lite.job.processes.broadcast import from_first
 
@@ -180,7 +180,7 @@ class Checkpoints:
 
     def latest_data(self) -> Mapping[str, Any]:
         """Returns the JSON data saved with the newest state, such as the data position."""
-        return self._choose(None)[1]["data"]
+        return self._steps.manifest(self._choose(None))["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the logical shapes and dtypes of a checkpoint's arrays, without reading them.
@@ -191,7 +191,7 @@ class Checkpoints:
         Returns:
           Shapes keyed by path, such as "mdl_vars/params/softmax/..." or "opt_states/slots/...".
         """
-        leaves = self._choose(step)[1]["leaves"]
+        leaves = self._steps.manifest(self._choose(step))["leaves"]
         return {p: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for p, x in leaves.items()}
 
     def save(
@@ -285,7 +285,7 @@ class Checkpoints:
                     f"The state to restore has no opt_states[{key!r}]; it has {existing}."
                     f"{did_you_mean(key, existing)} Use the learner that the job was trained with."
                 )
-        step, _ = self._choose(step)
+        step = self._choose(step)
         step_dir = self.directory / str(step)
         with self._steps.read(step) as manifest:
             state = read_state(
@@ -314,17 +314,14 @@ class Checkpoints:
         Raises:
           ConfigError: An array does not exist, or its logical shape or dtype differs.
         """
-        step, manifest = self._choose(step)
-        expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        saved = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
-        check_same(self.directory / str(step), saved, expected)
+        step = self._choose(step)
+        step_dir = self.directory / str(step)
         with self._steps.read(step) as manifest:
-            step_dir = self.directory / str(step)
-            in_store = isinstance(step_dir, StorePath)
-            return read_arrays(stored_arrays(step_dir, manifest), leaves, mesh, in_store=in_store)
+            expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+            saved = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
+            check_same(step_dir, saved, expected)
+            return read_arrays(stored_arrays(step_dir, manifest), leaves, mesh)
 
-    def _choose(self, step: Step) -> tuple[int, Mapping[str, Any]]:
-        """Verifies a step, and returns its number and manifest."""
-        number = from_first(self._name, lambda: self._steps.choose(step, self._best))
-        with self._steps.read(number) as manifest:
-            return number, manifest
+    def _choose(self, step: Step) -> int:
+        """Verifies a step, and returns its number."""
+        return from_first(self._name, lambda: self._steps.choose(step, self._best))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
-from praxis_lite.host.object_stores import AnyPath, StorePath
+from praxis_lite.host.object_stores import AnyPath
 
 __all__ = ("read_state",)
 
@@ -27,7 +27,11 @@ Bounds = tuple[tuple[int, int], ...]  # (start, stop) in each dim.
 
 
 class ReadableArray(Protocol):
-    """An array whose blocks can be read, from disk or from memory."""
+    """An array whose blocks can be read, from an object store, from disk or from memory."""
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether the array is in an object store, so that more arrays are read at a time."""
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a block of the unpadded array."""
@@ -62,8 +66,7 @@ def read_state(
     saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
     leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(prefixes)}
     check_same(step_dir, saved, {path: manifest_leaf(leaf) for path, leaf in leaves.items()})
-    in_store = isinstance(step_dir, StorePath)
-    read = read_arrays(arrays(), leaves, mesh, in_store=in_store)
+    read = read_arrays(arrays(), leaves, mesh)
     shapes, opt_shapes = layout.shapes.mdl_vars, layout.shapes.opt_states
     keys = sorted(opt_shapes) if opt_states_keys is None else opt_states_keys
     structure = jax.tree.structure((shapes, {key: opt_shapes[key] for key in keys}))
@@ -72,11 +75,7 @@ def read_state(
 
 
 def read_arrays(
-    arrays: Mapping[str, ReadableArray],
-    leaves: Mapping[str, LeafLayout],
-    mesh: Mesh,
-    *,
-    in_store: bool = False,
+    arrays: Mapping[str, ReadableArray], leaves: Mapping[str, LeafLayout], mesh: Mesh
 ) -> dict[str, jax.Array]:
     """Reads arrays into their shards, padded for the mesh.
 
@@ -85,7 +84,6 @@ def read_arrays(
       leaves: The layout of each array to read, keyed by path. Unpadded shapes and dtypes must match
         the stored arrays.
       mesh: The mesh.
-      in_store: Whether the arrays are in an object store, so that more are read at a time.
 
     Returns:
       The padded arrays, keyed by path, in the order of `leaves`.
@@ -99,8 +97,9 @@ def read_arrays(
         path: leaf.bytes_per_device * min(leaf.num_shards, num_devices)
         for path, leaf in leaves.items()
     }
+    is_in_store = any(arrays[path].is_in_store for path in leaves)
     for group in in_groups(sizes, _MAX_GROUP_BYTES):
-        with ThreadPoolExecutor(_NUM_THREADS_IN_STORE if in_store else _NUM_THREADS) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS_IN_STORE if is_in_store else _NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), group)
             by_path |= dict(zip(group, read, strict=True))
     return by_path

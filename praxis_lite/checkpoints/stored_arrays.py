@@ -9,13 +9,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.object_stores import AnyPath, kvstore_context, kvstore_of
+from praxis_lite.host.object_stores import AnyPath, StorePath, kvstore_context, kvstore_of
 
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
@@ -46,6 +47,10 @@ class StoredArray:
     @property
     def padded_shape(self) -> tuple[int, ...]:
         return self.array.shape
+
+    @property
+    def is_in_store(self) -> bool:
+        return isinstance(self.folder, StorePath)
 
     @property
     def dtype(self) -> np.dtype:
@@ -114,13 +119,12 @@ def stored_arrays(step_dir: AnyPath, manifest: Mapping[str, Any]) -> dict[str, S
       ConfigError: An array or a chunk is missing, or a shape or dtype differs from the manifest.
         The message includes the array's path.
     """
+    with ThreadPoolExecutor() as pool:
+        opened = list(pool.map(lambda item: _opened(step_dir / item), ITEMS))
     arrays = {}
-    for item in ITEMS:
+    for item, by_name in zip(ITEMS, opened, strict=True):
         # Orbax joins names with ".", the manifest with "/"; the names may contain both characters.
-        actual = {
-            f"{item}/{name}".replace(".", "/"): array
-            for name, array in _opened(step_dir / item).items()
-        }
+        actual = {f"{item}/{name}".replace(".", "/"): array for name, array in by_name.items()}
         for path, leaf in manifest["leaves"].items():
             if not path.startswith(f"{item}/"):
                 continue
@@ -175,7 +179,9 @@ def _opened(folder: AnyPath, prefix: str = "") -> dict[str, ts.TensorStore]:
     drivers = {}
     num_chunks: collections.Counter[str] = collections.Counter()
     try:
-        keys = ts.KvStore.open(kvstore, context=context).result().list().result()
+        # Until this function returns, `store` keeps the tree of an OCDBT database in the cache.
+        store = ts.KvStore.open(kvstore, context=context).result()
+        keys = store.list().result()
     except ValueError as error:
         raise _unreadable(folder, DATABASE, error) from None
     # A key is the metadata or one chunk of an array. The chunks are compared with the shape below.
@@ -194,6 +200,10 @@ def _opened(folder: AnyPath, prefix: str = "") -> dict[str, ts.TensorStore]:
                 "kvstore": {**kvstore, "path": f"{kvstore['path']}{name}/"},
                 # Raise an error for missing chunks inside a Zarr 3 shard.
                 "fill_missing_data_reads": False,
+                # The cache belongs to this call, so it contains nothing that is older. TensorStore
+                # would otherwise read the database's manifest again before each array.
+                "recheck_cached_metadata": False,
+                "recheck_cached_data": False,
             },
             open=True,
             read=True,

@@ -20,14 +20,20 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     """Returns a decoder with a tokenizer's EOS ids and its encodings of the stop strings.
 
     Args:
-      decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
+      decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used. If, in
+        addition, the chat template ends a turn with text that is not a single token, this text is
+        added to the stop strings.
       tokenizer: Tokenizer that encodes the stop strings.
 
     Raises:
       ConfigError: The tokenizer cannot encode a stop string, so no continuation can contain it.
     """
-    if decoder.eos_id is None and tokenizer.eos_ids:
-        decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
+    if decoder.eos_id is None:
+        if isinstance(decoder, Greedy) and tokenizer.turn_end and not tokenizer.turn_end_ids:
+            stop_strings = dict.fromkeys((*decoder.stop_strings, tokenizer.turn_end))
+            decoder = dataclasses.replace(decoder, stop_strings=tuple(stop_strings))
+        if tokenizer.eos_ids:
+            decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
     if isinstance(decoder, Greedy) and decoder.stop_strings:
         encoded = [ids for text in decoder.stop_strings for ids in _spellings(tokenizer, text)]
         sequences = tuple(dict.fromkeys((*decoder.stop_sequences, *encoded)))
@@ -64,7 +70,8 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
 class ContinuationText:
     """Decodes the tokens in a continuation incrementally, up to the first stop string.
 
-    `text` does not include special tokens, but stop strings may match special tokens.
+    `text` does not include special tokens and the tokens that end a turn, but stop strings may
+    match them.
 
     Args:
       tokenizer: Tokenizer that decodes the tokens.
@@ -74,6 +81,7 @@ class ContinuationText:
     Attributes:
       text: The text so far, without an incomplete last character.
       num_final: Number of characters in `text` that later tokens cannot change.
+      num_tokens: Number of tokens so far, including those of a stop string.
       is_stopped: Whether a stop string has occurred. Later tokens are ignored.
     """
 
@@ -84,6 +92,7 @@ class ContinuationText:
         stop_strings: Sequence[str] = (),
     ):
         self._tokenizer = tokenizer
+        self._omitted = tokenizer.special_ids.union(tokenizer.turn_end_ids)
         self._decoder = StreamingDecoder(tokenizer, True, prompt_ids)
         self._stop_strings = tuple(
             dict.fromkeys(
@@ -92,7 +101,7 @@ class ContinuationText:
         )
         self._longest = max(map(len, self._stop_strings), default=0)
         self.text, self.num_final, self.is_stopped = "", 0, False
-        self._num_taken = 0
+        self.num_tokens = self._num_taken = 0
         # The text including special tokens, and the (start, stop) range of each special token.
         self._compared, self._special = "", list[tuple[int, int]]()
 
@@ -100,9 +109,10 @@ class ContinuationText:
         """Adds a token and returns the text that it completes, which may include a stop string."""
         if self.is_stopped:
             return ""
-        if token not in self._tokenizer.special_ids:
+        self.num_tokens += 1
+        if not self.omits(token):
             return self._add(self._decoder.push(token))
-        new = self._add(self._decoder.flush() + self._decoder.push(token))
+        new = self._add(self._decoder.flush())
         # The text of a special token may contain a stop string, but is not part of the
         # continuation.
         if not self.is_stopped and (special := self._tokenizer.decode([token])):
@@ -131,10 +141,14 @@ class ContinuationText:
         taken, self._num_taken = self.waiting, self.num_final
         return taken
 
+    def omits(self, token: int) -> bool:
+        """Returns whether `text` does not include a token, because it is special or ends a turn."""
+        return token in self._omitted
+
     def text_of(self, token: int) -> str:
-        """Returns the text that `token` would add next; for a special token, the token's name."""
-        is_special = token in self._tokenizer.special_ids
-        return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
+        """Returns the text that `token` would add next; for an omitted token, the token's name."""
+        is_omitted = self.omits(token)
+        return self._tokenizer.decode([token]) if is_omitted else self._decoder.text_of(token)
 
     def _add(self, new: str) -> str:
         self.text += new
@@ -187,18 +201,6 @@ def continuation_text(
         result.push(int(token))
     result.end()
     return result
-
-
-def until_stop(
-    tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: list[int], stop_strings: Sequence[str]
-) -> list[int]:
-    """Returns the ids of a continuation up to the token that completes a stop string."""
-    text = ContinuationText(tokenizer, prompt_ids, stop_strings)
-    for number, token in enumerate(ids, 1):
-        text.push(token)
-        if text.is_stopped:
-            return ids[:number]
-    return ids
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:

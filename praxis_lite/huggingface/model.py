@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.mesh import attached_mesh, filled_mesh, make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
-from praxis_lite.decode.stop_strings import until_stop
+from praxis_lite.decode.stop_strings import continuation_text
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.host.host_memory import FirstRuns
@@ -278,7 +278,7 @@ class HuggingFaceModel:
             return new_ids
         tokenizer = partitioner.task.tokenizer
         return [
-            until_stop(tokenizer, prompt, row, stop_strings)
+            row[: continuation_text(tokenizer, prompt, row, stop_strings).num_tokens]
             for prompt, row in zip(rows, new_ids, strict=True)
         ]
 

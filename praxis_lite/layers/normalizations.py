@@ -1,5 +1,6 @@
 """Layer norm, RMS norm and weight norm in float32, with Pax's names and numerics."""
 
+import abc
 import math
 
 import jax
@@ -27,6 +28,7 @@ def check_epsilon(layer: object, epsilon: float) -> None:
 class Norm(BaseLayer):
     """Base class of norms, which all take the same arguments and are therefore interchangeable."""
 
+    @abc.abstractmethod
     def __call__(
         self,
         inputs: jax.Array,
@@ -42,7 +44,6 @@ class Norm(BaseLayer):
             ignore paddings.
           key: Random key, passed only in training, for norms with batch statistics.
         """
-        raise NotImplementedError
 
 
 class _LastDimNorm(Norm):
@@ -60,8 +61,9 @@ class _LastDimNorm(Norm):
         outputs = self._normalized(inputs.astype(jnp.float32)).astype(inputs.dtype)
         return constrain(outputs, self.activation_split_dims_mapping)
 
+    @abc.abstractmethod
     def _normalized(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """Returns the normalized float32 inputs."""
 
 
 class LayerNorm(_LastDimNorm):

@@ -101,7 +101,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     use_compilation_cache()
     mesh = _mesh_of(job)
     if mode in ("train", "decode"):
-        _log_turn_ends(job.task.tokenizer)
+        _log_turn_end(job.task.tokenizer)
     partitioner = partitioner_on(job, mesh)
     log_compiler_options(partitioner)
     if mode != "explain":
@@ -146,10 +146,10 @@ def _mesh_of(job: Job) -> Mesh:
     return mesh
 
 
-def _log_turn_ends(tokenizer: Tokenizer | None) -> None:
-    if tokenizer is not None and (ends := tokenizer.turn_end_ids):
-        tokens = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
-        _log.info("decoding ends an answer at the chat template's end tokens: %s", tokens)
+def _log_turn_end(tokenizer: Tokenizer | None) -> None:
+    # The byte tokenizer's template is not in a file, where it could differ from what users expect.
+    if tokenizer is not None and tokenizer.path is not None and tokenizer.turn_end:
+        _log.info("decoding ends an answer at the chat template's %s", tokenizer.turn_end)
 
 
 def partitioner_on(

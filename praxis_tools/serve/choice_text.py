@@ -59,7 +59,6 @@ class ChoiceText:
       has_logprobs: Whether log-probs were requested.
 
     Attributes:
-      num_tokens: Number of generated tokens, including the token that ended the answer.
       finish_reason: "stop" (end-of-text token or stop string) or "length"; None before the end.
     """
 
@@ -74,16 +73,19 @@ class ChoiceText:
         self._tokenizer, self._eos_ids, self._has_logprobs = tokenizer, eos_ids, has_logprobs
         self._text = ContinuationText(tokenizer, prompt_ids, stop)
         self._tokens: list[Token] = []  # Tokens that `take` has not returned yet.
-        self.num_tokens = 0
         self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of generated tokens, including the token that ended the answer."""
+        return self._text.num_tokens
 
     def add(self, piece: Piece) -> None:
         """Adds tokens from the model, ignoring tokens after the end of the answer."""
         for number, token in enumerate(piece.ids):
             if self._text.is_stopped:
                 break
-            self.num_tokens += 1
-            if self._has_logprobs and token not in self._tokenizer.special_ids:
+            if self._has_logprobs and not self._text.omits(token):
                 likeliest = piece.likeliest[number] if piece.likeliest else ()
                 self._push(token, piece.logprobs[number], likeliest)
             else:

@@ -343,6 +343,8 @@ def test_adjacent_shards_of_a_process_are_read_at_once(mesh_of, monkeypatch, are
     calls = itertools.count()
 
     class Array:
+        is_in_store = False
+
         def read_block(self, index):
             read.append(index)
             return x[index]
@@ -414,8 +416,8 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
         for step in (1, 2):
             saved.save(step, small_state(mesh, step), SMALL)
 
-    def read_and_delete(arrays, leaves, mesh, **settings):
-        values = read_arrays(arrays, leaves, mesh, **settings)
+    def read_and_delete(arrays, leaves, mesh):
+        values = read_arrays(arrays, leaves, mesh)
         DiskSteps(tmp_path).remove(2)
         return values
 

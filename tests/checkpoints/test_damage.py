@@ -245,9 +245,11 @@ def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
 
 
 def test_a_step_is_verified_once_per_process(folder, monkeypatch):
-    verified, verify = [], DiskSteps.verify
+    verified, verify = [], DiskSteps.verified_manifest
     monkeypatch.setattr(
-        DiskSteps, "verify", lambda self, name: verified.append(name) or verify(self, name)
+        DiskSteps,
+        "verified_manifest",
+        lambda self, name: verified.append(name) or verify(self, name),
     )
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         assert checkpoints.all_steps() == [3, 7] and verified == []
@@ -259,14 +261,14 @@ def test_a_step_is_verified_once_per_process(folder, monkeypatch):
 
 def test_a_step_that_is_deleted_while_it_is_read_is_no_damage(folder, monkeypatch):
     """As by the job that trains there: its newer step is found instead."""
-    verify = DiskSteps.verify
+    verify = DiskSteps.verified_manifest
 
     def verify_late(self, name):
         if name == "7":
             self.remove(7)
         return verify(self, name)
 
-    monkeypatch.setattr(DiskSteps, "verify", verify_late)
+    monkeypatch.setattr(DiskSteps, "verified_manifest", verify_late)
     lines = []
     with Checkpoints(folder, note=lines.append) as reading:
         assert_is_step(reading, 3)

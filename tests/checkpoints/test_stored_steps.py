@@ -1,6 +1,7 @@
 """Tests steps in object stores, with local servers that implement the APIs of S3 and GCS."""
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -197,3 +198,26 @@ def test_an_empty_folder_has_no_checkpoint(folder):
     with pytest.raises(ConfigError, match="://bucket.*contains no checkpoints|not a directory"):
         tools.steps_directory(str(folder))
     assert Checkpoints(folder).latest_step() is None
+
+
+@pytest.mark.parametrize("saving", [None, pytest.param(SaveSettings(), marks=pytest.mark.slow)])
+def test_a_restore_sends_few_requests_one_after_another(folder, monkeypatch, saving):
+    save_small(folder, 3, 5)
+    num_files = len((folder / "5").files()) - 2  # Except commit.json and manifest.json.
+    # The list of steps, their commits, the commit and the manifest of the newest, its files, its
+    # commit, its two databases, and its commit again after the arrays are read.
+    rounds = [2, 2, 2, num_files, 1, 2, 1]
+    if saving is not None:  # The job first looks for folders without a commit.
+        rounds = [1, 2, *rounds]
+    # Each request of a round waits until all others have started.
+    barriers = [barrier for num in rounds for barrier in [threading.Barrier(num, timeout=20)] * num]
+    started, send = iter(barriers), StorePath._retried
+
+    def wait_and_send(path, action, request):
+        next(started).wait()
+        return send(path, action, request)
+
+    monkeypatch.setattr(StorePath, "_retried", wait_and_send)
+    with Checkpoints(folder, saving=saving) as checkpoints:
+        assert checkpoints.restore(SMALL, mesh()).step == 5
+    assert next(started, None) is None

@@ -294,7 +294,7 @@ def test_seqlen_counts_the_prompt():
 def test_stop_strings_become_tokens():
     decoder = Greedy(stop_strings=("\n\n", "é"), stop_sequences=((7,),))
     decoder = for_tokenizer(decoder, ByteTokenizer())
-    assert decoder.eos_ids == (256,)
+    assert decoder.eos_ids == (256, 3)
     assert decoder.stop_sequences == ((7,), (10, 10), tuple("é".encode()))
     assert for_tokenizer(decoder, ByteTokenizer()) == decoder
     assert for_tokenizer(Greedy(eos_id=5), ByteTokenizer()).eos_ids == (5,)
@@ -337,6 +337,10 @@ def test_a_value_out_of_range_names_the_setting():
     assert_each(check, ((str(case), case) for case in OUT_OF_RANGE))
 
 
+class BytesWithoutChat(ByteTokenizer):
+    chat = None
+
+
 BEYOND = {
     "greedy": Greedy(eos_id=V),
     "one of several": Sample(eos_id=(2, V)),
@@ -346,7 +350,7 @@ BEYOND = {
     "rows with their own settings": SampleByRow(eos_id=V),
     "a stop sequence": Greedy(eos_id=(), stop_sequences=((1,), (2, V))),
     # A tokenizer's tokens need not be the model's; but a beam must end somewhere.
-    "beams of a tokenizer": for_tokenizer(BeamSearch(), ByteTokenizer()),
+    "beams of a tokenizer": for_tokenizer(BeamSearch(), BytesWithoutChat()),
 }
 
 
@@ -364,7 +368,8 @@ def test_a_token_that_the_model_lacks_is_refused(name):
 
 
 def test_a_tokenizers_end_that_the_model_lacks_ends_no_row():
-    decoder = for_tokenizer(Greedy(max_decode_steps=M, stop_strings=("~",)), ByteTokenizer())
+    decoder = Greedy(max_decode_steps=M, stop_strings=("~",))
+    decoder = for_tokenizer(decoder, BytesWithoutChat())
     assert decoder.eos_ids == (256,)
     expected = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
     np.testing.assert_array_equal(decoded(decoder)["output_ids"], expected["output_ids"])

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from praxis_lite import ConfigError
+from praxis_lite.decode import Greedy, continuation_text, for_tokenizer
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
@@ -33,11 +34,12 @@ def bare(tmp_path_factory):
         ["hi yes"],
         trainers.BpeTrainer(
             vocab_size=300,
-            special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+            special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>", "End of turn"],
             show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
+    tokenizer.add_tokens(["<|not_special|>"])
     tokenizer.save(f"{folder}/tokenizer.json")
     return folder
 
@@ -55,6 +57,8 @@ def with_template(bare, folder, template, generation=None):
     ("template", "ends", "all_ends"),
     [
         (chatml("<|im_start|>", "<|im_end|>"), (3,), (1, 3)),
+        (chatml("<|im_start|>", "End of turn"), (4,), (1, 4)),
+        (chatml("<|im_start|>", "<|not_special|>"), (265,), (1, 265)),
         (LLAMA2, (1,), (1,)),
         (PLAIN, (), (1,)),
         ("{{ raise_exception('no') }}", (), (1,)),
@@ -64,6 +68,28 @@ def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends
     tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
     assert tokenizer.turn_end_ids == ends
     assert tokenizer.eos_ids == all_ends
+    ids = [*tokenizer.encode("yes", False), *all_ends[-1:]]
+    assert continuation_text(tokenizer, [], ids).text == "yes"
+
+
+def test_an_end_of_turn_of_several_tokens_is_a_stop_string(bare, tmp_path):
+    template = chatml("<|im_start|>", "<|unknown|>")
+    tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
+    decoder = for_tokenizer(Greedy(stop_strings=("hi",)), tokenizer)
+    assert (decoder.stop_strings, decoder.eos_ids) == (("hi", "<|unknown|>"), (1,))
+    ids = tokenizer.encode("yes<|unknown|>\n", False)
+    assert continuation_text(tokenizer, [], ids, decoder.stop_strings).text == "yes"
+    assert for_tokenizer(Greedy(eos_id=7), tokenizer).stop_strings == ()
+
+
+def test_byte_3_ends_answers_and_is_not_part_of_them():
+    class Custom(ByteTokenizer):
+        chat = ChatTemplate(PLAIN)
+
+    assert ByteTokenizer().eos_ids == (256, 3) and Custom().eos_ids == (256,)
+    text = continuation_text(ByteTokenizer(), [], b"yes\x03")
+    assert (text.text, text.text_of(3)) == ("yes", "\x03")
+    assert continuation_text(Custom(), [], b"yes\x03").text == "yes\x03"
 
 
 def test_a_tokenizer_adds_its_tokens_before_and_after_a_document(bare, tmp_path):

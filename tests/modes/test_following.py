@@ -166,8 +166,8 @@ def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path, monkeyp
     assert read_json_lines(job.eval_metrics_jsonl) == before
     shutil.rmtree(job.checkpoints / "7")
 
-    def read_and_delete(*args, **settings):
-        arrays = read_arrays(*args, **settings)
+    def read_and_delete(*args):
+        arrays = read_arrays(*args)
         DiskSteps(job.checkpoints).remove(6)
         return arrays
 

@@ -27,6 +27,11 @@ class Answer(NamedTuple):
     body: bytes
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    # With the default of 5, clients that open many connections wait for a second.
+    request_queue_size = 128
+
+
 class StoreProxy:
     """Forwards requests to the server at the URL `target`.
 
@@ -36,7 +41,7 @@ class StoreProxy:
 
     def __init__(self, target: str):
         self._target = urllib.parse.urlsplit(target).netloc
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads, self._server.proxy = True, self
         self._server.handle_error = lambda *_: None  # A client closed its connection.
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"

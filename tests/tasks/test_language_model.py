@@ -157,7 +157,7 @@ def test_records_hold_the_text_of_true_rows_only():
             [[-1, -0.25, -0.25, 0], [-0.5, -0.5, -0.5, -1], [0, 0, 0, 0]], np.float32
         )[:, None],
     }
-    assert task().decode_to_records(inputs, outputs) == [
+    assert task(tokenizer=ByteTokenizer()).decode_to_records(inputs, outputs) == [
         {
             "prompt": "ab",
             "continuation": "cd",
@@ -199,12 +199,27 @@ def test_each_hypothesis_has_a_record_and_its_text_ends_before_a_stop_string():
         "scores": np.asarray([[-2.0, -2.5]], np.float32),
     }
     decoder = Sample(num_samples=2, stop_strings=("--",), max_decode_steps=4)
-    lm = task(decoder=decoder)
-    assert lm.decoder.stop_sequences == ((45, 45),) and lm.decoder.eos_ids == (256,)
+    lm = task(decoder=decoder, tokenizer=ByteTokenizer())
+    assert lm.decoder.stop_sequences == ((45, 45),) and lm.decoder.eos_ids == (256, 3)
     first, second = lm.decode_to_records(inputs, outputs)
     assert (first["continuation"], first["sample"], first["score"]) == ("c", 0, -2.0)
+    assert (first["output_ids"], first["decode_length"], first["log_prob"]) == ([*b"c--"], 3, -1.5)
     assert (second["continuation"], second["sample"], second["score"]) == ("e-f", 1, -2.5)
     assert first["ended"] and second["ended"]
+
+
+class Model(nnx.Module):
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+
+@pytest.mark.parametrize(("vocab_size", "tokenizer", "expected"), [
+    (257, None, (256, 3)), (300, None, (256,)), (300, ByteTokenizer(), (256, 3)),
+])  # fmt: skip
+def test_byte_3_ends_a_row_if_the_ids_are_bytes(vocab_size, tokenizer, expected):
+    learner = Learner(optax.sgd, 0.1)
+    lm = LanguageModelTask(lambda rngs: Model(vocab_size), learner, tokenizer=tokenizer)
+    assert lm.decoder.eos_ids == expected
 
 
 def test_a_task_that_does_not_decode_says_so():

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -125,10 +126,14 @@ def committed_manifest(step_dir: AnyPath) -> tuple[dict[str, Any], list[str]]:
     Raises:
       ConfigError: Both files are undamaged, but have a different format version.
     """
+    with ThreadPoolExecutor() as pool:
+        reading = {
+            name: pool.submit((step_dir / name).read_bytes) for name in (COMMIT_JSON, MANIFEST_JSON)
+        }
     texts = {}
-    for name in (COMMIT_JSON, MANIFEST_JSON):
+    for name, future in reading.items():
         try:
-            texts[name] = (step_dir / name).read_bytes()
+            texts[name] = future.result()
         except FileNotFoundError:
             return {}, [f"{name} is missing"]
         except OSError as error:

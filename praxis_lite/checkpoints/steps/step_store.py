@@ -6,6 +6,7 @@ neither Orbax nor JAX, so that command-line tools start quickly.
 
 import abc
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -37,6 +38,7 @@ _STEPS_JSON, _DAMAGED_JSON = "steps.json", "commit.damaged.json"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
+_NUM_REQUESTS = 32  # Number of requests to a store at a time.
 
 
 class _Steps(abc.ABC):
@@ -69,11 +71,16 @@ class _Steps(abc.ABC):
         Raises:
           ConfigError: The manifest is undamaged, but has a different format version.
         """
+        return self.verified_manifest(name)[1]
+
+    def verified_manifest(self, name: str) -> tuple[Mapping[str, Any], list[str]]:
+        """Returns a step's manifest, and the result of `verify`."""
+        manifest: Mapping[str, Any] = {}
         try:
             manifest, errors = committed_manifest(self.directory / name)
-            return errors or self._file_errors(name, manifest["files"])
+            return manifest, errors or self._file_errors(name, manifest["files"])
         except OSError as error:
-            return [f"it cannot be read ({error.strerror})"]
+            return manifest, [f"it cannot be read ({error.strerror})"]
 
     @abc.abstractmethod
     def _file_errors(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -103,6 +110,10 @@ class DiskSteps(_Steps):
     def committed(self) -> list[int]:
         """Returns the steps that have a commit, in order, without reading their files."""
         return [step for step in self.numbered() if self.is_committed(str(step))]
+
+    def uncommitted(self) -> list[int]:
+        """Returns the steps without a commit, in order. A save commits before it adds a step."""
+        return [step for step in self.numbered() if not self.is_committed(str(step))]
 
     def folders_of_kind(self, *kinds: str) -> list[str]:
         """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
@@ -249,10 +260,17 @@ class StoredSteps(_Steps):
         return self.committed()
 
     def committed(self) -> list[int]:
-        numbers = {int(name) for name in self.directory.folders() if _STEP.fullmatch(name)}
-        with contextlib.suppress(FileNotFoundError):
-            numbers.update(json.loads((self.directory / _STEPS_JSON).read_bytes()))
-        return sorted(number for number in numbers if self.is_committed(str(number)))
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            reading = pool.submit((self.directory / _STEPS_JSON).read_bytes)
+            numbers = {int(name) for name in self.directory.folders() if _STEP.fullmatch(name)}
+            with contextlib.suppress(FileNotFoundError):
+                numbers.update(json.loads(reading.result()))
+            ordered = sorted(numbers)
+            are_committed = pool.map(lambda number: self.is_committed(str(number)), ordered)
+            return list(itertools.compress(ordered, are_committed))
+
+    def uncommitted(self) -> list[int]:
+        return []
 
     def folders_of_kind(self, *kinds: str) -> list[str]:
         def kind(name: str) -> str:
@@ -261,7 +279,10 @@ class StoredSteps(_Steps):
             return "damaged" if (self.directory / name / _DAMAGED_JSON).is_file() else "saving"
 
         names = [name for name in self.directory.folders() if _STEP.fullmatch(name)]
-        return [name for name in names if kind(name) in kinds]
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            return [
+                name for name, of in zip(names, pool.map(kind, names), strict=True) if of in kinds
+            ]
 
     def files(self, name: str) -> Mapping[str, ObjectStatus]:
         return (self.directory / name).files()
@@ -280,7 +301,7 @@ class StoredSteps(_Steps):
                 return f"{file} has changed: its version differs from the manifest"
             return None
 
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
             return [line for line in pool.map(error, sorted(files)) if line]
 
     def folder_to_write(self, step: int) -> str:

@@ -7,6 +7,7 @@ place, because a job may be training in the directory.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from praxis_lite.checkpoints.steps.manifest import committed_manifest
@@ -59,10 +60,8 @@ class VerifiedSteps:
             elif self._remove_leftover(name):
                 action = "deletion" if ".deleting" in name else "save"
                 self._note(f"removed {name}, left by an interrupted {action}")
-        # A save commits before its final rename, so a numbered folder without a commit is damaged.
-        for step in self.store.numbered():
-            if not self.store.is_committed(str(step)):
-                self._reject(step, self.store.verify(str(step)))
+        for step in self.store.uncommitted():
+            self._reject(step, self.store.verify(str(step)))
 
     def committed(self) -> list[int]:
         """Returns the committed steps in order, except steps that were found to be damaged."""
@@ -117,6 +116,9 @@ class VerifiedSteps:
           ConfigError: There are no steps, or all steps are damaged.
         """
         number = self.newest() if step is None else self.best(best) if step == "best" else step
+        errors = [] if number is None else self._errors(number)
+        if number is not None and not errors:
+            return number
         steps = self.committed()
         if not steps:
             raise ConfigError(
@@ -132,23 +134,21 @@ class VerifiedSteps:
                 f"{', '.join(map(str, steps))}. Choose one of them, or omit the step for the "
                 "newest."
             )
-        if errors := self._errors(number):
-            others = ", ".join(str(other) for other in steps if other != number)
-            advice = f"Choose a different step: {others}." if others else "There is no other step."
-            if self._owned:
-                self._reject(number, errors)
-            raise StepLost(
-                f"The checkpoint of step {number} in {self.directory} is damaged: "
-                f"{first_few(errors, separator='; ')}. {advice}"
-            )
-        return number
+        others = ", ".join(str(other) for other in steps if other != number)
+        advice = f"Choose a different step: {others}." if others else "There is no other step."
+        if self._owned:
+            self._reject(number, errors)
+        raise StepLost(
+            f"The checkpoint of step {number} in {self.directory} is damaged: "
+            f"{first_few(errors, separator='; ')}. {advice}"
+        )
 
     def manifest(self, step: int) -> Mapping[str, Any]:
-        """Returns the manifest of a step, or {} if it is damaged."""
+        """Returns the manifest of a step. Raises StepLost if the step was deleted."""
         if step not in self._manifests:
             manifest, errors = committed_manifest(self.directory / str(step))
             if errors:
-                return {}
+                raise self._deleted(step)
             self._manifests[step] = manifest
         return self._manifests[step]
 
@@ -163,22 +163,18 @@ class VerifiedSteps:
           StepLost: The job that trains in the directory deleted the step. Raised on entry if the
             step was already deleted, and on exit if it was deleted while it was being read.
         """
-        deleted = StepLost(
-            f"The checkpoint of step {step} was deleted while it was being read, by the job that "
-            f"trains in {self.directory}. Try again."
-        )
         manifest, identity = self.manifest(step), self.store.identity(step)
-        if not manifest or identity is None:
-            raise deleted
+        if identity is None:
+            raise self._deleted(step)
         try:
             yield manifest
         except Error as error:
             if self.store.identity(step) != identity:
-                raise deleted from error
+                raise self._deleted(step) from error
             raise
         # A deletion starts by renaming the folder or deleting its commit, which changes `identity`.
         if self.store.identity(step) != identity:
-            raise deleted
+            raise self._deleted(step)
 
     def forget(self, step: int) -> None:
         """Drops cached information about a step that was deleted or saved again."""
@@ -213,11 +209,15 @@ class VerifiedSteps:
 
     def metrics(self) -> Metrics:
         """Returns the metrics of each committed step."""
-        later = self._evaluated()
-        return {
-            step: {**later.get(step, {}), **self.manifest(step).get("metrics", {})}
-            for step in self.committed()
-        }
+        later, steps = self._evaluated(), self.committed()
+
+        def metrics(step: int) -> Mapping[str, float]:
+            with contextlib.suppress(StepLost):
+                return {**later.get(step, {}), **self.manifest(step)["metrics"]}
+            return later.get(step, {})
+
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(steps, pool.map(metrics, steps), strict=True))
 
     def _remove_leftover(self, name: str) -> bool:
         """Removes a folder that was set aside. On failure, prints a note and returns False."""
@@ -242,9 +242,18 @@ class VerifiedSteps:
         """Verifies a step once, and returns a line for each error."""
         if step in self._verified:
             return []
-        if not (errors := self.store.verify(str(step))):
+        manifest, errors = self.store.verified_manifest(str(step))
+        if not errors:
             self._verified.add(step)
+            self._manifests[step] = manifest
         return errors
+
+    def _deleted(self, step: int) -> StepLost:
+        self.forget(step)
+        return StepLost(
+            f"The checkpoint of step {step} was deleted while it was being read, by the job that "
+            f"trains in {self.directory}. Try again."
+        )
 
     def _reject(self, step: int, errors: Sequence[str]) -> None:
         """Sets aside or skips a damaged step, and prints a note."""

@@ -1,7 +1,9 @@
 """The tokenizer interface: encoding, decoding, and special tokens."""
 
 import abc
+import functools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,11 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shortened
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+
+# An answer that does not occur in any template, and the pattern of an end-of-turn token that is not
+# marked as special.
+_ANSWER = "praxislite"
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Tokenizer(abc.ABC):
@@ -25,7 +32,9 @@ class Tokenizer(abc.ABC):
       eos_id: Id of the end-of-text token, or None.
       eos_ids: Ids that end a model's output: eos_id, `model_eos_ids` and `turn_end_ids`.
       model_eos_ids: EOS ids listed in generation_config.json, or else in config.json.
-      turn_end_ids: Ids of the end-of-turn tokens that the chat template writes after an answer.
+      turn_end: Name of the end-of-turn token that the chat template writes after an answer, such as
+        "<|im_end|>" or "</s>"; "" if there is none.
+      turn_end_ids: The id of `turn_end`; () if there is none, or if it is several tokens.
       bos_id: Id of the beginning-of-text token, or None.
       pad_id: Id of the padding token, or None.
       special_ids: Ids of the special tokens, which `decode` omits if skip_special_tokens is True.
@@ -41,7 +50,6 @@ class Tokenizer(abc.ABC):
     vocab_size: int | None = None
     eos_id: int | None = None
     model_eos_ids: Sequence[int] = ()
-    turn_end_ids: Sequence[int] = ()
     bos_id: int | None = None
     pad_id: int | None = None
     special_ids: frozenset[int] = frozenset()
@@ -66,6 +74,26 @@ class Tokenizer(abc.ABC):
     def eos_ids(self) -> tuple[int, ...]:
         local = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
+
+    @functools.cached_property
+    def turn_end(self) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = "" if self.chat is None else self.chat.render(messages)
+        except ConfigError:
+            return ""  # The error is reported when a conversation is rendered.
+        if self.chat is None or _ANSWER not in text:
+            return ""
+        end = text.rpartition(_ANSWER)[2].lstrip()
+        marks = [name for name in self.chat.reserved if end.startswith(name)]
+        if match := _MARK.match(end):
+            marks.append(match[0])
+        return max(marks, key=len, default="")
+
+    @functools.cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        ids = self.encode(self.turn_end, False).tolist() if self.turn_end else []
+        return tuple(ids) if len(ids) == 1 else ()
 
     def name_of(self, token: int) -> str | None:
         """Returns a token's vocabulary entry, such as "<0xE2>" for a byte; None if unknown."""

@@ -4,14 +4,12 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.tokenizers.base import Tokenizer, checked_text
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_lite.inputs.tokenizers.files import (
@@ -26,9 +24,6 @@ from praxis_lite.inputs.tokenizers.files import (
 from praxis_lite.inputs.tokenizers.normalized import opened
 
 _MAX_ID = 2**32 - 1  # The library's ids are uint32. Decoding ignores ids without a token.
-# An answer that does not occur in any template, and the pattern of an end-of-turn token.
-_ANSWER = "praxislite"
-_MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
 
 class JsonTokenizer(Tokenizer):
@@ -165,20 +160,6 @@ class JsonTokenizer(Tokenizer):
             return []
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
-
-    @functools.cached_property
-    def turn_end_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        # Find the token after an answer, if it is a single token such as <|im_end|> or </s>.
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            text = "" if self.chat is None else self.chat.render(messages)
-        except ConfigError:
-            return ()  # The error is reported when a conversation is rendered.
-        mark = _MARK.match(text.rpartition(_ANSWER)[2]) if _ANSWER in text else None
-        if mark is None:
-            return ()
-        ids = self.encode(mark[1], False).tolist()
-        return tuple(ids) if len(ids) == 1 else ()
 
     def fingerprint(self) -> dict[str, Any]:
         return {"tokenizer": type(self).__name__, "sha256": self._sha256}

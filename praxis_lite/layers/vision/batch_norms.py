@@ -3,6 +3,7 @@
 On a mesh, statistics are computed over the global batch.
 """
 
+import abc
 import functools
 from collections.abc import Sequence
 
@@ -59,10 +60,11 @@ class _PaddedNorm(Norm):
             outputs *= is_true
         return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
 
+    @abc.abstractmethod
     def _normalized(
         self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        raise NotImplementedError
+        """Returns the float32 inputs normalized, without scale and bias."""
 
     def _scale_and_bias(self) -> tuple[nnx.Param | None, nnx.Param | None]:
         return self.gamma, self.beta

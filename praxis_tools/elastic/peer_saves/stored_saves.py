@@ -210,6 +210,7 @@ class StoredArray:
     path: str
     dtype: np.dtype
     pieces: Sequence[_StoredPiece]
+    is_in_store = False
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a block of the unpadded array.
