@@ -121,13 +121,14 @@ class Continuations:
         # Start with the longest contexts, so that running out of memory is detected immediately.
         for length, decoder, until in sorted(groups, key=lambda group: -group[0]):
             indices = groups[length, decoder, until]
+            stop_strings = (*until, *decoder.stop_strings)
             new_ids: list[list[int]] = [[] for _ in indices]
             batching = self._batching(decoder, length)
             stream = batching.stream(
                 mdl_vars,
                 (self._prompt(index, contexts[index], length) for index in indices),
                 num_steps=STEPS_PER_FETCH,
-                text_of=functools.partial(_continuation_text, tokenizer, until),
+                text_of=functools.partial(_continuation_text, tokenizer, stop_strings),
             )
             for new in stream:
                 new_ids[new.index].extend(new.ids.tolist())
@@ -135,7 +136,8 @@ class Continuations:
             assert batching.latest is not None  # Set by `stream`.
             _log.info(batching.latest.summary(f"contexts of up to {length} ids"))
             for index, ids in zip(indices, new_ids, strict=True):
-                texts[index] = continuation_text(tokenizer, contexts[index], ids, until).text
+                text = continuation_text(tokenizer, contexts[index], ids, stop_strings)
+                texts[index] = text.text
         return texts
 
     def _truncate_context(self, request: Request) -> tuple[np.ndarray, int]:
@@ -188,7 +190,7 @@ class Continuations:
 
 
 def _continuation_text(
-    tokenizer: Tokenizer, until: tuple[str, ...], prompt: Prompt
+    tokenizer: Tokenizer, stop_strings: tuple[str, ...], prompt: Prompt
 ) -> ContinuationText:
     """Returns the text generated for a prompt so far, which grows as tokens are generated."""
-    return ContinuationText(tokenizer, prompt.ids[: prompt.length], until)
+    return ContinuationText(tokenizer, prompt.ids[: prompt.length], stop_strings)

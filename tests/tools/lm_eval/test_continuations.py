@@ -17,16 +17,16 @@ def continuations(tokenizer=None, max_length=48):
 
 
 @pytest.mark.parametrize("settings, expected", [
-    ({}, Greedy(max_decode_steps=7, eos_id=(256,))),
-    ({"do_sample": False, "temperature": 0.0}, Greedy(max_decode_steps=7, eos_id=(256,))),
-    ({"do_sample": True, "temperature": 0.0}, Greedy(max_decode_steps=7, eos_id=(256,))),
+    ({}, Greedy(max_decode_steps=7, eos_id=(256, 3))),
+    ({"do_sample": False, "temperature": 0.0}, Greedy(max_decode_steps=7, eos_id=(256, 3))),
+    ({"do_sample": True, "temperature": 0.0}, Greedy(max_decode_steps=7, eos_id=(256, 3))),
     ({"repetition_penalty": 1.5},
-     Greedy(max_decode_steps=7, eos_id=(256,), repetition_penalty=1.5)),
+     Greedy(max_decode_steps=7, eos_id=(256, 3), repetition_penalty=1.5)),
     # All tokens may be drawn, where Sample alone would take the likeliest 40.
     ({"do_sample": True, "temperature": 0.5},
-     Sample(max_decode_steps=7, eos_id=(256,), temperature=0.5, k=0)),
+     Sample(max_decode_steps=7, eos_id=(256, 3), temperature=0.5, k=0)),
     ({"do_sample": True, "temperature": 0.5, "top_k": 9, "top_p": 0.3, "min_p": 0.1},
-     Sample(max_decode_steps=7, eos_id=(256,), temperature=0.5, k=9, p=0.3, min_p=0.1)),
+     Sample(max_decode_steps=7, eos_id=(256, 3), temperature=0.5, k=9, p=0.3, min_p=0.1)),
 ], ids=str)  # fmt: skip
 def test_settings_of_generation_are_those_of_a_decoder(settings, expected):
     assert continuations().decoder(settings, 7) == expected
