@@ -48,8 +48,7 @@ class PyDocs(Experiment):
     (97) over four devices (data parallelism), and evaluation batches of 47 windows over all eight
     devices. The last batch contains fewer windows than there are devices.
 
-    Muon updates the matrices, and AdamW the other weights. In the same time, AdamW alone, with its
-    best learning rate, ends at a loss that is 0.2 bits per byte higher.
+    Muon updates the matrices, and AdamW the other weights.
 
     To train on different text, use --set datasets.train.corpus.files=GLOB. Held-out text and
     prompts come from the same files. For tokens other than bytes, use --set
@@ -101,6 +100,8 @@ class PyDocs(Experiment):
                 end_value=0.0,
             ),
             clip_gradient_norm_to_value=1.0,
+            # Each of the four layers is updated on two devices.
+            stacked_slot_mesh_axes=("data",),
         )
         return fdl.Config(
             LanguageModelTask,
