@@ -28,6 +28,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.optimizers import muon_matrices
+from praxis_lite.optimizers.schedules import linear_rampup_polynomial_decay
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
@@ -92,12 +93,12 @@ class PyDocs(Experiment):
                 muon_weight_dimension_numbers=fdl.Config(muon_matrices),
             ),
             learning_rate=fdl.Config(
-                optax.warmup_cosine_decay_schedule,
-                init_value=0.0,
-                peak_value=2e-2,
+                linear_rampup_polynomial_decay,
                 warmup_steps=40,
-                decay_steps=800,
-                end_value=0.0,
+                decay_start=40,
+                decay_end=800,
+                max=2e-2,
+                min_ratio=0.0,
             ),
             clip_gradient_norm_to_value=1.0,
             # Each of the four layers is updated on two devices.
@@ -109,7 +110,7 @@ class PyDocs(Experiment):
             learner=learner,
             inputs_split_mapping=BATCH_OVER_DATA,
             tokenizer=self.text.tokenizer,
-            decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
+            decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.5),
         )
 
     def datasets(self):
@@ -174,7 +175,7 @@ class Llama(PyDocs):
         )
         task = super().task()
         task.model = set_sharding_params(lm)
-        task.learner.learning_rate.decay_steps = 240
+        task.learner.learning_rate.decay_end = 240
         return task
 
     def run(self):

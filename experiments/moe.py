@@ -48,7 +48,7 @@ class PyDocs(lm.PyDocs):
 
     def task(self):
         task = super().task()
-        task.learner.learning_rate.decay_steps = 200
+        task.learner.learning_rate.decay_end = 200
         return with_experts(task, num_experts=5)
 
     def run(self):

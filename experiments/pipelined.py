@@ -45,7 +45,7 @@ class PyDocs(lm.PyDocs):
 
     def task(self):
         task = super().task()
-        task.learner.learning_rate.decay_steps = 300
+        task.learner.learning_rate.decay_end = 240
         return pipelined(task, num_microbatches=4, circular_repeat=2)
 
     def datasets(self):
