@@ -54,7 +54,8 @@ class PyDocsLora(lm.PyDocs):
         block = task.model.transformer_layer_tpl
         block.tr_atten_tpl = fdl.Partial(adapted, base_tpl=block.tr_atten_tpl, rank=5)
         task.learner.bprop_variable_inclusion = LORA
-        task.learner.learning_rate.decay_steps = 120
+        rate = task.learner.learning_rate
+        rate.max, rate.decay_end = 4e-3, 120
         return task
 
     def run(self):
@@ -74,14 +75,14 @@ class PyDocsFull(lm.PyDocs):
     def task(self):
         task = super().task()
         rate = task.learner.learning_rate
-        rate.peak_value, rate.end_value, rate.decay_steps = 1e-3, 1e-5, 120
+        rate.max, rate.decay_end = 1e-3, 120
         task.learner.auxiliary_optimizers = (
             fdl.Config(
                 AuxiliaryOptimizer,
                 regex="softmax/.*",
                 name="embedding",
                 optimizer=fdl.Partial(optax.adamw, b2=0.98),
-                learning_rate=fdl.copy_with(rate, peak_value=1e-4, end_value=1e-6),
+                learning_rate=fdl.copy_with(rate, max=1e-4),
             ),
         )
         return task

@@ -85,11 +85,17 @@ class PyDocs(LayersPyDocs):
             ("layers", None),
             ("kv", None),
         )
+        learner = fdl.Config(
+            Learner,
+            optimizer=fdl.Partial(optax.adamw, b2=0.98, weight_decay=0.1),
+            learning_rate=fdl.Config(optax.warmup_cosine_decay_schedule, 0.0, 4e-3, 40, 800),
+            clip_gradient_norm_to_value=1.0,
+        )
         return fdl.Config(
             LossTask,
             model,
             next_token_loss,
-            super().task().learner,
+            learner,
             predict=fdl.Partial(continued, num_tokens=100),
             weight_sharding=fdl.Config(WeightSharding, logical_axis_rules=rules),
             inputs_split_mapping=BATCH_OVER_DATA,

@@ -3,7 +3,7 @@
 import functools
 
 import fiddle as fdl
-import optax
+import optax.contrib
 
 from praxis_lite import (
     EvaluationSettings,
@@ -21,11 +21,14 @@ from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
     Repeat,
+    RmsNorm,
     TransformerFeedForward,
     WeightInit,
     rotary_lm,
     set_sharding_params,
 )
+from praxis_lite.optimizers import muon_matrices
+from praxis_lite.optimizers.schedules import linear_rampup_polynomial_decay
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
@@ -42,9 +45,11 @@ class PyDocs(Experiment):
     """Trains a byte-level LM on Python's language reference, with sizes that require padding.
 
     No size is divisible by the number of devices that it is split over: the vocabulary (257), the
-    hidden dims (435) and the 5 heads are split over two devices (model parallelism), the model dims
-    (145) over four devices (data parallelism), and evaluation batches of 47 windows over all eight
+    hidden dims (389) and the 3 heads are split over two devices (model parallelism), the model dims
+    (97) over four devices (data parallelism), and evaluation batches of 47 windows over all eight
     devices. The last batch contains fewer windows than there are devices.
+
+    Muon updates the matrices, and AdamW the other weights.
 
     To train on different text, use --set datasets.train.corpus.files=GLOB. Held-out text and
     prompts come from the same files. For tokens other than bytes, use --set
@@ -68,26 +73,36 @@ class PyDocs(Experiment):
     def task(self):
         lm = rotary_lm(
             vocab_size=self.vocab_size,
-            model_dims=145,
-            hidden_dims=435,
-            num_heads=5,
-            dim_per_head=30,
+            model_dims=97,
+            hidden_dims=389,
+            num_heads=3,
+            dim_per_head=32,
             num_layers=4,
+            # Norms of queries and keys permit a higher learning rate.
+            attention={"ln_tpl": RmsNorm, "ln_before_rotary": True},
             # All activations fit in memory, and saving them is a quarter faster than remat.
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
         )
         learner = fdl.Config(
             Learner,
-            optimizer=fdl.Partial(optax.adamw, b2=0.98, weight_decay=0.1),
+            optimizer=fdl.Partial(
+                optax.contrib.muon,
+                consistent_rms=0.2,
+                weight_decay=0.1,
+                adam_b2=0.98,
+                muon_weight_dimension_numbers=fdl.Config(muon_matrices),
+            ),
             learning_rate=fdl.Config(
-                optax.warmup_cosine_decay_schedule,
-                init_value=0.0,
-                peak_value=4e-3,
+                linear_rampup_polynomial_decay,
                 warmup_steps=40,
-                decay_steps=420,
-                end_value=4e-5,
+                decay_start=40,
+                decay_end=800,
+                max=2e-2,
+                min_ratio=0.0,
             ),
             clip_gradient_norm_to_value=1.0,
+            # Each of the four layers is updated on two devices.
+            stacked_slot_mesh_axes=("data",),
         )
         return fdl.Config(
             LanguageModelTask,
@@ -95,13 +110,13 @@ class PyDocs(Experiment):
             learner=learner,
             inputs_split_mapping=BATCH_OVER_DATA,
             tokenizer=self.text.tokenizer,
-            decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
+            decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.5),
         )
 
     def datasets(self):
         windows = functools.partial(fdl.Config, tf_data.TextWindows, self.text, seq_len=128)
         return {
-            "train": windows(split="train", batch_size=16, shuffle=True),
+            "train": windows(split="train", batch_size=8, shuffle=True),
             "heldout": windows(split="heldout", batch_size=47, stride=64, shuffle=False),
         }
 
@@ -121,9 +136,9 @@ class PyDocs(Experiment):
     def run(self):
         return fdl.Config(
             RunConfig,
-            num_train_steps=420,
-            checkpoints=fdl.Config(SaveSettings, every_steps=210),
-            evaluation=fdl.Config(EvaluationSettings, every_steps=210),
+            num_train_steps=800,
+            checkpoints=fdl.Config(SaveSettings, every_steps=400),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=400),
         )
 
 
@@ -160,7 +175,7 @@ class Llama(PyDocs):
         )
         task = super().task()
         task.model = set_sharding_params(lm)
-        task.learner.learning_rate.decay_steps = 240
+        task.learner.learning_rate.decay_end = 240
         return task
 
     def run(self):

@@ -37,7 +37,7 @@ def with_experts(task, **settings):
 class PyDocs(lm.PyDocs):
     """lm.PyDocs with five experts in every second layer, and top-2 routing.
 
-    The five experts, the 145 model dims and the 435 hidden dims are sharded unevenly over the
+    The five experts, the 97 model dims and the 389 hidden dims are sharded unevenly over the
     expert axis of size 2: half of the devices store three experts each, and the other half store
     two.
     """
@@ -48,7 +48,7 @@ class PyDocs(lm.PyDocs):
 
     def task(self):
         task = super().task()
-        task.learner.learning_rate.decay_steps = 200
+        task.learner.learning_rate.decay_end = 200
         return with_experts(task, num_experts=5)
 
     def run(self):

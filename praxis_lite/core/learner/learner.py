@@ -84,6 +84,11 @@ class Learner:
       variational_noise: A VariationalNoise, which is added to weights before gradients are
         computed, or None.
       slot_mesh_axes: Additional mesh axes that slots are split over (ZeRO-1).
+      stacked_slot_mesh_axes: Mesh axes that split the slots of stacked layers by layer, instead of
+        the dims that they split in the weights. An optimizer that multiplies matrices, such as
+        Muon, then computes the update of a layer on the devices that have this layer's slots,
+        instead of gathering the matrices of all layers on every device. A stack with fewer layers
+        than devices along these axes is split like its weights.
       host_slots: One or more patterns of weights, which must match complete paths. The slots and
         averages of these weights are stored in host memory, and moved to the device only during
         updates.
@@ -111,6 +116,7 @@ class Learner:
         loss_scale: LossScale | None = None,
         variational_noise: WeightNoise | None = None,
         slot_mesh_axes: Sequence[str] = (),
+        stacked_slot_mesh_axes: Sequence[str] = (),
         host_slots: Patterns = (),
     ):
         self.limits = GradientLimits(
@@ -142,15 +148,20 @@ class Learner:
             ema_decay,
             "a number in [0, 1), where 0 disables the average",
         )
-        steps, axes = gradient_accumulation_steps, slot_mesh_axes
+        steps = gradient_accumulation_steps
         setting = "Learner.gradient_accumulation_steps"
         require(is_positive_int(steps), setting, steps, "a positive integer")
-        expected = f"a sequence of mesh axes, such as ({axes!r},)"
-        require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, expected)
+        for name, axes in (
+            ("slot_mesh_axes", slot_mesh_axes),
+            ("stacked_slot_mesh_axes", stacked_slot_mesh_axes),
+        ):
+            expected = f"a sequence of mesh axes, such as ({axes!r},)"
+            require(not isinstance(axes, str), f"Learner.{name}", axes, expected)
         self.ema_decay = ema_decay
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
         self.slot_mesh_axes = tuple(slot_mesh_axes)
+        self.stacked_slot_mesh_axes = tuple(stacked_slot_mesh_axes)
         self.learning_rate = checked_rate("Learner.learning_rate", learning_rate)
         self._optimizer_name = function_name(optimizer).rpartition(".")[2]
         self.optimizer = build_optimizer(optimizer, learning_rate, "Learner")
@@ -180,7 +191,7 @@ class Learner:
 
         Raises:
           ConfigError: Patterns are invalid (see `optimizer_names`), `host_slots` match no weight,
-            or `slot_mesh_axes` do not fit the mesh.
+            or the axes for slots do not fit the mesh.
         """
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
@@ -211,8 +222,11 @@ class Learner:
         # By default, slots are sharded like their weights.
         specs = None
         declares_slots = any(spec.slot_axes is not None for spec in declared.values())
-        if (self.slot_mesh_axes or declares_slots) and axis_sizes is not None:
-            specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
+        moves_slots = self.slot_mesh_axes or self.stacked_slot_mesh_axes or declares_slots
+        if moves_slots and axis_sizes is not None:
+            specs = extended_specs(
+                weight_specs, self.slot_mesh_axes, axis_sizes, self.stacked_slot_mesh_axes
+            )
         matched = matched_paths(list(items), self.host_slots, "Learner.host_slots", fullmatch=True)
         on_host = frozenset(matched & names.keys())
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)

@@ -5,7 +5,8 @@ so that each slot dim can be matched with a weight dim by its size. A slot dim i
 matching weight dim. A slot with the weight's shape is thus split like the weight, a factored slot
 drops the axes of the reduced dim, and scalars are replicated.
 
-With `slot_mesh_axes`, slots are split over more axes than their weights. A weight may also declare
+With `slot_mesh_axes`, slots are split over more axes than their weights, and with
+`stacked_slot_mesh_axes`, slots of stacked layers are split by layer. A weight may also declare
 separate axes for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
 weights that match `host_slots` are stored in host memory (`slot_memory`).
 """
@@ -32,7 +33,10 @@ Path = tuple[str, ...]
 
 
 def extended_specs(
-    weight_specs: PyTree, slot_mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
+    weight_specs: PyTree,
+    slot_mesh_axes: Sequence[str],
+    axis_sizes: Mapping[str, int],
+    stacked_slot_mesh_axes: Sequence[str] = (),
 ) -> PyTree:
     """Extends the spec of each weight, or the spec of its `slot_axes`, by `slot_mesh_axes`.
 
@@ -46,18 +50,26 @@ def extended_specs(
     dim is suitable, because gradients are computed layer by layer. A spec is not extended if every
     dim of its weight would have fewer elements than shards.
 
+    Before that, the axes in `stacked_slot_mesh_axes` are moved from the other dims of a stacked
+    weight to its first dim, if the stack has at least as many layers as shards.
+
     Args:
       weight_specs: Nested dict of WeightSpec.
       slot_mesh_axes: Names of mesh axes.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
+      stacked_slot_mesh_axes: Names of mesh axes that split stacked weights by layer.
 
     Raises:
       ConfigError: An axis is not in the mesh, or is listed twice.
     """
+
     # Validate the axes as if they split a single dim.
-    (entry,) = to_partition_spec(
-        [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
-    )
+    def checked(axes: Sequence[str], path: str) -> tuple[str, ...]:
+        (entry,) = to_partition_spec([tuple(axes)], tuple(axis_sizes), path=path)
+        return axes_of(entry)
+
+    added = checked(slot_mesh_axes, "Learner.slot_mesh_axes")
+    by_layer = checked(stacked_slot_mesh_axes, "Learner.stacked_slot_mesh_axes")
 
     def extended(path: tuple[Any, ...], weight: WeightSpec) -> PartitionSpec:
         name = path_of(path)
@@ -67,9 +79,24 @@ def extended_specs(
             spec = to_partition_spec(
                 weight.slot_axes, tuple(axis_sizes), rank=len(weight.shape), path=name
             )
-        return _extended(spec, weight, axes_of(entry), axis_sizes)
+        return _extended(_by_layer(spec, weight, by_layer, axis_sizes), weight, added, axis_sizes)
 
     return jax.tree_util.tree_map_with_path(extended, weight_specs, is_leaf=_is_weight_spec)
+
+
+def _by_layer(
+    spec: PartitionSpec, weight: WeightSpec, mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """Moves mesh axes from the other dims of a stacked weight to its first dim."""
+    if not weight.stack_shape or not mesh_axes:
+        return spec
+    first, *others = (
+        tuple(axis for axis in axes_of(entry) if axis not in mesh_axes) for entry in spec
+    )
+    first += tuple(mesh_axes)
+    if weight.shape[0] < math.prod(axis_sizes[axis] for axis in first):
+        return spec
+    return PartitionSpec(entry_of(first), *map(entry_of, others))
 
 
 def _extended(

@@ -492,6 +492,7 @@ def test_a_loss_scale_hears_of_gradients_that_are_not_finite_and_only_of_these()
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps.* 0;"),
         ({"gradient_accumulation_steps": 2.0}, r"gradient_accumulation_steps.*2\.0"),
         ({"slot_mesh_axes": "data"}, r"slot_mesh_axes.*'data'.*\('data',\)"),
+        ({"stacked_slot_mesh_axes": "data"}, r"stacked_slot_mesh_axes.*'data'.*\('data',\)"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):

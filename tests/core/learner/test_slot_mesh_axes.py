@@ -1,15 +1,23 @@
 """ZeRO-1: where slots go besides their weights' axes, and what the compiled step then sends."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.core import Learner, WeightSpec
+from praxis_lite import Task
+from praxis_lite.core import Learner, Partitioner, WeightSpec
 from praxis_lite.core.learner.slots import extended_specs
+from praxis_lite.core.learner.update import SCOPE
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base.variables import stacked
+from praxis_lite.optimizers import muon_matrices
 from praxis_tools.explain import hlo
 from tests.core.learner import zero1_runs
 from tests.support.goldens import trimmed
@@ -49,6 +57,72 @@ def test_a_slots_axis_goes_where_it_costs_the_least_padding(shape, split, stack,
     assert extended(shape, split, stack) == wanted
     local = WeightSpec(shape, jnp.float32, split, stack).partition_spec(tuple(SIZES), "w")
     assert extended(shape, split, stack, axes=()) == local
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "stack", "expected"),
+    [
+        ((4, 13, 37), ("data", "mdl"), (None,), P("data", None, "mdl")),
+        ((5, 13, 37), (("mdl", "data"), None), (None,), P("data", "mdl", None)),
+        ((8, 13), ("data",), ("mdl",), P(("mdl", "data"), None)),
+        ((3, 13, 37), ("data", "mdl"), (None,), P(None, "data", "mdl")),  # Three layers.
+        ((4, 13), ("data",), ("mdl",), P("mdl", "data")),  # Fewer layers than both axes' devices.
+        ((13, 37), ("data", "mdl"), (), P("data", "mdl")),
+    ],
+)
+def test_stacked_slot_mesh_axes_split_the_slots_of_a_stack_by_layer(shape, split, stack, expected):
+    weight = WeightSpec(shape, jnp.float32, split, stack)
+    assert extended_specs({"w": weight}, (), SIZES, ("data",))["w"] == expected
+
+
+class Stack(BaseLayer):
+    """Four residual layers that multiply by a matrix and its transpose."""
+
+    def __init__(self, *, rngs):
+        def weight(key):
+            return self.weight((13, 37), ("data", "mdl"), rngs=nnx.Rngs(key))
+
+        self.w = stacked(jax.vmap(weight)(jax.random.split(rngs.params(), 4)), None)
+
+    def __call__(self, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w) @ w.T, None
+
+        return jax.lax.scan(layer, x, self.w[...])[0]
+
+
+class Regression(Task):
+    def compute_loss(self, model, inputs, key):
+        return {"loss": (jnp.mean((model(inputs["x"]) - 1.0) ** 2), jnp.float32(1.0))}
+
+
+def muon_steps(mesh, axes):
+    """Returns the loss of each of five steps, and the number of all-gathers in an update."""
+    muon = functools.partial(
+        optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices()
+    )
+    learner = Learner(muon, 0.02, stacked_slot_mesh_axes=axes)
+    partitioner = Partitioner(
+        Regression(Stack, learner, inputs_split_mapping={"map_2d": ("data", None)}), mesh
+    )
+    state, key = partitioner.init(partitioner.key(0)), partitioner.key(0)
+    x = np.random.default_rng(0).normal(size=(8, 13)).astype(np.float32)
+    compiled = partitioner.train_step.lower({"x": jax.ShapeDtypeStruct(x.shape, x.dtype)}).compile()
+    losses = []
+    for _ in range(5):
+        state, outputs = partitioner.train_step(state, partitioner.global_batch({"x": x}), key)
+        losses.append(float(outputs["metrics"]["loss"][0]))
+    gathers = [x for x in hlo.collectives(compiled) if x.kind == "all-gather"]
+    return losses, sum(x.count for x in gathers if f"/{SCOPE}/" in x.op_name)
+
+
+def test_with_slots_by_layer_muon_gathers_less_and_computes_the_same(mesh_of):
+    expected, _ = muon_steps(mesh_of(1, 1, 1), ())
+    as_weights, num_as_weights = muon_steps(mesh_of(1, 4, 2), ())
+    by_layer, num_by_layer = muon_steps(mesh_of(1, 4, 2), ("data",))
+    np.testing.assert_allclose(as_weights, expected, rtol=1e-5)
+    np.testing.assert_allclose(by_layer, expected, rtol=1e-5)
+    assert num_by_layer < num_as_weights / 5
 
 
 def test_axes_that_the_weight_has_are_left_out_of_several():
