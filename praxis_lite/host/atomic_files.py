@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, first_few
-from praxis_lite.host.object_stores import AnyPath, StorePath
+from praxis_lite.host.object_stores import AnyPath, ObjectChanged, StorePath
 
-__all__ = ("DISK_FULL", "new_directory", "not_written", "write_atomically", "write_picture")
+__all__ = (
+    "DISK_FULL",
+    "create_atomically",
+    "new_directory",
+    "not_written",
+    "user_cache",
+    "write_atomically",
+    "write_picture",
+)
 
 # Errors for a full disk, an exceeded quota, and a file above the size limit.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -52,6 +60,40 @@ def write_atomically(path: AnyPath, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def create_atomically(path: AnyPath, content: bytes, mode: int = 0o666) -> bool:
+    """Creates a file or an object with its complete content, unless it already exists.
+
+    Args:
+      path: The path. The folder must exist.
+      content: The content.
+      mode: Permission bits of a file.
+
+    Returns:
+      Whether this call created it. If the answer of an object store was lost, the result may be
+      False although this call created the object.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    if isinstance(path, StorePath):
+        try:
+            path.write_bytes(content, "create")
+        except ObjectChanged:
+            return False
+        return True
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    # A hard link either creates the complete file or fails, even on network file systems.
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
 
 
 def write_picture(path: AnyPath, figure: Any, *, dpi: int) -> None:

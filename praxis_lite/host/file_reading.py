@@ -1,16 +1,17 @@
-"""Opens and reads regular files, as bytes, lines or strict JSON; rejects pipes, which may block."""
+"""Opens, reads and appends to regular files; rejects pipes, which may block."""
 
+import io
 import json
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.object_stores import AnyPath, StorePath
 
 __all__ = (
+    "append_text",
     "content_of",
     "descriptor",
     "lines_of",
@@ -78,19 +79,19 @@ def content_of(path: str | os.PathLike[str] | StorePath) -> bytes:
         return file.read()
 
 
-def lines_of(path: Path, num_bytes: int | None = None) -> list[str]:
+def lines_of(path: AnyPath, num_bytes: int | None = None) -> list[str]:
     """Returns the lines of a file to which a job appends, or [] if the file does not exist.
 
     Args:
       path: The file.
-      num_bytes: Number of bytes to read from the end of the file, or None for the complete file.
-        The first line may be incomplete.
+      num_bytes: Number of bytes to read from the end of a local file, or None for the complete
+        file. The first line may be incomplete.
 
     Raises:
       ConfigError: The file cannot be read.
     """
     try:
-        with opened(path) as file:
+        with io.BytesIO(path.read_bytes()) if isinstance(path, StorePath) else opened(path) as file:
             if num_bytes is not None:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
             content = file.read()
@@ -151,6 +152,22 @@ def is_json(text: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def append_text(path: AnyPath, text: str) -> None:
+    """Appends text to a file or an object, and creates it if needed.
+
+    In an object store, the text must be unique; see `StorePath.append_bytes`.
+
+    Raises:
+      OSError: The file cannot be written.
+      ConfigError: The object cannot be written.
+    """
+    if isinstance(path, StorePath):
+        path.append_bytes(text.encode())
+    else:
+        with opened_to_append(path) as file:
+            file.write(text)
 
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:

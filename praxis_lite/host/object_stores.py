@@ -34,6 +34,7 @@ __all__ = (
     "ObjectChanged",
     "ObjectStatus",
     "StorePath",
+    "StoreUnreachable",
     "is_store_url",
     "kvstore_context",
     "kvstore_of",
@@ -99,7 +100,7 @@ class ObjectChanged(Exception):
     """A conditional write failed, because the object exists or has changed."""
 
 
-class _Unreachable(ConfigError):
+class StoreUnreachable(ConfigError):
     """A request failed, but may succeed if it is repeated."""
 
 
@@ -236,6 +237,25 @@ class StorePath:
             raise ObjectChanged(str(self)) from None
         return put[_VERSIONS[self.scheme]]
 
+    def append_bytes(self, content: bytes) -> None:
+        """Appends to the object, or creates it. Several processes may do so at the same time.
+
+        Args:
+          content: The bytes to append, which must be unique: an object that contains them is not
+            changed, because the answer to an earlier request may have been lost.
+        """
+        while True:
+            try:
+                before, status = self.read_version()
+                version = status.version
+            except FileNotFoundError:
+                before, version = b"", "create"
+            if content in before:
+                return
+            with contextlib.suppress(ObjectChanged):
+                self.write_bytes(before + content, version)
+                return
+
     def unlink(self, missing_ok: bool = True) -> None:
         """Deletes the object. Stores do not report whether it existed, whatever `missing_ok` is."""
         with contextlib.suppress(FileNotFoundError):
@@ -357,7 +377,7 @@ class StorePath:
             try:
                 with _store_errors(self, action):
                     return request(store)
-            except _Unreachable:
+            except StoreUnreachable:
                 if time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
@@ -504,8 +524,8 @@ def _store_errors(path: StorePath, action: str) -> Iterator[None]:
     raise unreachable from None
 
 
-def _unreachable(path: StorePath, reason: str) -> _Unreachable:
-    return _Unreachable(
+def _unreachable(path: StorePath, reason: str) -> StoreUnreachable:
+    return StoreUnreachable(
         f"{path}: the store cannot be reached ({reason}). Check the network and "
         f"{_ENDPOINTS.get(path.scheme, 'the URL')}."
     )

@@ -64,8 +64,10 @@ class JobDir:
       residuals_jsonl: Measured and predicted seconds, with one line per profile and per
         `praxis plan` --measure.
       elastic_jsonl: One line per change to the processes of an elastic job.
-      elastic: Folder through which the supervisors of an elastic job communicate.
-      stacks_txt: The watchdog's reports, with the stacks of all threads.
+      elastic: Folder through which the supervisors of an elastic job communicate, also in an object
+        store.
+      stacks_txt: The watchdog's reports, with the stacks of all threads. In an object store, each
+        report is appended directly, because several processes write reports.
       traceback_txt: Traceback of the exception that ended the last launch, if any.
       huggingface: Folder with config.json and tokenizer of the Hugging Face model from which the
         job was started, if any.
@@ -94,8 +96,6 @@ class JobDir:
     non_finite_txt = _child("non_finite.txt")
     residuals_jsonl = _child("residuals.jsonl")
     elastic_jsonl = _child("elastic.jsonl")
-    elastic = _child("elastic")
-    stacks_txt = _child("stacks.txt")
     traceback_txt = _child("traceback.txt")
     huggingface = _child("huggingface")
     tokenizers = _child("tokenizers")
@@ -107,6 +107,14 @@ class JobDir:
     @property
     def checkpoints(self) -> AnyPath:
         return self.path / "checkpoints"
+
+    @property
+    def elastic(self) -> AnyPath:
+        return self.path / "elastic"
+
+    @property
+    def stacks_txt(self) -> AnyPath:
+        return self.path / "stacks.txt"
 
     @property
     def location(self) -> AnyPath:
@@ -126,7 +134,10 @@ class JobDir:
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
     def shown(self, file: AnyPath) -> AnyPath:
-        """Returns the path of one of the job's files under `location`, for messages."""
+        """Returns the path of one of the job's files under `location`.
+
+        It is used in messages, and for files that several processes write.
+        """
         return file
 
     def names(self) -> list[str]:
@@ -169,7 +180,9 @@ class JobDir:
 
 @dataclasses.dataclass(frozen=True)
 class StoredJobDir(JobDir):
-    """A job directory in an object store. Except for checkpoints, paths are those of local copies.
+    """A job directory in an object store.
+
+    Paths are those of local copies, except for checkpoints, `elastic` and `stacks_txt`.
 
     Attributes:
       mirror: The local copy, in `path`.
@@ -180,6 +193,15 @@ class StoredJobDir(JobDir):
     @property
     def checkpoints(self) -> StorePath:
         return self.mirror.store / "checkpoints"
+
+    @property
+    def elastic(self) -> StorePath:
+        return dataclasses.replace(self.mirror.store / "elastic", is_quick=True)
+
+    @property
+    def stacks_txt(self) -> StorePath:
+        # Without the guard, which would wait for the lease: a late report overwrites nothing.
+        return dataclasses.replace(self.mirror.store / "stacks.txt", is_quick=True, guard=None)
 
     @property
     def location(self) -> StorePath:
@@ -204,9 +226,11 @@ class StoredJobDir(JobDir):
 
     @contextlib.contextmanager
     def locked(self, note: Callable[[str], None], *, is_shared: bool = False) -> Iterator[None]:
-        store = self.mirror.store
-        with Lease(store) if processes.is_first() else LeaseOfFirst(store) as lease:
+        store, kind = self.mirror.store, Lease if processes.is_first() else LeaseOfFirst
+        with kind(store, processes.membership()) as lease:
             lease.token = processes.exchange("lease", lease.token)[0]
+            # The previous holder may have written files since this process downloaded them.
+            self.mirror.download(newest=True)
             # The paths of all files, including checkpoints, are below this path.
             self.mirror.store = dataclasses.replace(store, guard=lease.check)
             yield

@@ -5,6 +5,9 @@ its holder replaces every few seconds with a conditional write. Another process 
 after it has seen the same version for LEASE_SECONDS, so the clocks of hosts are not compared. The
 holder writes and deletes the job's objects only if the last successful renewal was sent less than
 half of this time ago. It checks this before each request, because it may have been suspended.
+
+In an elastic job, the first worker of each generation takes the lease from earlier generations
+immediately, and then waits until their workers can no longer write.
 """
 
 import abc
@@ -26,11 +29,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error, PeerLost
 from praxis_lite.host.object_stores import ObjectChanged, StorePath
+from praxis_lite.job.processes.addresses import refuses_connections
 from praxis_lite.job.processes.exits import end_now
+from praxis_lite.job.processes.membership import Membership
 
-__all__ = ("JobLock", "Lease", "LeaseOfFirst", "is_leased", "is_locked")
+__all__ = ("LEASE_SECONDS", "JobLock", "Lease", "LeaseOfFirst", "is_leased", "is_locked")
 
 _LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
 # Retry, because `is_locked` in another process holds the lock for a moment.
@@ -112,13 +117,14 @@ class _Lease(contextlib.AbstractContextManager):
 
     Args:
       folder: The job's folder.
+      membership: The role of this process in an elastic job, or None.
 
     Attributes:
       token: Identifies the holder.
     """
 
-    def __init__(self, folder: StorePath):
-        self._folder = folder
+    def __init__(self, folder: StorePath, membership: Membership | None = None):
+        self._folder, self._membership = folder, membership
         self._object = dataclasses.replace(folder / _NAME, guard=None)
         self._renewed = -math.inf  # Time at which the last successful renewal was sent.
         self.token = secrets.token_hex(8)
@@ -164,8 +170,8 @@ class Lease(_Lease):
     first waits for LEASE_SECONDS.
     """
 
-    def __init__(self, folder: StorePath):
-        super().__init__(folder)
+    def __init__(self, folder: StorePath, membership: Membership | None = None):
+        super().__init__(folder, membership)
         # Other requests are retried for minutes, which is longer than the lease.
         self._object = dataclasses.replace(self._object, is_quick=True)
         self._number = itertools.count()
@@ -173,9 +179,14 @@ class Lease(_Lease):
         self._thread = threading.Thread(target=self._renew_until_stopped, daemon=True, name="lease")
 
     def __enter__(self) -> "Lease":
-        """Raises ConfigError, with the host and PID, if another process is training there."""
-        self._take()
+        """Raises ConfigError, with the host and PID, if another process is training there.
+
+        In an elastic job, it raises PeerLost instead.
+        """
+        may_write = self._take()
         self._thread.start()
+        if may_write:
+            time.sleep(LEASE_SECONDS / 2 + _RENEW_SECONDS)
         return self
 
     def take_if_free(self) -> bool:
@@ -222,6 +233,9 @@ class Lease(_Lease):
             "token": self.token,
             "renewal": next(self._number),
         }
+        if self._membership is not None:
+            holder["generation"] = self._membership.generation
+            holder["supervisor"] = self._membership.supervisor
         content = json.dumps(holder).encode()
         try:
             self._version = self._object.write_bytes(content, version)
@@ -233,27 +247,51 @@ class Lease(_Lease):
             return self._write(found_version)
         self._renewed = sent
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
         """Takes the lease once its holder has ended, or has not renewed it for LEASE_SECONDS.
+
+        The lease of an earlier generation is taken immediately.
+
+        Returns:
+          Whether the previous holder may still write, until it notices that it lost the lease.
 
         Raises:
           ConfigError: The holder has renewed the lease, or another process has taken it.
+          PeerLost: The same, in an elastic job.
         """
         seen = None
         while True:
             holder, version = self._read()
             if seen is None:  # A slow first read does not count.
                 deadline = time.monotonic() + LEASE_SECONDS
-            elif seen != version and holder:
+            elif seen != version and holder and not self._succeeds(holder):
                 raise self._in_use(holder)
             seen = version
-            if not holder or _has_ended(holder) or time.monotonic() > deadline:
+            is_free = not holder or time.monotonic() > deadline or self._has_ended(holder)
+            if is_free or self._succeeds(holder):
                 with contextlib.suppress(ObjectChanged):
-                    return self._write(version)
+                    self._write(version)
+                    return not is_free
             time.sleep(_RENEW_SECONDS / 5)
 
-    def _in_use(self, holder: Mapping[str, Any]) -> ConfigError:
-        return ConfigError(
+    def _succeeds(self, holder: Mapping[str, Any]) -> bool:
+        """Returns whether the holder belongs to an earlier generation than this process."""
+        own = self._membership
+        return own is not None and holder.get("generation", own.generation) < own.generation
+
+    def _has_ended(self, holder: Mapping[str, Any]) -> bool:
+        """Returns whether it is certain that the holder has ended.
+
+        A worker of this elastic job has ended if its supervisor has ended. Other jobs may be on a
+        different network, with the same addresses.
+        """
+        return _has_ended(holder) or (
+            self._succeeds(holder) and refuses_connections(holder["supervisor"])
+        )
+
+    def _in_use(self, holder: Mapping[str, Any]) -> Error:
+        kind = ConfigError if self._membership is None else PeerLost
+        return kind(
             f"job_log_dir={self._folder} is in use by another process that trains or creates a "
             f"job: process {holder.get('pid')} on {holder.get('host')}. Wait until it ends, stop "
             "it (`kill PID` saves its step), or choose a different directory."
@@ -269,7 +307,8 @@ class Lease(_Lease):
                     "not renew its lease in time. This process exits without saving.",
                     self._folder,
                 )
-                end_now(1, "lost its lease on job_log_dir")
+                status = 1 if self._membership is None else self._membership.lost_status
+                end_now(status, "lost its lease on job_log_dir")
             except (ConfigError, OSError) as error:
                 _log.warning("the lease on job_log_dir could not be renewed; retrying: %s", error)
 
@@ -280,8 +319,8 @@ class LeaseOfFirst(_Lease):
     `check` waits until it sees that the lease is renewed. Nothing is written.
     """
 
-    def __init__(self, folder: StorePath):
-        super().__init__(folder)
+    def __init__(self, folder: StorePath, membership: Membership | None = None):
+        super().__init__(folder, membership)
         self._last_read = "", -math.inf  # The version, and the time at which the read was sent.
 
     def __exit__(self, *exc_info: object) -> None:
@@ -291,7 +330,8 @@ class LeaseOfFirst(_Lease):
         sent = _seconds()
         holder, version = self._read()
         if holder.get("token") != self.token:
-            raise ConfigError(
+            kind = ConfigError if self._membership is None else PeerLost
+            raise kind(
                 f"job_log_dir={self._folder} was taken over by another process, because the job's "
                 "first process did not renew its lease in time. This process writes no more files."
             )

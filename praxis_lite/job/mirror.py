@@ -21,8 +21,9 @@ from praxis_lite.host.object_stores import StorePath
 
 _PART_BYTES = 1 << 22
 _UPLOAD_SECONDS = 10.0
-# Readers access checkpoints directly, and do not need TensorBoard summaries.
-_NOT_DOWNLOADED = ("checkpoints/", "tensorboard/")
+# Readers access checkpoints directly. They do not need TensorBoard summaries, and the files of
+# supervisors.
+_NOT_DOWNLOADED = ("checkpoints/", "tensorboard/", "elastic/")
 _PART = re.compile(r"(.+)\.part([1-9][0-9]*)")
 
 

@@ -10,7 +10,7 @@ from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, shortened
 from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.host.object_stores import AnyPath, StorePath
-from praxis_lite.host.places import is_url, local_file, output_file
+from praxis_lite.host.places import local_file, output_file
 from praxis_lite.job.command import Parser
 from praxis_lite.job.processes.logs import LogFormat
 from praxis_lite.modes.mode import CommandLine, Mode
@@ -153,17 +153,14 @@ def names(words: str) -> list[str]:
     return [word.strip() for word in words.split(",")]
 
 
-def file_to_write(example: str, *, appends: bool = False) -> Callable[[str], AnyPath]:
+def file_to_write(example: str) -> Callable[[str], AnyPath]:
     """Returns an argparse type for an option that specifies a file to write.
 
     Args:
       example: Name of such a file, for error messages.
-      appends: Whether lines are appended to the file, which is not possible in an object store.
     """
 
     def parse_path(text: str) -> AnyPath:
-        if appends and is_url(text):
-            raise argparse.ArgumentTypeError(f"{text} is a URL; expected a local file")
         try:
             path = output_file(text)
         except ConfigError as error:

@@ -2,7 +2,8 @@
 
 In JAX, only the first process writes to the compilation cache, and the first process of the next
 generation may run on a different host. Therefore, the cache is in the job directory, which all
-hosts share.
+hosts share. If the job is in an object store, each host has its own cache, to which each process
+writes.
 """
 
 import hashlib
@@ -16,7 +17,8 @@ from typing import Any
 import jax
 
 from praxis_lite.core.sharding.mesh import attached_devices
-from praxis_lite.host.atomic_files import write_atomically
+from praxis_lite.host.atomic_files import user_cache, write_atomically
+from praxis_lite.host.object_stores import is_store_url
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import compilation_cache_modules
 from praxis_tools.elastic.worker_assignment import Assignment, report
@@ -45,9 +47,11 @@ def use_shared_cache(assignment: Assignment) -> None:
     Args:
       assignment: Assignment of this worker.
     """
+    is_local = is_store_url(assignment.folder)
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # Set by JAX.
-        folder = str(Path(assignment.folder, FOLDER))
-        jax.config.update("jax_compilation_cache_dir", folder)
+        # Without --elastic, jobs also use the folder of the user.
+        folder = user_cache() / "xla" if is_local else Path(assignment.folder, FOLDER)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         compilation_cache.get_file_cache = lambda path: (_AtomicFileCache(Path(path)), path)
     _report_compilations()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -59,6 +63,8 @@ def use_shared_cache(assignment: Assignment) -> None:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         is_one_host = processes.count_on_this_host() == processes.count()
         jax.config.update("jax_share_binary_between_hosts", is_one_host)
+        _enable_writes_in_all_processes()
+    elif is_local:
         _enable_writes_in_all_processes()
 
 

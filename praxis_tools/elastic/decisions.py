@@ -18,7 +18,8 @@ from praxis_tools.elastic.members import (
     WorkerEnd,
 )
 
-# After a worker has lost a peer, the leader waits this long to find out which process died.
+# After a worker has lost a peer, the leader waits this long to find out which process died. After
+# workers have stopped, it waits this long for the process that joins.
 CAUSE_SECONDS = 3.0
 # The job ends after this many consecutive generations without a completed step.
 MAX_FRUITLESS = 20
@@ -269,19 +270,24 @@ def _decide_after_stop(
     available: tuple[int, ...],
 ) -> Decision:
     """Returns the decision after workers have stopped on request."""
-    if not (joining or leaving):
-        return EndJob(0, "stopped")  # Stopped by a time limit or a signal to a worker.
-    if not available:
-        return EndJob(0, "all processes have been asked to leave")
-    if len(available) < view.min_members:
-        return Wait(_too_few_text(view, available))
-    kind = "left" if leaving else "came"
-    why = _changes_text(view, joining, leaving)
     times = [
         _end_time(view, k)
         for k in last.members
         if k in view.members and view.members[k].end is not None
     ]
+    if not (joining or leaving):
+        if not view.is_asked_to_stop:
+            return EndJob(0, "stopped")  # Stopped by a time limit or a signal to a worker.
+        # The process that joins has asked for this itself, before it has sent enough heartbeats, or
+        # has ended in the meantime.
+        if 0 <= view.now - min(times, default=view.now) < CAUSE_SECONDS:
+            return Wait()
+    if not available:
+        return EndJob(0, "all processes have been asked to leave")
+    if len(available) < view.min_members:
+        return Wait(_too_few_text(view, available))
+    kind = "left" if leaving else "came"
+    why = _changes_text(view, joining, leaving) or "the process that was about to join has ended"
     who = (*leaving, *joining)
     return StartGeneration(kind, who, why, available, min(times, default=view.now))
 

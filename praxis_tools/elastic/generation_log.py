@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from praxis_lite.host.file_reading import lines_of, opened_to_append
+from praxis_lite.host.file_reading import append_text, lines_of
+from praxis_lite.host.object_stores import AnyPath
 from praxis_tools.elastic.members import Generation, Member
 
 START = "start"  # The kind of a job's first generation.
@@ -133,13 +133,12 @@ def last_completed_step(generation: Generation | None, members: Mapping[int, Mem
     return max(steps, default=0) or generation.last_step
 
 
-def append_record(path: Path, record: GenerationRecord) -> None:
+def append_record(path: AnyPath, record: GenerationRecord) -> None:
     """Appends a record to a file in a single write."""
-    with opened_to_append(path) as file:
-        file.write(record.line())
+    append_text(path, record.line())
 
 
-def read_generation_records(path: Path) -> list[GenerationRecord]:
+def read_generation_records(path: AnyPath) -> list[GenerationRecord]:
     """Reads the records in a file, skipping damaged lines, and sorts them by generation.
 
     Returns an empty list if the file does not exist, and raises ConfigError if it cannot be read.

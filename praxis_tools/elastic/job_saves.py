@@ -37,7 +37,13 @@ class PeerSaves(OtherSaves):
         partitioner = self._job.partitioner
         self._saver = self._exit_stack.enter_context(
             PeerSaver(
-                self._assignment, self._stores, partitioner.layout, partitioner.mesh, self._note
+                self._assignment,
+                self._stores,
+                partitioner.layout,
+                partitioner.mesh,
+                self._note,
+                # The metrics of a step are stored before the step.
+                before_put=self._job.files.upload,
             )
         )
         return self

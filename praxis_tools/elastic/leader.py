@@ -86,7 +86,8 @@ class Leader:
     ):
         self._settings, self._rendezvous = settings, rendezvous
         self._liveness, self._print_status = liveness, print_status
-        self._elastic_jsonl = settings.job.elastic_jsonl
+        # In an object store, this is not the local copy. Like `elastic`, it has short timeouts.
+        self._elastic_jsonl = settings.job.elastic.parent / settings.job.elastic_jsonl.name
         self._recorded = self._recorded_generations()
         self._idle_since = time.monotonic()
         self._stuck: StuckWorkers | None = None
@@ -201,15 +202,14 @@ class Leader:
 
     def _record(self, record: GenerationRecord) -> None:
         recorded = self._recorded_generations()
+        if record.generation not in recorded:  # Another leader may have recorded it.
+            try:
+                append_record(self._elastic_jsonl, record)
+            except OSError as error:
+                self._print_status(
+                    f"{self._elastic_jsonl} cannot be written: {error.strerror or error}"
+                )
         self._recorded = recorded | {record.generation}
-        if record.generation in recorded:
-            return  # Another leader has already recorded it.
-        try:
-            append_record(self._elastic_jsonl, record)
-        except OSError as error:
-            self._print_status(
-                f"{self._elastic_jsonl} cannot be written: {error.strerror or error}"
-            )
 
 
 _log = logging.getLogger(__name__)

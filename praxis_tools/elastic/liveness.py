@@ -1,19 +1,42 @@
 """Tracks which members of an elastic job are alive, using heartbeats and connections."""
 
-import contextlib
 import dataclasses
-import socket
 import time
 from collections.abc import Mapping
 
-from praxis_lite.job.processes import addresses
+from praxis_lite.job.job_lock import LEASE_SECONDS
+from praxis_lite.job.processes.addresses import refuses_connections
 from praxis_tools.elastic.members import Member, WorkerEnd
 
-# A member without a new heartbeat for this long is considered dead.
-SILENT_SECONDS = 12.0
-# A member's port is probed after this long without a heartbeat. If only the process was killed, the
-# host refuses the connection immediately.
-_PROBE_SECONDS = 1.0
+
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """How often supervisors read and write the files through which they coordinate, in seconds.
+
+    Attributes:
+      beat: Time between heartbeats.
+      poll: Time between reads of the files of other members.
+      probe: Time without a heartbeat after which a member's port is probed. If only the process was
+        killed, the host refuses the connection immediately.
+      silent: Time without a heartbeat after which a member is considered dead.
+      lease: Time without a successful heartbeat after which a supervisor kills its worker, shortly
+        before other members consider it dead.
+    """
+
+    beat: float
+    poll: float
+    probe: float
+    silent: float
+
+    @property
+    def lease(self) -> float:
+        return self.silent - 4.0
+
+
+ON_DISK = Intervals(beat=0.5, poll=0.1, probe=1.0, silent=12.0)
+# Google Cloud Storage allows one write per second and object, and each request costs money. After
+# LEASE_SECONDS / 2, a worker of a silent host writes nothing to the job.
+IN_STORE = Intervals(beat=2.0, poll=1.0, probe=3.0, silent=LEASE_SECONDS)
 
 
 @dataclasses.dataclass
@@ -35,10 +58,11 @@ class Liveness:
 
     Args:
       own: Number of the member on this host.
+      intervals: The intervals of all members.
     """
 
-    def __init__(self, own: int):
-        self._own = own
+    def __init__(self, own: int, intervals: Intervals):
+        self._own, self._intervals = own, intervals
         self._members: dict[int, _MemberState] = {}
 
     def update(self, members: Mapping[int, Member | None]) -> None:
@@ -61,15 +85,17 @@ class Liveness:
                     state.end, state.end_time = end, now
                 state.beat, state.beat_time = member.beat, now
                 state.has_new_beats, state.is_refused = True, False
-            elif now - max(state.beat_time, state.probe_time) > _PROBE_SECONDS and member.store:
+            elif member.store and now > self._intervals.probe + max(
+                state.beat_time, state.probe_time
+            ):
                 state.probe_time = now
-                state.is_refused = k != self._own and _refuses(member.store)
+                state.is_refused = k != self._own and refuses_connections(member.store)
 
     def probe(self, members: Mapping[int, Member]) -> None:
         """Checks whether members' processes are still running, by connecting to them."""
         for k, member in members.items():
             if k in self._members and k != self._own and member.store:
-                self._members[k].is_refused = _refuses(member.store)
+                self._members[k].is_refused = refuses_connections(member.store)
 
     def alive(self, participants: frozenset[int] = frozenset()) -> set[int]:
         """Returns the numbers of the members that are alive.
@@ -87,7 +113,7 @@ class Liveness:
             or (
                 (state.has_new_beats or k in participants)
                 and not state.is_refused
-                and now - state.beat_time < SILENT_SECONDS
+                and now - state.beat_time < self._intervals.silent
             )
         }
 
@@ -98,13 +124,3 @@ class Liveness:
     def end_times(self) -> dict[int, float]:
         """Returns when each worker's exit was first observed, in seconds of time.monotonic."""
         return {k: state.end_time for k, state in self._members.items() if state.end[1] is not None}
-
-
-def _refuses(address: str) -> bool:
-    """Returns whether a host refuses connections to "host:port" because no process is listening."""
-    with contextlib.suppress(OSError):
-        try:
-            socket.create_connection(addresses.parse_address(address), timeout=0.3).close()
-        except ConnectionRefusedError:
-            return True
-    return False

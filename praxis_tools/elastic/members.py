@@ -1,21 +1,22 @@
 """The files through which supervisors coordinate: members, generations and the end of the job.
 
-The files are in the job directory, which all hosts share. Each member only writes its own member
-file. The file of a generation is created atomically by the first member that tries. Therefore, no
-supervisor ever waits for another one, and any supervisor can die at any time.
+The files are in the job directory, on a file system that all hosts share or in an object store.
+Each member only writes its own member file. The file of a generation is created atomically by the
+first member that tries. Therefore, no supervisor ever waits for another one, and any supervisor can
+die at any time.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.atomic_files import create_atomically
 from praxis_lite.host.file_reading import content_of, parse_json
+from praxis_lite.host.object_stores import AnyPath, StorePath
 
 TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
     "trained",
@@ -48,7 +49,7 @@ class WorkerEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """The state of a supervisor and its worker, written by the supervisor twice a second.
+    """The state of a supervisor and its worker, written by the supervisor as its heartbeat.
 
     All times are in seconds of the host's time.monotonic. Other hosts may only use their
     differences.
@@ -131,11 +132,13 @@ class Generation:
 class Rendezvous:
     """Reads and writes the files through which supervisors coordinate.
 
+    In an object store, all methods raise ConfigError if the store cannot be used.
+
     Args:
       folder: Folder `elastic` in the job directory, which is created if it does not exist.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: AnyPath):
         self._members, self._generations = folder / "members", folder / "generations"
         self._folder = folder
         try:
@@ -153,20 +156,19 @@ class Rendezvous:
         The first call creates the key.
         """
         path = self._folder / "key"
-        temporary = self._folder / f".key.{secrets.token_hex(8)}"
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
-            f.write(secrets.token_bytes(32))
-        # A hard link either creates the complete file or fails, even on network file systems.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-        temporary.unlink()
+        create_atomically(path, secrets.token_bytes(32), 0o600)
         return content_of(path)
 
     def write(self, member: Member) -> None:
         """Writes a member's file atomically; raises OSError if the file cannot be written."""
         path = self._members / f"{member.member}.json"
+        content = json.dumps(dataclasses.asdict(member)).encode()
+        if isinstance(path, StorePath):
+            path.write_bytes(content)
+            return
+        # Unlike `write_atomically`, do not sync the file, because it is written often.
         temporary = path.with_name(f".{path.name}")
-        temporary.write_text(json.dumps(dataclasses.asdict(member)))
+        temporary.write_bytes(content)
         os.replace(temporary, path)
 
     def read(self, member: int) -> Member | None:
@@ -178,6 +180,8 @@ class Rendezvous:
                 **{**fields, "phases": tuple(map(tuple, fields["phases"]))},
                 end=end and WorkerEnd(**end),
             )
+        except ConfigError:  # The store could not be read, so the member may exist.
+            raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
@@ -193,12 +197,13 @@ class Rendezvous:
             numbers are looked up, which is faster than listing the folder.
         """
         if not known:
-            names = (name.partition(".") for name in os.listdir(self._generations))
-            return max(
+            names = (path.name.partition(".") for path in self._generations.iterdir())
+            known = max(
                 (int(name) for name, _, kind in names if kind == "json" and name.isdecimal()),
                 default=0,
             )
-        while (self._generations / f"{known + 1}.json").exists():
+        # The listing of a store may be outdated.
+        while (self._generations / f"{known + 1}.json").is_file():
             known += 1
         return known
 
@@ -209,6 +214,8 @@ class Rendezvous:
             fields = parse_json(content_of(path).decode())
             lists = {name: tuple(fields[name]) for name in ("who", "members", "incarnations")}
             return Generation(**{**fields, **lists})
+        except ConfigError:
+            raise
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{path} is damaged or cannot be read ({error}). End all processes of the job, "
@@ -244,16 +251,7 @@ class Rendezvous:
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _create(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Creates a file atomically; returns False if it already exists."""
-        temporary = self._generations / f".{name}.{secrets.token_hex(8)}"
-        temporary.write_text(json.dumps(fields))
-        try:
-            os.link(temporary, self._generations / name)
-            return True
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink()
+        return create_atomically(self._generations / name, json.dumps(fields).encode())
 
     def _read(self, name: str, field: str) -> Any:
         try:

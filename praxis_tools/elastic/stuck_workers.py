@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Mapping, Set
-from pathlib import Path
 
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.processes.stacks import request_stacks
 from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
@@ -81,7 +81,7 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
     return ""
 
 
-def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
+def report_stuck(worker: WorkerProcess, why: str, stacks_txt: AnyPath) -> None:
     """Writes the stacks of a stuck worker to standard error and to a file."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""

@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.object_stores import StorePath, StoreUnreachable
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.logs import write_now
 from praxis_tools.elastic.leader import Leader, Settings, StatusPrinter
-from praxis_tools.elastic.liveness import SILENT_SECONDS, Liveness
+from praxis_tools.elastic.liveness import IN_STORE, ON_DISK, Liveness
 from praxis_tools.elastic.members import (
     DIED,
     FAILED,
@@ -37,13 +38,10 @@ from praxis_tools.elastic.worker_process import (
     remove_old_folders,
 )
 
-_BEAT_SECONDS = 0.5
-# How often the files of other members are read. The interval grows with the number of hosts, to
-# limit the load on the file system.
-_POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
-# A supervisor that has been unable to write its heartbeat for this long kills its worker, shortly
-# before other members consider it dead.
-_LEASE_SECONDS = SILENT_SECONDS - 4.0
+# The first heartbeats are sent more often, because only members with new ones are considered alive.
+_NUM_QUICK_BEATS, _QUICK_BEAT_SECONDS = 5, 1.0
+# The interval between reads grows with the number of hosts, to limit the load on the file system.
+_POLL_SECONDS_PER_HOST = 0.001
 # Backoff after a worker has exited before its first step twice in a row. The backoff doubles each
 # time this happens again.
 _REST_SECONDS = 30.0
@@ -75,6 +73,7 @@ class Supervisor:
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
         self._settings, self._health = settings, health
         self._rendezvous = Rendezvous(settings.job.elastic)
+        self._intervals = IN_STORE if isinstance(settings.job.elastic, StorePath) else ON_DISK
         self._own = Member(
             member=settings.member,
             incarnation=secrets.token_hex(8),
@@ -83,7 +82,8 @@ class Supervisor:
             address=settings.address,
             port=_free_port(settings.address),
         )
-        self._liveness, self._print_status = Liveness(settings.member), StatusPrinter()
+        self._liveness = Liveness(settings.member, self._intervals)
+        self._print_status = StatusPrinter()
         self._leader = Leader(settings, self._rendezvous, self._liveness, self._print_status)
         self._worker: WorkerProcess | None = None
         self._spare: WorkerProcess | None = None
@@ -92,7 +92,9 @@ class Supervisor:
         self._has_forwarded_stop = False
         self._num_early_ends, self._no_spare_until = 0, 0.0  # Exits before the first step.
         self._last_beat_time = time.monotonic()
-        self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
+        self._poll_seconds = max(
+            self._intervals.poll, _POLL_SECONDS_PER_HOST * settings.num_members
+        )
 
     def run(self) -> int:
         """Runs until the job ends or this host leaves; returns the exit status.
@@ -112,9 +114,12 @@ class Supervisor:
             self.join(store.address, key)
             try:
                 while True:
-                    status = self.poll()
-                    if status is not None:
-                        return status
+                    try:
+                        status = self.poll()
+                        if status is not None:
+                            return status
+                    except StoreUnreachable as error:  # Retry.
+                        self._print_status(str(error))
                     if leave_listener.reason:
                         self.leave()
                     time.sleep(self._poll_seconds)
@@ -143,7 +148,8 @@ class Supervisor:
         the members' files are read before the leader decides.
         """
         # The other members are about to start a generation without this host.
-        if time.monotonic() - self._last_beat_time > _LEASE_SECONDS and self._worker is not None:
+        silent_seconds = time.monotonic() - self._last_beat_time
+        if silent_seconds > self._intervals.lease and self._worker is not None:
             self._end_worker(
                 self._worker, "was stopped because its supervisor could not write heartbeats"
             )
@@ -172,13 +178,14 @@ class Supervisor:
         """Kills the workers of this host and removes its member file."""
         for worker in filter(None, (self._worker, self._spare)):
             worker.kill()
-        written = self._rendezvous.read(self._settings.member)
-        if written is not None and written.incarnation == self._own.incarnation:
-            self._rendezvous.remove(self._settings.member)
+        with contextlib.suppress(StoreUnreachable):
+            written = self._rendezvous.read(self._settings.member)
+            if written is not None and written.incarnation == self._own.incarnation:
+                self._rendezvous.remove(self._settings.member)
 
     def _check_number_is_free(self) -> None:
         before = self._rendezvous.read(self._settings.member)
-        deadline = time.monotonic() + 4 * _BEAT_SECONDS
+        deadline = time.monotonic() + 4 * self._intervals.beat
         # If the file is from an earlier launch, its heartbeats do not continue.
         while before is not None and time.monotonic() < deadline:
             time.sleep(self._poll_seconds)
@@ -253,8 +260,10 @@ class Supervisor:
         newest = self._rendezvous.newest_generation(last)
         if newest == last:
             return
-        self._generation = generation = self._rendezvous.generation(newest)
-        self._has_forwarded_stop = False
+        # If a store cannot be reached, the next poll starts again from here.
+        generation = self._rendezvous.generation(newest)
+        members = {k: self._rendezvous.read(k) for k in generation.members}
+        self._generation, self._has_forwarded_stop = generation, False
         own = self._settings.member
         if self._worker is not None:
             if generation.kind == "stuck" and own in generation.who and self._own.end is None:
@@ -267,7 +276,6 @@ class Supervisor:
         )
         if not is_participant:
             return
-        members = {k: self._rendezvous.read(k) for k in generation.members}
         # Use the spare worker, which was started in advance.
         self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
         self._own = dataclasses.replace(
@@ -289,13 +297,17 @@ class Supervisor:
                 coordinator=generation.coordinator,
                 num_slots=self._settings.num_members,
                 folder=str(self._settings.job.elastic),
+                supervisor=self._own.store,
             )
         )
         self._beat(now=True)
 
     def _beat(self, *, now: bool = False) -> None:
         """Writes this member's file with a new heartbeat, if one is due or `now` is True."""
-        if not now and time.monotonic() - self._last_beat_time < _BEAT_SECONDS:
+        interval = self._intervals.beat
+        if self._own.beat < _NUM_QUICK_BEATS:
+            interval = min(interval, _QUICK_BEAT_SECONDS)
+        if not now and time.monotonic() - self._last_beat_time < interval:
             return
         self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
         if self._health is not None:
@@ -308,6 +320,8 @@ class Supervisor:
             self._print_status(
                 f"{self._settings.job.path} cannot be written: {error.strerror or error}"
             )
+        except StoreUnreachable as error:
+            self._print_status(str(error))
 
     def _read_members(self) -> None:
         """Reads the leader's file while the leader is alive, otherwise the files of all members."""

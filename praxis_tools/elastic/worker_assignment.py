@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from praxis_lite.host.object_stores import is_store_url
 from praxis_lite.job.events import Listener, Phase
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.membership import Membership
@@ -40,7 +41,7 @@ class Assignment(Membership):
 
     Attributes:
       stores: "host:port" of each member's peer store, in the order of their processes.
-      folder: Folder through which the supervisors coordinate.
+      folder: Folder or URL through which the supervisors coordinate.
     """
 
     stores: tuple[str, ...]
@@ -98,9 +99,10 @@ def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
         sys.exit(0)
     _assignment = assignment = Assignment.from_line(line)
     _pipe = int(pipe)
-    threading.Thread(
-        target=_exit_after_suspension, args=(assignment,), name="not stopped", daemon=True
-    ).start()
+    if not is_store_url(assignment.folder):  # There, the job's lease does this.
+        threading.Thread(
+            target=_exit_after_suspension, args=(assignment,), name="not stopped", daemon=True
+        ).start()
     return assignment
 
 

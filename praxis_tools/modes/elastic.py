@@ -10,7 +10,6 @@ from praxis_lite.job import processes
 from praxis_lite.job.events import events
 from praxis_lite.job.health_files import HealthFiles, health_directory
 from praxis_lite.job.job_dir import open_for_supervisors
-from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.addresses import own_address
 from praxis_lite.job.processes.logs import set_supervised_process
 from praxis_lite.job.processes.start import connect_member, process_numbers
@@ -68,7 +67,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
         f"a number from 1 to {num_members}, the number of processes",
     )
     experiment_name(command)  # Raises an error if there is none.
-    job = open_for_supervisors(local_directory(job_log_dir(command)))
+    job = open_for_supervisors(job_log_dir(command))
     health = None
     if health_dir is not None:
         health = HealthFiles(health_directory(health_dir, command.job_log_dir))

@@ -4,7 +4,6 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
@@ -87,7 +86,7 @@ class Plan(Mode):
         options.add_argument(
             "--residuals",
             metavar="FILE",
-            type=file_to_write("residuals.jsonl", appends=True),
+            type=file_to_write("residuals.jsonl"),
             help="file with measured and predicted seconds, to which --measure appends and which "
             "corrects plans; default: JOB/residuals.jsonl if --job_log_dir=JOB is set",
         )
@@ -116,7 +115,7 @@ class Plan(Mode):
         search_minutes: float,
         measure: bool,
         expert_load: float,
-        residuals: Path | None,
+        residuals: AnyPath | None,
         html: AnyPath | None,
         json: AnyPath | None,
     ) -> None:
@@ -141,10 +140,9 @@ class Plan(Mode):
                 "`praxis plan` requires the devices to plan for: --topology=CHIP:SHAPE, such as "
                 "--topology=v5e:16x16."
             )
-        job_dir = None
         if residuals is None and command.job_log_dir is not None:
             job_dir = open_for_reading(command.job_log_dir, writes=measure)
-            residuals = job_dir.residuals_jsonl
+            residuals = job_dir.shown(job_dir.residuals_jsonl)
         if measure:
             launched = experiment_of(command)
 
@@ -152,8 +150,6 @@ class Plan(Mode):
             from praxis_tools.plan.attached import measure as measure_steps
 
             measure_steps(build(launched.config), file=json, residuals=residuals)
-            if job_dir is not None:
-                job_dir.upload()
             return
         assert topology is not None  # Checked above.
         if search:
@@ -196,7 +192,7 @@ def plan_experiment(
     num_slices: int,
     steps: Sequence[str],
     batch_sizes: Sequence[int] = (),
-    residuals: Path | None = None,
+    residuals: AnyPath | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "JobPlan":
     """Plans an experiment's steps. Steps that exceed the device memory do not raise an error.

@@ -4,7 +4,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,7 +53,7 @@ def figures_on_attached_devices(
 
 
 def measure(
-    job: Job, *, file: AnyPath | None = None, residuals: Path | None = None
+    job: Job, *, file: AnyPath | None = None, residuals: AnyPath | None = None
 ) -> tuple[StepPlan, list[float]]:
     """Trains ten steps on the attached devices and prints the predicted and measured step time.
 

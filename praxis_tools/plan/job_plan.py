@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -13,6 +12,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.job_on_mesh import log_compiler_options
 from praxis_lite.trainer.layout_table import layout_warnings, mesh_text
@@ -111,7 +111,7 @@ def plan_job(
     *,
     experiment: str = "",
     batch_sizes: Sequence[int] = (),
-    residuals: Path | None = None,
+    residuals: AnyPath | None = None,
     expert_load: float = EXPERT_LOAD,
 ) -> Plan:
     """Compiles the steps of a job for a topology and returns their plan.

@@ -4,12 +4,12 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.file_reading import lines_of, opened_to_append, parse_json
+from praxis_lite.host.file_reading import append_text, lines_of, parse_json
+from praxis_lite.host.object_stores import AnyPath
 from praxis_tools.plan.step_plan import Correction, StepPlan
 
 
@@ -43,22 +43,21 @@ class Residual:
         return self.measured_seconds / self.predicted_seconds
 
 
-def append_residual(file: Path, residual: Residual) -> None:
+def append_residual(file: AnyPath, residual: Residual) -> None:
     """Appends a residual to a file. Creates the file if it does not exist.
 
     Raises:
       ConfigError: The file cannot be written.
     """
     try:
-        with opened_to_append(file) as stream:
-            stream.write(json.dumps(dataclasses.asdict(residual)) + "\n")
+        append_text(file, json.dumps(dataclasses.asdict(residual)) + "\n")
     except OSError as error:
         raise ConfigError(
             f"Cannot write {file}: {error.strerror or error}. Choose another file with --residuals."
         ) from None
 
 
-def read_residuals(file: Path) -> list[Residual]:
+def read_residuals(file: AnyPath) -> list[Residual]:
     """Reads the residuals in a file. Returns an empty list if the file does not exist.
 
     Raises:
@@ -87,7 +86,7 @@ def apply_residuals(
     plan: StepPlan,
     chip: str,
     axis_sizes: Mapping[str, int],
-    file: Path | None,
+    file: AnyPath | None,
     residuals: Sequence[Residual],
 ) -> StepPlan:
     """Corrects a plan by the median ratio of measured to predicted time.

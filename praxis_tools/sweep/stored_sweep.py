@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from praxis_lite.host.object_stores import ObjectChanged, StorePath
+from praxis_lite.host.file_reading import lines_of
+from praxis_lite.host.object_stores import StorePath
 from praxis_lite.job.job_lock import Lease
 
 _RETRY_SECONDS = 0.2
@@ -16,8 +17,7 @@ _RETRY_SECONDS = 0.2
 class StoredJournal:
     """A journal in an object, with the methods of Optuna's `BaseJournalBackend`.
 
-    Entries are appended by replacing the version of the object that was read, so that no process
-    overwrites the entries of another one.
+    No process overwrites the entries of another one.
     """
 
     def __init__(self, journal: StorePath):
@@ -25,28 +25,14 @@ class StoredJournal:
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
         """Returns the entries from a number."""
-        return [json.loads(line) for line in self._read()[0].splitlines()[log_number_from:]]
+        return [json.loads(line) for line in lines_of(self._journal)[log_number_from:]]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Appends entries, all or none."""
-        # Optuna ignores this entry. It identifies a write whose answer was lost.
+        # Optuna ignores this entry. It makes the lines unique, as `append_bytes` requires.
         token = secrets.token_hex(8)
-        lines = "".join(json.dumps({**log, "written_by": token}) + "\n" for log in logs).encode()
-        while True:
-            content, version = self._read()
-            if token.encode() in content:
-                return
-            with contextlib.suppress(ObjectChanged):
-                self._journal.write_bytes(content + lines, version)
-                return
-
-    def _read(self) -> tuple[bytes, str]:
-        """Returns the content and its version, "create" if there is none."""
-        try:
-            content, status = self._journal.read_version()
-        except FileNotFoundError:
-            return b"", "create"
-        return content, status.version
+        lines = "".join(json.dumps({**log, "written_by": token}) + "\n" for log in logs)
+        self._journal.append_bytes(lines.encode())
 
 
 class StoredClaims(contextlib.AbstractContextManager):

@@ -6,7 +6,7 @@ from praxis_lite.main import MODES
 from praxis_lite.modes.on_clusters import Grace
 from praxis_lite.modes.options import parse_command_line
 from praxis_tools.elastic.decisions import MAX_FRUITLESS
-from praxis_tools.elastic.liveness import SILENT_SECONDS
+from praxis_tools.elastic.liveness import IN_STORE, ON_DISK
 from tests.clusters.recipes import CLUSTERS
 from tests.clusters.test_jobset import CONTAINER, JOB, POD, SPEC
 from tests.clusters.test_slurm import directives
@@ -31,7 +31,8 @@ def test_the_recipes_are_all_there_and_named():
 
 
 def test_the_numbers_are_those_of_the_program():
-    assert f"after at most {SILENT_SECONDS:.0f} s without a heartbeat" in TEXT
+    silent = f"{ON_DISK.silent:.0f} s without a heartbeat, or {IN_STORE.silent:.0f} s"
+    assert f"after at most {silent}" in TEXT
     assert f"after {MAX_FRUITLESS} failures in a row the job ends" in TEXT
     assert f"--signal={directives(CLUSTERS / 'slurm.sbatch')['signal']}" in TEXT
     assert f"terminationGracePeriodSeconds: {POD['terminationGracePeriodSeconds']}" in TEXT

@@ -30,6 +30,7 @@ class Settings:
       cache: Folder for compiled programs and data.
       least: Value of `--min_processes`.
       settings: Values of `--set`.
+      url: URL of the job directory, if it is in an object store. The logs are still next to `job`.
     """
 
     job: Path
@@ -38,6 +39,7 @@ class Settings:
     cache: Path
     least: int = 1
     settings: tuple[str, ...] = ()
+    url: str | None = None
 
     def argv(self, *more: str) -> list[str]:
         """Returns the command line of the job's processes, with `more` settings."""
@@ -45,7 +47,7 @@ class Settings:
         return [
             f"--exp={EXPERIMENT}",
             "--packages=elasticzoo",
-            f"--job_log_dir={self.job}",
+            f"--job_log_dir={self.url or self.job}",
             "--set",
             *(f"{name}={value}" for name, value in named.items()),
         ]

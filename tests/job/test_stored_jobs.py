@@ -14,13 +14,16 @@ from praxis_lite import ConfigError
 from praxis_lite.checkpoints.steps.step_store import StoredSteps
 from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
 from praxis_lite.checkpoints.tensorstore_write import TensorStoreWrite
+from praxis_lite.core.errors import PeerLost
 from praxis_lite.host import object_stores
-from praxis_lite.host.object_stores import StorePath
+from praxis_lite.host.object_stores import ObjectChanged, StorePath
 from praxis_lite.job import job_lock, mirror
 from praxis_lite.job.job_dir import job_dir_at, open_for_reading, open_for_training
 from praxis_lite.job.job_lock import Lease, LeaseOfFirst, is_leased
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.mirror import Mirror
+from praxis_lite.job.processes.membership import Membership
+from praxis_lite.job.processes.watchdog import write_report
 from tests.support.fake_s3 import s3_bucket
 from tests.support.store_proxy import StoreProxy
 
@@ -150,6 +153,104 @@ def test_a_process_whose_lease_was_taken_ends(store, monkeypatch):
         (store / ".training").write_bytes(b'{"host": "thief", "pid": 1}')
         assert ended.wait(5)
     assert b"thief" in (store / ".training").read_bytes()
+
+
+def member_of(generation, supervisor):
+    return Membership(
+        generation=generation,
+        member=0,
+        members=(0,),
+        num_slots=2,
+        coordinator="127.0.0.1:7",
+        key=b"k",
+        lost_status=75,
+        supervisor=f"127.0.0.1:{supervisor.getsockname()[1]}",
+    )
+
+
+@pytest.fixture
+def supervisor():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def test_the_next_generation_takes_the_lease_at_once_if_the_supervisor_has_ended(
+    store, monkeypatch, supervisor
+):
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 1e9)
+    member = member_of(3, supervisor)
+    holder = {"host": "other", "pid": 1, "token": "x", "generation": 3}
+    (store / ".training").write_bytes(
+        json.dumps({**holder, "supervisor": member.supervisor}).encode()
+    )
+    supervisor.close()
+    with Lease(store, dataclasses.replace(member, generation=5)) as lease:
+        assert json.loads((store / ".training").read_bytes())["token"] == lease.token
+
+
+def test_the_next_generation_waits_until_a_worker_of_the_previous_one_cannot_write(
+    store, monkeypatch, supervisor
+):
+    ended = []
+    monkeypatch.setattr(job_lock, "LEASE_SECONDS", 0.8)
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(job_lock, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(job_lock, "end_now", lambda status, why: ended.append(status))
+    with Lease(store, member_of(3, supervisor)) as previous:
+        previous.check()
+        with Lease(store, member_of(4, supervisor)) as lease:
+            with pytest.raises(ConfigError, match="the lease could not be renewed"):
+                previous.check()
+            lease.check()
+            assert ended == [75] * len(ended) and ended
+
+
+def test_a_late_worker_does_not_take_the_lease_of_a_later_generation(
+    store, monkeypatch, supervisor
+):
+    """The error is no ConfigError, which would end the job."""
+    monkeypatch.setattr(job_lock, "_RENEW_SECONDS", 0.1)
+    with Lease(store, member_of(4, supervisor)) as lease:
+        with pytest.raises(PeerLost, match="one is in use by another process"):
+            Lease(store, member_of(3, supervisor)).__enter__()
+        other = LeaseOfFirst(store, member_of(3, supervisor))
+        with pytest.raises(PeerLost, match="one was taken over"):
+            other.check()
+        lease.check()
+
+
+def test_a_job_continues_with_what_the_previous_process_wrote_last(store):
+    first, second = (job_dir_at(str(store), writes=True) for _ in range(2))
+    with first.locked(print), first.uploading():
+        first.write_config("{}", [])
+        first.metrics_jsonl.write_text("1\n")
+    with second.locked(print), second.uploading(), second.metrics_jsonl.open("a") as file:
+        file.write("2\n")
+    assert (store / "metrics.jsonl").read_bytes() == b"1\n2\n"
+
+
+def test_reports_of_several_processes_are_appended(store):
+    jobs = [job_dir_at(str(store), writes=True) for _ in range(2)]
+    for k, job in enumerate(jobs):
+        write_report(f"report {k}\n", job.stacks_txt)
+        job.upload()
+    lines = (store / "stacks.txt").read_bytes().decode().splitlines()
+    assert [line.split()[-1] for line in lines] == ["0", "1"]
+
+
+def test_an_append_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
+    write, lost = StorePath.write_bytes, [True, False, True, False]
+
+    def write_bytes(self, content, mode=None):
+        version = write(self, content, mode)
+        if lost.pop(0):
+            raise ObjectChanged(str(self))
+        return version
+
+    monkeypatch.setattr(StorePath, "write_bytes", write_bytes)
+    for line in (b"1\n", b"2\n", b"3\n"):
+        (store / "log").append_bytes(line)
+    assert (store / "log").read_bytes() == b"1\n2\n3\n"
 
 
 TAKEN = b'{"host": "other", "pid": 1, "token": "x"}'

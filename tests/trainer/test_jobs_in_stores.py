@@ -74,8 +74,10 @@ def test_a_report_is_written_to_the_store_and_a_wrong_bucket_fails_before_anythi
     succeed(*TRAIN, "run.num_train_steps=2", f"--job_log_dir={bucket}/jobs/reported")
     succeed("--mode=report", f"--job_log_dir={bucket}/jobs/reported", f"--html={page}")
     assert b"<html" in StorePath.opened(page).read_bytes()
-    done = launch(*TRAIN, "--job_log_dir=s3://absent/job")
-    assert done.code == 2 and done.num_compiled == 0 and "s3://absent does not exist" in done.err
+    for more in ((), ("--elastic", "--num_processes=1", "--process_id=0")):
+        done = launch(*TRAIN, "--job_log_dir=s3://absent/job", *more)
+        assert done.code == 2 and done.num_compiled == 0
+        assert "s3://absent does not exist" in done.err
 
 
 # A script in place of the Makefile's Python. It trains one layer for two steps.

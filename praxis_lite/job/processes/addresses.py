@@ -6,7 +6,7 @@ import socket
 
 from praxis_lite.host.host_names import is_loopback
 
-__all__ = ("format_address", "own_address", "parse_address")
+__all__ = ("format_address", "own_address", "parse_address", "refuses_connections")
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -18,6 +18,16 @@ def parse_address(address: str) -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """Returns "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def refuses_connections(address: str) -> bool:
+    """Returns whether a host refuses connections to "HOST:PORT" because no process is listening."""
+    with contextlib.suppress(OSError):
+        try:
+            socket.create_connection(parse_address(address), timeout=0.3).close()
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def own_address(coordinator: str | None) -> str:

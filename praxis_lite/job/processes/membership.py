@@ -20,6 +20,8 @@ class Membership:
       coordinator: "HOST:PORT" of JAX's coordination service in this generation.
       key: Secret that authenticates the processes to each other.
       lost_status: Exit status of a process that exits because another process was lost.
+      supervisor: "HOST:PORT" at which the supervisor of this process accepts connections. This
+        process is killed when its supervisor ends.
     """
 
     generation: int
@@ -29,6 +31,7 @@ class Membership:
     coordinator: str
     key: bytes
     lost_status: int
+    supervisor: str = ""
 
     @property
     def index(self) -> int:

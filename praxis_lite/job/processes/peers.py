@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from praxis_lite.core.errors import OutOfMemory, PeerLost
 from praxis_lite.host.lack_of_memory import causes
+from praxis_lite.host.object_stores import StoreUnreachable
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.beats import Beats, value_of
@@ -144,9 +145,13 @@ def _end_member(error: BaseException, lost_status: int) -> NoReturn:
       lost_status: Exit status if the exception was caused by the loss of another process.
     """
     cause = error.__context__ if isinstance(error, SystemExit) else error
+    reason = next(iter(str(cause).splitlines()), "")[:500]
+    if isinstance(cause, StoreUnreachable):
+        _log.error("%s", reason)
+        events.report(why=f"cannot reach a store: {reason}")
+        end_now(lost_status)
     if isinstance(cause, PeerLost) or _is_collective_error(error):
         # Most likely a process was lost. Print the error, because the devices may have failed.
-        reason = next(iter(str(cause).splitlines()), "")[:500]
         _log.error("lost another process, or the devices failed: %s", reason)
         events.report(why=f"has lost another process, or its devices failed: {reason}")
         end_now(lost_status)

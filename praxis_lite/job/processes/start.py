@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, Error, PeerLost, require
+from praxis_lite.host.atomic_files import create_atomically
 from praxis_lite.host.host_names import is_loopback
-from praxis_lite.host.object_stores import ObjectChanged, StorePath, is_store_url
+from praxis_lite.host.object_stores import StorePath, is_store_url
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import detected_processes
 from praxis_lite.job.local_directory import local_directory
@@ -320,8 +321,7 @@ def _key_in_store(stored: StorePath) -> bytes:
 
     A launch that was killed may have left its key behind. All processes then use this key.
     """
-    with contextlib.suppress(ObjectChanged):
-        stored.write_bytes(secrets.token_hex(32).encode(), "create")
+    create_atomically(stored, secrets.token_hex(32).encode())
     return bytes.fromhex(stored.read_bytes().decode())
 
 

@@ -5,9 +5,10 @@ import faulthandler
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from praxis_lite.host.file_reading import opened_to_append
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.file_reading import append_text
+from praxis_lite.host.object_stores import AnyPath
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.exits import end_now
 from praxis_lite.job.processes.logs import write_now
@@ -52,7 +53,7 @@ class Watchdog(contextlib.AbstractContextManager):
         *,
         exits: bool,
         is_saving: Callable[[], bool] = lambda: False,
-        stacks_txt: Path | None = None,
+        stacks_txt: AnyPath | None = None,
     ):
         self._seconds, self._stacks_txt = seconds, stacks_txt
         self._exits, self._is_saving = exits, is_saving
@@ -174,10 +175,10 @@ def entered() -> Watchdog | None:
     return _entered[-1] if _entered else None
 
 
-def write_report(report: str, stacks_txt: Path | None) -> None:
+def write_report(report: str, stacks_txt: AnyPath | None) -> None:
     """Logs a report, and appends it to a file unless the file is None."""
     write_now(report.rstrip("\n"))
     if stacks_txt is not None:
         # If the file cannot be written, the report is still in the log.
-        with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+        with contextlib.suppress(OSError, ConfigError):
+            append_text(stacks_txt, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")

@@ -46,6 +46,8 @@ class PeerSaver:
       exchange: Function that sends a string to all processes and returns the strings from all
         processes.
       process_of: Function that returns the process index of a device.
+      before_put: Called in every process, from a different thread, before the pieces are stored. A
+        save is complete once the stores have the pieces of all processes.
 
     Attributes:
       step: Step of the last save that was started, or 0 before the first save.
@@ -60,9 +62,10 @@ class PeerSaver:
         note: Callable[[str], None],
         exchange: Callable[[str, str], list[str]] = processes.exchange,
         process_of: Callable[[jax.Device], int] = process_of,
+        before_put: Callable[[], None] = lambda: None,
     ):
         self._assignment, self._layout = assignment, layout
-        self._note, self._exchange = note, exchange
+        self._note, self._before_put, self._exchange = note, before_put, exchange
         self._own_store = stores[assignment.index]
         neighbor = neighbor_index(assignment)
         self._targets = [self._own_store] + ([] if neighbor is None else [stores[neighbor]])
@@ -133,6 +136,7 @@ class PeerSaver:
     def _save(self, save: SaveId, manifest: dict[str, Any], values: list[np.ndarray]) -> None:
         error = ""
         try:
+            self._before_put()
             self._put(save, manifest, values)
         except StoreFailed as failed:
             error = str(failed)

@@ -9,7 +9,11 @@ import types
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.host import object_stores
+from praxis_lite.host.file_reading import lines_of
+from praxis_lite.host.object_stores import StorePath, StoreUnreachable
+from praxis_lite.job.job_dir import JobDir, StoredJobDir
+from praxis_lite.job.mirror import Mirror
 from praxis_lite.job.processes import signals
 from praxis_tools.elastic import (
     leader,
@@ -87,11 +91,9 @@ class PretendedWorker:
 class World:
     """Hosts, each with a supervisor that may be there, be stopped, or be gone."""
 
-    def __init__(
-        self, folder, monkeypatch, num_members, *, min_members=1, num_steps=10**9, skew=0.0
-    ):
+    def __init__(self, job, monkeypatch, num_members, *, min_members=1, num_steps=10**9, skew=0.0):
         self.skew = skew  # Of each host to the one before.
-        self.clock, self.folder, self.num_members = Clock(), folder, num_members
+        self.clock, self.job, self.num_members = Clock(), job, num_members
         self.num_steps, self.min_members = num_steps, min_members
         self.hosts, self.stopped, self.statuses = {}, set(), {}
         self.workers, self.saved, self.furthest = [], 0, 0
@@ -100,7 +102,7 @@ class World:
         for module in (supervisor, leader, stuck_workers, liveness, worker_process):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(supervisor, "WorkerProcess", PretendedWorker)
-        monkeypatch.setattr(liveness, "_refuses", self._refuses)
+        monkeypatch.setattr(liveness, "refuses_connections", self._refuses)
         monkeypatch.setattr(supervisor.Supervisor, "_check_number_is_free", lambda self: None)
 
     def _refuses(self, address):
@@ -112,7 +114,7 @@ class World:
         item = Supervisor(
             Settings(
                 argv=(),
-                job=JobDir(self.folder),
+                job=self.job,
                 member=k,
                 num_members=self.num_members,
                 min_members=self.min_members,
@@ -155,6 +157,8 @@ class World:
             self.clock.ahead = self.skew * k
             try:
                 status = self.hosts[k].poll()
+            except StoreUnreachable:  # As in `Supervisor.run`.
+                status = None
             except ConfigError:
                 status = 2
             if status is not None:
@@ -216,7 +220,7 @@ class World:
 
     def works_with(self, members):
         """Returns True if these members step together in the newest generation."""
-        newest = Rendezvous(self.folder / "elastic").newest_generation()
+        newest = Rendezvous(self.job.elastic).newest_generation()
         there = [
             w
             for w in self.workers
@@ -229,17 +233,30 @@ class World:
         return "\n".join(self.lines()) + f"\nhosts {sorted(self.hosts)} stopped {self.stopped}"
 
     def lines(self):
-        path = self.folder / "elastic.jsonl"
-        return path.read_text().splitlines() if path.exists() else []
+        return lines_of(self.job.elastic.parent / "elastic.jsonl")
 
     def kinds(self):
         return [json.loads(line)["kind"] for line in self.lines()]
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def job(request, tmp_path):
+    """The job's directory, or a folder in an object store if the test asks for it."""
+    if getattr(request, "param", "disk") == "disk":
+        return JobDir(tmp_path)
+    pytest.importorskip("obstore")
+    object_stores._bucket.cache_clear()
+    return StoredJobDir(tmp_path, Mirror(StorePath.opened("memory://bucket/job"), tmp_path))
+
+
+on_disk_and_in_a_store = pytest.mark.parametrize("job", ["disk", "store"], indirect=True)
+in_a_store = pytest.mark.parametrize("job", ["store"], indirect=True)
+
+
+@pytest.fixture
+def world(job, monkeypatch):
     """Returns a function that makes a world."""
-    return lambda n, **settings: World(tmp_path, monkeypatch, n, **settings)
+    return lambda n, **settings: World(job, monkeypatch, n, **settings)
 
 
 @pytest.fixture
@@ -256,6 +273,7 @@ def working(world):
     return make
 
 
+@on_disk_and_in_a_store
 @pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
 def test_all_hosts_that_die_or_come_back_are_followed_whatever_their_clocks(working, skew):
     w = working(4, skew=skew)
@@ -313,6 +331,18 @@ def test_a_leader_that_dies_after_long_is_alone_in_it(working):
     assert last["seconds"]["notice"] < 5
 
 
+def test_a_host_that_dies_while_it_joins_does_not_end_the_job(working):
+    w = working(3)
+    w.kill_host(0)
+    w.until(lambda: w.works_with([1, 2]))
+    generation = Rendezvous(w.job.elastic).newest_generation()
+    w.start(0)
+    w.until(lambda: Rendezvous(w.job.elastic).stop_reason(generation))
+    w.kill_host(0)
+    w.until(lambda: all(worker.code is not None for worker in w.workers))
+    w.until(lambda: w.works_with([1, 2]))
+
+
 def test_a_spare_worker_that_dies_disturbs_nobody(working):
     w = working(2)
     w.until(lambda: w.hosts[1]._spare)
@@ -326,6 +356,7 @@ def test_a_spare_worker_that_dies_disturbs_nobody(working):
     w.until(lambda: w.works_with(range(2)))
 
 
+@on_disk_and_in_a_store
 def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes_on(working):
     w = working(3)
     w.stop_host(0)
@@ -334,6 +365,7 @@ def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes
     w.until(lambda: w.works_with(range(3)))
 
 
+@on_disk_and_in_a_store
 def test_a_worker_that_is_stopped_is_named_and_replaced(working, capfd):
     w = working(3)
     w.stop_worker(1)
@@ -341,7 +373,7 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(working, capfd):
     change = json.loads(w.lines()[-1])
     assert change["kind"] == "stuck" and change["who"] == [1]
     assert "state T" in change["why"]
-    assert "state T" in (w.folder / "stacks.txt").read_text()
+    assert b"state T" in w.job.stacks_txt.read_bytes()
 
 
 def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_that_it_told(
@@ -355,6 +387,38 @@ def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_t
         before, after = text.strip().split(" The worker is killed and replaced. ")[1:]
         assert before.startswith("Its stacks are not available: it has ended.\n")
         assert after == "All threads:\nMainThread:\n  in hang"
+
+
+@in_a_store
+def test_a_store_that_cannot_be_reached_for_a_while_disturbs_nobody(working, monkeypatch):
+    w = working(3)
+    with monkeypatch.context() as patch:
+        disconnect(patch)
+        for _ in range(80):  # 20 s.
+            w.tick()
+    for _ in range(80):
+        w.tick()
+    assert w.works_with(range(3)) and w.kinds() == ["start"]
+
+
+@in_a_store
+def test_a_host_that_cannot_reach_the_store_ends_its_worker_before_it_counts_as_dead(
+    working, monkeypatch
+):
+    w = working(1)
+    with monkeypatch.context() as patch:
+        disconnect(patch)
+        began, (worker,) = w.clock.seconds, w.workers
+        w.until(lambda: worker.code is not None)
+        assert 20 < w.clock.seconds - began < liveness.IN_STORE.silent
+    w.until(lambda: w.works_with([0]))
+
+
+def disconnect(patch):
+    def fail(self, action, request):
+        raise StoreUnreachable("The store cannot be reached.")
+
+    patch.setattr(StorePath, "_retried", fail)
 
 
 def test_with_fewer_than_min_processes_it_waits(working):
@@ -410,6 +474,7 @@ def test_a_wrong_command_line_ends_all_with_status_2(world, monkeypatch):
     assert w.statuses == {0: 2, 1: 2}
 
 
+@on_disk_and_in_a_store
 @pytest.mark.parametrize(
     ("seed", "num_events"),
     [

@@ -6,6 +6,8 @@ import json
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.host import object_stores
+from praxis_lite.host.object_stores import StorePath
 from praxis_tools.plan.plan_text import plan_text
 from praxis_tools.plan.residuals import (
     Residual,
@@ -14,6 +16,7 @@ from praxis_tools.plan.residuals import (
     read_residuals,
 )
 from praxis_tools.plan.step_plan import PredictedStepPlan
+from tests.support.fake_s3 import s3_bucket
 from tests.support.job_runs import launch
 
 MESH = {"data": 7, "mdl": 3}
@@ -50,8 +53,17 @@ PLAN = PredictedStepPlan(
 )
 
 
-def file_of(tmp_path, *residuals):
-    file = tmp_path / "residuals.jsonl"
+@pytest.fixture(params=["disk", "store"])
+def folder(request, tmp_path):
+    if request.param == "disk":
+        return tmp_path
+    pytest.importorskip("obstore")
+    object_stores._bucket.cache_clear()
+    return StorePath.opened("memory://bucket/job")
+
+
+def file_of(folder, *residuals):
+    file = folder / "residuals.jsonl"
     for residual in residuals:
         append_residual(file, residual)
     return file
@@ -62,10 +74,10 @@ def correction(tmp_path, *residuals):
     return apply_residuals(PLAN, "v5e", MESH, file, read_residuals(file))
 
 
-def test_a_file_has_a_line_for_each_residual_and_gives_them_back(tmp_path):
+def test_a_file_has_a_line_for_each_residual_and_gives_them_back(folder):
     other = dataclasses.replace(RESIDUAL, chip="tpu7x", measured_seconds=0.7)
-    assert read_residuals(file_of(tmp_path, RESIDUAL, other)) == [RESIDUAL, other]
-    assert read_residuals(tmp_path / "none.jsonl") == []
+    assert read_residuals(file_of(folder, RESIDUAL, other)) == [RESIDUAL, other]
+    assert read_residuals(folder / "none.jsonl") == []
 
 
 def test_a_plan_is_corrected_by_the_median_of_the_same_step(tmp_path):
@@ -126,3 +138,25 @@ def test_a_measured_step_corrects_the_next_plan_of_it(tmp_path):
     assert planned.code == 0, planned
     correction = f"{residual.ratio:.3g} times the planned time (median of 1 in {file})"
     assert f"this step took {correction}" in planned.out
+
+
+@pytest.mark.slow
+def test_a_job_in_a_store_corrects_plans_like_its_copy_on_disk(tmp_path):
+    copy = tmp_path / "job"
+    with s3_bucket() as url:
+        job = StorePath.opened(f"{url}/jobs/job")
+        (job / "config.json").write_bytes(b"{}")
+        measured = launch(
+            "--mode=plan", "--exp=lm.Synthetic", f"--residuals={job}/residuals.jsonl", "--measure"
+        )
+        assert measured.code == 0 and f"saved to {job}/residuals.jsonl" in measured.out, measured
+        for name in job.files():
+            (job / name).download(copy / name)
+        plans = []
+        for folder in (job, copy):
+            argv = ("--exp=lm.Synthetic", f"--job_log_dir={folder}", "--topology=cpu:8")
+            planned = launch("--mode=plan", *argv)
+            assert planned.code == 0, planned
+            plans.append(planned.out.replace(f"{folder}/", "JOB/").splitlines())
+    lines = [[line for line in plan if line.startswith(("step", "corrected"))] for plan in plans]
+    assert lines[0] == lines[1] and "(median of 1 in JOB/residuals.jsonl)" in lines[0][-1]

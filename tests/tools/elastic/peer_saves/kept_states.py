@@ -25,6 +25,7 @@ class Hosts:
         self.stores = {member: PeerStore(KEY, "127.0.0.1") for member in range(num_members)}
         self.generation = 0
         self.notes: list[str] = []
+        self.before_put = lambda: None
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> "Hosts":
@@ -72,6 +73,7 @@ class Hosts:
                         self.notes.append,
                         lambda name, text, k=index: meeting.exchange(k, text),
                         places.__getitem__,
+                        self.before_put,
                     )
                 )
                 for index, member in enumerate(members)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import PeerLost
+from praxis_lite import ConfigError, PeerLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
@@ -132,6 +132,21 @@ def test_whichever_host_dies_the_others_hold_all(hosts):
     for dead in EIGHT:
         choice, reasons = newest_complete_save(hosts.clients([k for k in EIGHT if k != dead]))
         assert choice.step == 10 and reasons == []
+
+
+def test_a_state_is_not_stored_before_the_files_of_its_steps(hosts):
+    kept(hosts, 1, 4, 2)
+    number_of_saves = [len(store.saves()) for store in hosts.clients(EIGHT)]
+
+    def fail():
+        assert [len(store.saves()) for store in hosts.clients(EIGHT)] == number_of_saves
+        raise ConfigError("the store cannot be reached")
+
+    hosts.before_put = fail
+    kept(hosts, 1, 4, 2, steps=(13,))
+    assert newest_complete_save(hosts.clients(EIGHT))[0].step == 10
+    (note,) = hosts.notes
+    assert "step 13 failed: ConfigError: the store cannot be reached. The previous" in note
 
 
 def test_two_that_do_not_hold_each_others_part_may_die(hosts):
