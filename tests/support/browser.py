@@ -1,6 +1,7 @@
 """Controls a headless Chromium over a pipe, without additional packages, ports or network."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,10 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 EXECUTABLE = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 NO_BROWSER = "Chromium is not installed (apt-get install chromium), and $CHROMIUM is not set"
+
+
+class PageReloaded(Exception):
+    """The page reloaded itself while it evaluated an expression."""
 
 
 class Browser:
@@ -82,10 +87,16 @@ class Browser:
         )
 
     def run(self, script: str) -> Any:
-        """Returns the value of a JavaScript expression, after waiting for it if it is a promise."""
-        answer = self.send(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        """Returns the value of a JavaScript expression, after waiting for it if it is a promise.
+
+        If the page reloads itself in the meantime, the expression is evaluated in the new page.
+        """
+        answer = None
+        while answer is None:
+            with contextlib.suppress(PageReloaded):
+                answer = self.send(
+                    "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+                )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -126,6 +137,8 @@ class Browser:
         self._commands.write(json.dumps(command).encode() + b"\0")
         self._commands.flush()
         answer = self._until(lambda event: event.get("id") == self._number)
+        if "navigated" in answer.get("error", {}).get("message", ""):
+            raise PageReloaded
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 

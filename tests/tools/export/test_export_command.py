@@ -65,7 +65,7 @@ def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
     assert cache is None
     about = json.loads((tmp_path / "decode/manifest.json").read_text())
     assert about["step"] == 7 and about["experiment"] == "jobzoo.experiments.Tiny"
-    assert about["tokenizer"]["eos_ids"] == [256] and about["decoder"]["class"] == "Sample"
+    assert about["tokenizer"]["eos_ids"] == [256, 3] and about["decoder"]["class"] == "Sample"
 
 
 @pytest.mark.slow
